@@ -50,7 +50,7 @@ def _figure(report: ScriptReport) -> Figure:
     axes.set_ylim(len(layers) - 0.5, -0.5)
     _scale_errors(axes)
     figure.legend(loc="outside lower center", ncols=4)
-    axes.set_title(_title(report), loc="left")
+    figure.suptitle(_title(report), x=0.01, ha="left")
     return figure
 
 
@@ -95,7 +95,7 @@ def _series(report: ScriptReport) -> dict[str, dict[int, float]]:
 def _title(report: ScriptReport) -> str:
     if report.first is None:
         return f"{report.verdict}: {report.steps} steps on {report.ranks} ranks, and alone"
-    line = f" ({report.first.line})" if report.first.line else ""
+    line = f"\nat {report.first.line}" if report.first.line else ""
     return f"{report.verdict}: {report.cause.kind}\nfirst: {report.first.what}{line}"
 
 

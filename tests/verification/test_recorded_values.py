@@ -30,6 +30,14 @@ def test_columns_of_tensor_ranks_are_joined_and_copies_stay_apart() -> None:
     assert _versions([[[whole[:, :3]]]], whole, has_stand_ins=False) == []
 
 
+def test_slices_of_three_matrices_in_one_are_joined_in_the_order_that_one_process_has() -> None:
+    whole = torch.arange(24.0).reshape(2, 12)
+    matrices = whole.chunk(3, 1)
+    slices = [[[torch.cat([m[:, :2] for m in matrices], 1)]]]
+    slices.append([[torch.cat([m[:, 2:] for m in matrices], 1)]])
+    assert torch.equal(_versions(slices, whole, has_stand_ins=False)[0], whole)
+
+
 def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
     whole = torch.ones(2, 3)
     pieces = [[[torch.ones(1, 3)], [torch.ones(1, 3)], [torch.zeros(1, 3)]]]

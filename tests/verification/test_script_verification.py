@@ -79,6 +79,15 @@ def test_a_loop_on_shoal_is_exact_under(strategy: str) -> None:
 
 
 @pytest.mark.slow
+def test_layers_of_three_matrices_are_joined_matrix_by_matrix() -> None:
+    loop = SCRIPTS / "fused_attention_loop.py"
+    report = shoal.verify_script(loop, ranks=2, strategy="tensor=2", steps=3)
+    assert report.verdict == "exact", str(report)
+    compared = {name for name, error, _ in report.layers if error is not None}
+    assert "blocks.0.qkv" in compared
+
+
+@pytest.mark.slow
 def test_strategies_that_do_not_step_together_differ_by_design() -> None:
     report = shoal.verify_script(LOOP, ranks=2, strategy="local=2", steps=4)
     assert report.verdict == "differs by design", str(report)

@@ -3,6 +3,7 @@
     data ranks       rows 0 1 2 | rows 3 4            joined along the batch, in order of ranks
     micro-batches    rows 0 1 | row 2                 joined in the order of their calls
     tensor ranks     columns 0-3 | columns 4-7        joined where their sizes add up
+    fused layers     q0 k0 v0 | q1 k1 v1              query, key and value joined one by one
 
 One process says which shape comes of it; a tensor that cannot have that shape is not compared.
 """
@@ -11,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from math import inf, isnan
 
 import torch
 from torch import Tensor
 
 from shoal.verification.script.run_record import RankRecord, RecordedTensors
 
+FUSED = (2, 3)
+"""Numbers of equal matrices that a layer may hold in one: gate and up; query, key and value."""
 Pieces = list[list[Tensor]]
 """For each data rank the tensors of its micro-batches."""
 
@@ -119,12 +123,36 @@ def _without_stand_ins(tensor: Tensor, like: Tensor, dim: int) -> Tensor:
 
 
 def _columns(parts: list[Tensor], like: Tensor) -> Tensor | None:
-    """Return slices of tensor ranks as one tensor, if their sizes add up in one dimension."""
+    """Return slices of tensor ranks as one tensor, if their sizes add up in one dimension.
+
+    Nothing records whether a layer holds several matrices in one, of which each rank has a slice
+    of each. So the order that comes nearer to one process counts; a layer whose columns are in a
+    wrong order is found by what the next one makes of them.
+    """
     if len(parts) < 2 or any(part.dim() != like.dim() for part in parts):
         return None
     for dim in range(like.dim()):
         if sum(part.shape[dim] for part in parts) == like.shape[dim]:
             whole = _along(dim, parts)
             if whole is not None and whole.shape == like.shape:
-                return whole
+                fused = [_fused(parts, dim, count) for count in FUSED]
+                orders = [whole, *(order for order in fused if order is not None)]
+                return min(orders, key=lambda order: _distance(order, like))
     return None
+
+
+def _fused(parts: list[Tensor], dim: int, count: int) -> Tensor | None:
+    """Return slices of `count` matrices in one, joined matrix by matrix; None if they do not fit.
+
+    A rank has its slice of each matrix, one after the other.
+    """
+    if any(part.shape[dim] % count for part in parts):
+        return None
+    slices = [part.chunk(count, dim) for part in parts]
+    return torch.cat([mine[i] for i in range(count) for mine in slices], dim)
+
+
+def _distance(tensor: Tensor, like: Tensor) -> float:
+    """Return the norm of the difference; infinity where it is not a number."""
+    distance = float((tensor - like).norm())
+    return inf if isnan(distance) else distance

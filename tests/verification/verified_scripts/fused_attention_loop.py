@@ -1,0 +1,59 @@
+"""A loop on Shoal whose attention has query, key and value in one matrix, as minGPT's."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+
+run = shoal.init()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = [
+            each.view(rows, length, 2, width // 2).transpose(1, 2)
+            for each in self.qkv(self.norm(x)).split(width, dim=2)
+        ]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return x + self.proj(y.transpose(1, 2).contiguous().view(rows, length, width))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 8)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+tokens = torch.randint(0, 10, (30, 5))
+loader = DataLoader(TensorDataset(tokens), batch_size=7, shuffle=True)
+model, optimizer, loader = run.prepare(model, optimizer, loader)
+
+
+def compute_loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+
+
+for (x,) in loader:
+    optimizer.zero_grad()
+    loss = run.forward_backward(compute_loss, x)
+    optimizer.step()
+    print(loss.item())
