@@ -38,6 +38,13 @@ def test_slices_of_three_matrices_in_one_are_joined_in_the_order_that_one_proces
     assert torch.equal(_versions(slices, whole, has_stand_ins=False)[0], whole)
 
 
+def test_rows_of_a_model_that_puts_time_first_are_joined_within_each_time() -> None:
+    whole = torch.arange(30.0).reshape(3, 5, 2)  # time, sample, width
+    pieces = [[whole[:, :3].flatten(0, 1)], [whole[:, 3:].flatten(0, 1)]]
+    flat = whole.flatten(0, 1)
+    assert torch.equal(_versions([pieces], flat, has_stand_ins=False)[0], flat)
+
+
 def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
     whole = torch.ones(2, 3)
     pieces = [[[torch.ones(1, 3)], [torch.ones(1, 3)], [torch.zeros(1, 3)]]]

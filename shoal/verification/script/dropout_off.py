@@ -47,12 +47,18 @@ def _without_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
 
 def _without_dropout_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
     def attention(
-        query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **rest: Any
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *is_causal: bool,
+        **rest: Any,
     ) -> Any:
         if dropout_p > 0 and (under_shoal or not record.by_shoal):
             _tell(record)
             dropout_p = 0.0
-        return original(query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, **rest)
+        return original(query, key, value, attn_mask, dropout_p, *is_causal, **rest)
 
     return attention
 

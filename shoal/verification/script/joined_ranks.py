@@ -1,6 +1,7 @@
 """Tensors of all ranks as the one tensor of one process: outputs of modules and their gradients.
 
     data ranks       rows 0 1 2 | rows 3 4            joined along the batch, in order of ranks
+    time first       t0r0 t1r0 | t0r1 t1r1            joined within each time
     micro-batches    rows 0 1 | row 2                 joined in the order of their calls
     tensor ranks     columns 0-3 | columns 4-7        joined where their sizes add up
     fused layers     q0 k0 v0 | q1 k1 v1              query, key and value joined one by one
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from math import inf, isnan
+from math import gcd, inf, isnan
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from shoal.verification.script.run_record import RankRecord, RecordedTensors
 
 FUSED = (2, 3)
 """Numbers of equal matrices that a layer may hold in one: gate and up; query, key and value."""
+SAME_ORDER = 1e-6
+"""Relative distance below which no other order of rows is tried."""
 Pieces = list[list[Tensor]]
 """For each data rank the tensors of its micro-batches."""
 
@@ -91,12 +94,31 @@ def _versions(groups: list[Pieces], like: Tensor, has_stand_ins: bool) -> list[T
             continue
         cut = [_without_stand_ins(t, like, dim) for t in found] if has_stand_ins else found
         if all(tensor.shape == like.shape for tensor in cut):
-            return cut
+            pairs = zip(cut, groups, strict=True)
+            return [_in_order(tensor, group, dim, like) for tensor, group in pairs]
         whole = _columns(cut, like)
         if whole is not None:
             return [whole]
     copies = [part for group in groups for part in chain.from_iterable(group)]
     return copies if copies and all(part.shape == like.shape for part in copies) else []
+
+
+def _in_order(joined: Tensor, group: Pieces, dim: int, like: Tensor) -> Tensor:
+    """Return the joined rows in the order of one process, where the batch is not outermost.
+
+    A model that puts time first and then flattens both gives rows (time, sample). As for columns,
+    the order that comes nearest counts.
+    """
+    parts = [*chain.from_iterable(group)]
+    if len(parts) < 2 or _distance(joined, like) <= SAME_ORDER * float(like.norm()):
+        return joined
+    outer = gcd(*(part.shape[dim] for part in parts))
+    orders = [joined]
+    for count in (n for n in range(2, outer + 1) if outer % n == 0):
+        split = [part.unflatten(dim, (count, -1)) for part in parts]
+        order = torch.cat(split, dim + 1).flatten(dim, dim + 1)
+        orders += [order] if order.shape == like.shape else []
+    return min(orders, key=lambda order: _distance(order, like))
 
 
 def _joined_along(dim: int, groups: list[Pieces]) -> list[Tensor]:

@@ -23,7 +23,7 @@ class Block(nn.Module):
             each.view(rows, length, 2, width // 2).transpose(1, 2)
             for each in self.qkv(self.norm(x)).split(width, dim=2)
         ]
-        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        y = F.scaled_dot_product_attention(*heads, None, 0.0, True)
         return x + self.proj(y.transpose(1, 2).contiguous().view(rows, length, width))
 
 
