@@ -26,7 +26,7 @@ SCHEMA = json.loads(Path(__file__).with_name("jobset_schema.json").read_text())[
 FULL = (
     *("--kubernetes", "--nodes", 2, "--ntasks-per-node", 2, "--image", "registry/me/image:1"),
     *("--namespace", "team", "--workdir", "/work", "--cpus-per-task", 3, "--limit", "memory=8Gi"),
-    *("--limit", "nvidia.com/gpu=2", "--claim", "runs:/work/runs", "--strategy", "zero3"),
+    *("--limit", "nvidia.com/gpu=2", "--claim", "runs:/data/runs", "--strategy", "zero3"),
 )
 
 

@@ -82,7 +82,7 @@ class JobSetOptions:
                 yield f"--limit {limit}: NAME=QUANTITY, for example nvidia.com/gpu=4 or memory=32Gi"
         for claim in self.claims:
             if CLAIM.fullmatch(claim) is None:
-                yield f"--claim {claim}: NAME:DIR, for example runs:/work/runs"
+                yield f"--claim {claim}: NAME:DIR, for example runs:/data/runs"
 
 
 def default_name(name: str) -> str:
