@@ -13,7 +13,6 @@ from shoal.launch.hosts.addresses import (
     candidate_addresses,
     choose_address,
     local_addresses,
-    source_address,
 )
 from shoal.launch.hosts.reach import Reach, ReachListener, try_reach
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
@@ -40,14 +39,6 @@ def test_addresses_of_this_host_are_those_that_others_could_reach():
         assert one in everything
         assert not address.is_loopback
         assert not address.is_link_local
-        assert source_address(one.address) == one.address
-
-
-def test_the_source_address_is_that_of_the_route():
-    assert source_address("127.0.0.1") == "127.0.0.1"
-    assert source_address("127.0.0.77") == "127.0.0.1"
-    with pytest.raises(ValueError, match="does not appear"):
-        source_address("localhost")
 
 
 def test_the_address_by_which_ssh_came_is_tried_first():

@@ -14,7 +14,6 @@ from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.hosts.preflight import problems
 from shoal.launch.hosts.ssh_command import is_throttled
 from shoal.launch.hosts.ssh_hosts import SshHost, read_hostfile
-from shoal.launch.hosts.ssh_settings import read_settings, repeated_hosts
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
@@ -250,11 +249,6 @@ def test_a_host_named_twice_and_files_that_differ_are_told(hosts: Hosts, python:
     assert problems(named, request) == [
         "host dash@10.77.0.101 is host bash@node1 (node1): name it once, bash@node1:2",
         "host bash@node2: train.py is not the file of bash@node1. Copy it there",
-    ]
-    settings = [read_settings(one, hosts.ssh) for one in ("me@node1", "me@10.77.0.101", "me@node2")]
-    assert repeated_hosts([one for one in settings if one]) == [
-        "me@node1 and me@10.77.0.101 are one host (10.77.0.101, port 22). Name it once, with the "
-        "sum of its ranks"
     ]
 
 

@@ -12,7 +12,6 @@ from shoal.launch.hosts.ssh_command import (
     is_throttled,
     ssh_program,
 )
-from shoal.launch.hosts.ssh_settings import SshSettings, read_settings, repeated_hosts
 
 PYTHON = "/opt/venv/bin/python"
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh client")
@@ -81,39 +80,6 @@ def test_this_client_takes_the_options(tmp_path):
     assert "clearallforwardings yes" in lines
     assert "requesttty false" in lines
     assert not [line for line in lines if line.startswith(("remotecommand", "localforward"))]
-
-
-@needs_ssh
-def test_settings_tell_aliases_of_one_host_and_the_first_server_on_the_way(tmp_path):
-    config = tmp_path / "config"
-    config.write_text(
-        "Host a aa\n HostName 10.0.0.1\n Port 2222\n User bob\n"
-        "Host b\n HostName 10.0.0.2\n User bob\n ProxyJump eve@gate:22,inner\n"
-        "Host c\n HostName localhost\n User bob\n ProxyCommand nc %h %p\n"
-    )
-    ssh = ["ssh", "-F", str(config)]
-    settings = [one for name in ("a", "aa", "b", "c") if (one := read_settings(name, ssh))]
-    assert settings == [
-        SshSettings("a", "10.0.0.1", 2222, "bob", None),
-        SshSettings("aa", "10.0.0.1", 2222, "bob", None),
-        SshSettings("b", "10.0.0.2", 22, "bob", "eve@gate:22"),
-        SshSettings("c", "localhost", 22, "bob", "nc %h %p"),
-    ]
-    assert repeated_hosts(settings) == [
-        "a and aa are one host (10.0.0.1, port 2222). Name it once, with the sum of its ranks"
-    ]
-    assert [one.first_server for one in settings] == [
-        "10.0.0.1:2222",
-        "10.0.0.1:2222",
-        "eve@gate:22",
-        "nc %h %p",
-    ]
-
-
-def test_a_client_that_does_not_tell_its_settings_is_no_problem(tmp_path):
-    assert read_settings("a", ["false"]) is None
-    assert read_settings("a", ["echo"]) is None
-    assert read_settings("a", [str(tmp_path / "absent")]) is None
 
 
 def test_only_a_server_with_too_many_starts_is_asked_again():

@@ -15,7 +15,6 @@ Names are not used: a host's own name often leads to its loopback address (Debia
 from __future__ import annotations
 
 import ipaddress
-import socket
 from collections.abc import Mapping, Sequence
 
 from shoal.errors import UsageError
@@ -39,20 +38,6 @@ def local_addresses() -> tuple[HostAddress, ...]:
 def _is_offered(text: str) -> bool:
     address = ipaddress.ip_address(text)
     return not (address.is_loopback or address.is_link_local or address.is_unspecified)
-
-
-def source_address(peer: str) -> str:
-    """Return this host's own address on the route to the address `peer`. Nothing is sent.
-
-    Raises:
-        OSError: there is no route.
-        ValueError: `peer` is no address.
-    """
-    version = ipaddress.ip_address(peer).version
-    family = socket.AF_INET if version == 4 else socket.AF_INET6
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((peer, DISCARD_PORT))
-        return str(probe.getsockname()[0])
 
 
 def candidate_addresses(
