@@ -73,6 +73,16 @@ def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     parser.add_argument("--allreduce", choices=CHOICES, metavar="ALGORITHM", help=help)
 
 
+def hang_limit_argument(parser: argparse.ArgumentParser, effect: str) -> None:
+    """Add --hang-limit; `effect` begins its help."""
+    parser.add_argument(
+        "--hang-limit",
+        type=argument_types.seconds,
+        metavar="SECONDS",
+        help=f"{effect} if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
+
+
 def split(
     words: list[str], parser: argparse.ArgumentParser
 ) -> tuple[list[str], list[tuple[str, str]]]:

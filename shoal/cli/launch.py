@@ -69,12 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where the script's trace.json goes (default: here)",
     )
-    parser.add_argument(
-        "--hang-limit",
-        type=argument_types.seconds,
-        metavar="SECONDS",
-        help="end the run if a rank does not come for so long (default: 60; 0 for no limit)",
-    )
+    job_options.hang_limit_argument(parser, "end the run")
     cluster_options.arguments(parser)
     parser.add_argument("script", type=argument_types.path, help="Python file")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")

@@ -59,12 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with -n or --hosts: how often a run goes on by itself when a process was killed "
         "(default: 3)",
     )
-    parser.add_argument(
-        "--hang-limit",
-        type=argument_types.seconds,
-        metavar="SECONDS",
-        help="with -n: restart if a rank does not come for so long (default: 60; 0 for no limit)",
-    )
+    job_options.hang_limit_argument(parser, "with -n: restart")
     cluster_options.arguments(parser)
 
 

@@ -12,20 +12,9 @@ from typing import NamedTuple
 import torch
 
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
+from shoal.watchdog.progress_word import COLLECTIVES
 
-# The encoding of a call holds the index of its kind, so the order must not change.
-KINDS = (
-    "barrier",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "gloo",
-)
+KINDS = COLLECTIVES
 OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 MAX_RANKS = 1 << 10
 

@@ -40,7 +40,7 @@ WAITS, THREAD_WAITS, FIRST = 1, 2, 4
 """Flags: the main thread waits for other ranks; another thread does; the phase may take long,
 because the step is the first one, or the first one with batches of this shape.
 """
-KINDS = (
+COLLECTIVES = (
     "barrier",
     "all_reduce",
     "broadcast",
@@ -51,12 +51,11 @@ KINDS = (
     "reduce_scatter",
     "all_to_all",
     "gloo",
-    "send",
-    "recv",
-    "servers",
 )
-"""The kinds of `shoal.shm_backend.call`, then messages, and the values of parameter servers."""
-SEND, RECV, SERVERS = 10, 11, 12
+"""The kinds of calls. `shoal.shm_backend.call` encodes their indices: the order must not change."""
+KINDS = (*COLLECTIVES, "send", "recv", "servers")
+"""Collectives, then messages, and the values of parameter servers."""
+SEND, RECV, SERVERS = range(len(COLLECTIVES), len(KINDS))
 NO_KIND = 99
 
 
