@@ -21,7 +21,8 @@ import pickle
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -82,21 +83,17 @@ def start(
 
     Raises:
         LaunchError: `processes` is below 1; the target or an argument cannot be pickled; the fork
-            server has ended because of a module that it imported.
+            server has ended because of a module that it imported, or was killed.
     """
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
-    try:
-        # Words lie by rank. Ranks of several hosts have no watchdog yet.
-        words = processes if share is None else share.first_rank + processes
-        limit_s = limit_of_ranks(environment) if share is None else 0.0
+    # Words lie by rank. Ranks of several hosts have no watchdog yet.
+    words = processes if share is None else share.first_rank + processes
+    limit_s = limit_of_ranks(environment) if share is None else 0.0
+    with _named_end_of_fork_server():
         ranks, common = _start_stores(context, torch_store, share, ProgressMemory(words), limit_s)
-    except (EOFError, ConnectionError) as error:
-        raise LaunchError(
-            "The process that ranks are forked from has ended; its message stands above."
-        ) from error
     try:
         first, world = (0, processes) if share is None else (share.first_rank, share.world)
         for local_rank in range(processes):
@@ -104,15 +101,29 @@ def start(
             launcher_variables = {**common, **_rank_variables(rank, world, local_rank, processes)}
             variables = {**_inherited(share), **environment, **launcher_variables}
             streams = _streams(context, output, rank, share)
-            ranks.all.append(
-                _start_rank(
-                    context, rank, processes, payload, variables, streams, wants_values, ranks
+            with _named_end_of_fork_server():
+                ranks.all.append(
+                    _start_rank(
+                        context, rank, processes, payload, variables, streams, wants_values, ranks
+                    )
                 )
-            )
     except BaseException:
         ranks.kill()
         raise
     return ranks
+
+
+@contextmanager
+def _named_end_of_fork_server() -> Iterator[None]:
+    """Name the fork server in the error of a start that its end, at any moment, has broken."""
+    try:
+        yield
+    except (EOFError, ConnectionError) as error:
+        raise LaunchError(
+            "The process that ranks are forked from has ended. If a message stands above, it is "
+            "of a module that this process imports first; if none does, the process was killed: "
+            "start the same command again."
+        ) from error
 
 
 def prepare(preload: Iterable[str] = ()) -> Context:

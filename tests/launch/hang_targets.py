@@ -96,9 +96,14 @@ def loses_its_spawner(folder: str, how: str) -> None:
 
 
 def loses_the_fork_server(folder: str, how: str) -> None:
+    """Kill the fork server from rank 0, once rank 1 has been forked too."""
     if how == "first":
+        rank_1 = Path(folder, "rank 1 is there")
         if os.environ["RANK"] == "0":
+            while not rank_1.exists():
+                time.sleep(0.01)
             os.kill(os.getppid(), signal.SIGKILL)
+        rank_1.touch()
         time.sleep(1000)
 
 

@@ -6,21 +6,26 @@ all ranks again.
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import threading
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import hang_targets
 import pytest
 
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.local import run as run_once
 from shoal.launch.rank_monitor import EXIT_HANG
 from shoal.launch.restarting import run_with_restarts
+from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
 
 NOTE = "2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)"
@@ -117,6 +122,19 @@ def test_the_death_of_the_fork_server_is_named_and_the_run_goes_on(tmp_path, cap
     told = capfd.readouterr().err
     expected = r"note: the fork server \(process \d+\), from which ranks are started, was killed by"
     assert re.match(expected + " SIGKILL; " + re.escape(NOTE), told)
+
+
+def test_a_fork_server_that_is_killed_while_ranks_start_is_named(tmp_path):
+    prepare()
+    pid = forkserver._forkserver._forkserver_pid
+    os.kill(pid, signal.SIGSTOP)  # so that the first rank waits for it
+    killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
+    killer.start()
+    with pytest.raises(LaunchError, match="the process was killed: start the same command again"):
+        run_once(hang_targets.hangs, (str(tmp_path), "again", "none"), 2, {}, "first")
+    killer.join()
+    # Until the kernel reports its end, the next start would take it for alive.
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
 def test_the_death_of_the_spawner_of_helpers_is_named_and_the_run_goes_on(tmp_path, capfd):
