@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from host_files import REPOSITORY, SETUP, SHELLS, Names, write_etc, write_ssh_config
 
-REPOSITORY = Path(__file__).parents[2]
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "bridge", "unshare", "nsenter", "setpriv")
-SHELLS = ("bash", "dash", "tcsh", "fish")
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 START_S = 30.0
 SEARCH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
@@ -39,47 +38,6 @@ Network = Literal["one", "two", "v6"]
     one   all are joined by 10.77.0.0/24
     two   on 10.77.0.0/24 each reaches the desk alone; 10.78.0.0/24 joins all but the desk
     v6    all are joined by fd77::/64, and there is no IPv4
-"""
-Names = Literal["all", "debian", "none"]
-"""Names in /etc/hosts.
-
-    all      of every host with its address
-    debian   the same, but the host's own name leads to 127.0.1.1
-    none     of localhost alone; there is no name server in any case
-"""
-
-SETUP = """
-set -e
-hostname {name}
-mount -t tmpfs -o size={disk_bytes} own-disk /mnt
-mkdir -p /mnt/seen {homes}
-mount --bind {folder} /mnt/seen
-mount -t tmpfs tmp /tmp
-mkdir -p {folder}
-mount --bind /mnt/seen {folder}
-umount /mnt/seen; rmdir /mnt/seen
-mount -t tmpfs run /run; mkdir -p /run/sshd
-mount -t tmpfs shm /dev/shm
-mount --bind {etc}/passwd /etc/passwd
-mount --bind {etc}/hosts /etc/hosts
-mount --bind {etc}/resolv.conf /etc/resolv.conf
-ip link set lo up
-{sshd} -D -e -f {etc}/sshd_config 2>>{etc}/sshd.log </dev/null >/dev/null &
-echo ready
-exec >/dev/null 2>&1 </dev/null
-while :; do sleep 1000 & wait $!; done
-"""
-
-SSHD = """
-HostKey {etc}/key
-AuthorizedKeysFile {folder}/user.pub
-PermitRootLogin yes
-StrictModes no
-UsePAM no
-PidFile none
-MaxStartups {startups}
-SetEnv PYTHONPATH={pythonpath} PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1
-AcceptEnv LANG LC_*
 """
 
 
@@ -287,7 +245,7 @@ class Hosts:
     def _host(self, number: int) -> Host:
         name = self._names[number]
         etc = self._etc(name)
-        self._write_etc(etc, number)
+        write_etc(etc, self.folder, self._names_of(number), self._startups)
         setup = SETUP.format(
             name=name,
             etc=etc,
@@ -316,19 +274,6 @@ class Hosts:
         line = keeper.stdout.readline()
         assert line == "ready\n", f"a host could not be set up: {line}"
         return keeper, int(Path(f"/proc/{keeper.pid}/task/{keeper.pid}/children").read_text())
-
-    def _write_etc(self, etc: Path, number: int) -> None:
-        shells = [(shell, shutil.which(shell)) for shell in SHELLS]
-        users = [f"{name}:x:0:0::/mnt/home/{name}:{path}" for name, path in shells if path]
-        # The first entry of a user id is the one that names it.
-        users.insert(0, f"root:x:0:0::/mnt/home/{SHELLS[0]}:/bin/bash")
-        users.append("sshd:x:74:65534::/run/sshd:/usr/sbin/nologin")
-        (etc / "passwd").write_text("\n".join(users) + "\n")
-        (etc / "resolv.conf").write_text("")
-        (etc / "hosts").write_text("\n".join(self._names_of(number)) + "\n")
-        (etc / "sshd_config").write_text(
-            SSHD.format(etc=etc, folder=self.folder, pythonpath=REPOSITORY, startups=self._startups)
-        )
 
     def _names_of(self, number: int) -> Iterator[str]:
         yield "127.0.0.1 localhost"
@@ -366,18 +311,9 @@ class Hosts:
         subprocess.run([*self._at_switch, "ip", *words], check=True)
 
     def _write_ssh_config(self, more: str) -> None:
-        keys = [
-            f"{host.address} {(self._etc(host.name) / 'key.pub').read_text()}"
-            for host in self.hosts
-        ]
-        (self.folder / "known_hosts").write_text("".join(keys))
-        aliases = [f"Host {host.name}\n  HostName {host.address}\n" for host in self.hosts]
-        (self.folder / "ssh_config").write_text(
-            f"{more}\n{''.join(aliases)}"
-            f"Host *\n  User {SHELLS[0]}\n  IdentityFile {self.folder / 'user'}\n"
-            f"  IdentitiesOnly yes\n  UserKnownHostsFile {self.folder / 'known_hosts'}\n"
-            "  StrictHostKeyChecking yes\n"
-        )
+        keys = {host.name: (self._etc(host.name) / "key.pub").read_text() for host in self.hosts}
+        addresses = {host.name: host.address for host in self.hosts}
+        write_ssh_config(self.folder, addresses, keys, more)
 
     def _wait_for_ssh(self, host: Host) -> None:
         """Wait until the ssh server listens, without a connection that it would count."""

@@ -21,8 +21,6 @@ from shoal.errors import UsageError
 from shoal.launch.hosts.reach import Reach
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 
-DISCARD_PORT = 9
-
 
 def local_addresses() -> tuple[HostAddress, ...]:
     """Return this host's addresses of interfaces that are up, without loopback and link-local ones.
