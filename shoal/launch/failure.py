@@ -81,7 +81,7 @@ class Failure:
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
     time_s = time.monotonic()
-    is_secondary = _is_lost_peer(error)
+    is_secondary = is_lost_peer(error)
     if lost := _lost_worker(error):
         headline = f"lost a process of its own: {lost}"
         return Failure(rank, time_s, headline, "", is_secondary=False, code=1, is_loss=True)
@@ -158,7 +158,7 @@ def _frames(error: BaseException) -> TracebackType | None:
     return frames if frames is not None or isinstance(error, SyntaxError) else error.__traceback__
 
 
-def _is_lost_peer(error: BaseException) -> bool:
+def is_lost_peer(error: BaseException) -> bool:
     """Return True if the error probably follows from the end of another rank."""
     if isinstance(error, (ConnectionError, PeerLost)):
         return True

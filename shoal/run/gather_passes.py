@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from functools import partial, wraps
-from io import StringIO
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +26,12 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import count_rows, gather_rows
-from shoal.data.seeds import MicrobatchSeeds, preserve_rng_state
+from shoal.data.seeds import MicrobatchSeeds
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Counted, Term, split_result
-from shoal.strategies.module_snapshot import ModelSnapshot
-from shoal.trial.loss_verdict import CannotTry
-from shoal.trial.saved_objects import SavedObjects
-from shoal.trial.untouched import devices_of
+from shoal.trial.untouched import devices_of, leaving_no_trace
 
 TOLERANCE = 1e-3
 """Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
@@ -104,7 +100,7 @@ class MicrobatchGathering:
         key = _place_of(function)
         if not self._known.get(key, True):
             return batch
-        with self._leaving_no_trace(function) as can_repeat:
+        with leaving_no_trace(self._models, function) as can_repeat:
             seeds = MicrobatchSeeds(devices_of(self._models))
             values = []
             if not self._on_any_rank(not can_repeat):
@@ -114,7 +110,7 @@ class MicrobatchGathering:
         if not num_gathers:
             return batch
         gathered = [self._gathered(own, microbatches) for own in values]
-        with self._leaving_no_trace(function):
+        with leaving_no_trace(self._models, function):
             asked = self._asked(gathered, values, microbatches, model, seeds)
         MicrobatchSeeds(devices_of(self._models))  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
@@ -257,24 +253,6 @@ class MicrobatchGathering:
             yield
         finally:
             self._answer = None
-
-    @contextmanager
-    def _leaving_no_trace(self, function: Any) -> Iterator[bool]:
-        """Put models, the script and generators back. Yields False if the script cannot be."""
-        models = [ModelSnapshot(model) for model in self._models]
-        objects, can_repeat = SavedObjects(), True
-        objects.skip(module for model in self._models for module in model.modules())
-        try:
-            objects.save(function)
-        except CannotTry:
-            can_repeat = False
-        try:
-            with redirect_stdout(StringIO()), preserve_rng_state(devices_of(self._models)):
-                yield can_repeat
-        finally:
-            objects.restore()
-            for state in reversed(models):
-                state.restore()
 
 
 def _place_of(function: Any) -> str:

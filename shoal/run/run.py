@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
 from shoal.run import checks
 from shoal.run.exact_evaluation import ComputeSums, evaluate
+from shoal.run.first_failure import FirstFailure
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.memory_advice import MemoryAdvice
@@ -69,6 +71,7 @@ class Run(StatefulRun):
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
+        self._first_failure = FirstFailure(mesh)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -88,7 +91,8 @@ class Run(StatefulRun):
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
         arguments = sort_arguments(things)
-        loaders = iter(self._prepared.add(arguments))
+        with self._first_failure.shared():
+            loaders = iter(self._prepared.add(arguments))
         results = [
             next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
             for thing in things
@@ -128,18 +132,24 @@ class Run(StatefulRun):
         """
         checks.check_compute_loss(compute_loss, batch)
         checks.check_step_options(rows, reduction)
+        with self._first_failure.shared():
+            return self._forward_backward(
+                partial(make_batch, compute_loss, batch, named_batch), rows, reduction
+            )
+
+    def _forward_backward(
+        self, make: Callable[..., base.LocalBatch], rows: int | None, reduction: str
+    ) -> Any:
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
-        local_batch = make_batch(
-            compute_loss,
-            batch,
-            named_batch,
+        local_batch = make(
             self._prepared.sizes,
             self.mesh,
             rows=rows,
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
+        compute_loss = local_batch.compute_loss
         self._gathering.begin_step(local_batch)
         try:
             if reduction == "rows":
@@ -275,7 +285,7 @@ class Run(StatefulRun):
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
         checks.check_evaluation(compute_sums, loader, models)
-        with self._gathering.evaluation():
+        with self._gathering.evaluation(), self._first_failure.shared():
             return evaluate(
                 self.mesh.data,
                 compute_sums,

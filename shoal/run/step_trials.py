@@ -16,6 +16,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
+from shoal.trial.untouched import leaving_no_trace
 
 
 class StepTrials:
@@ -63,7 +64,19 @@ class StepTrials:
         if is_due:
             with self._guards.in_step():
                 batch = trial.begin(batch)
+                if self._prepared.is_applied and self._prepared.mesh.pipeline.size > 1:
+                    self._try_stages(trial, batch)
         return batch._replace(objection=lambda: trial.objection)
+
+    def _try_stages(self, trial: LossTrial, batch: base.LocalBatch) -> None:
+        """Try the loss on what the stages of a pipeline compute. Collective over the pipeline."""
+        model = self._prepared.local_model()
+        if model.pass_traits.collective_forward and not trial.is_scheduled:
+            return  # other data ranks have no news, and make no pass
+        with leaving_no_trace(self._prepared.models, batch.compute_loss) as can_repeat:
+            # Ranks decide alike: an iterator may have been read on some of them.
+            if self._prepared.mesh.pipeline.sum_of_host_numbers([not can_repeat])[0] == 0:
+                trial.try_stages(batch, model.outside_step.call)
 
     def _whole_models(self) -> AbstractContextManager[bool]:
         """Return a context that yields True if this rank can run the models alone in it.

@@ -24,6 +24,7 @@ from shoal.trial.batch_rows import count_rows
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
+from shoal.trial.staged_outputs import record_in_stages
 from shoal.trial.untouched import devices_of
 
 MOST_NEWS = 32
@@ -53,7 +54,7 @@ class LossTrial:
         announce: prints a note; on one rank of many.
         whole_models: this rank can run the models without the others, and has all parameters whole.
         runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
-            not, as in a pipeline, the first step's trial is the only one.
+            not, as in a pipeline, later trials are those of `try_stages`.
     """
 
     def __init__(
@@ -134,6 +135,20 @@ class LossTrial:
             *(self._models, parameters),
         )
         self._take(verdict)
+
+    def try_stages(self, batch: Any, call: Callable[..., Any]) -> None:
+        """Try the loss on the last stage of a pipeline. Collective over the pipeline.
+
+        Args: call: `OutsideStep.call` of the local model.
+        """
+        record = record_in_stages(batch, self._models, call)
+        if record is not None:
+            record.generators.restore()
+            verdict = try_recorded(
+                *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+                *(self._models, record.calls, 1, self._steps),
+            )
+            self._take(verdict)
 
     def after_step(self, objections: int) -> None:
         """Raise or note what the step has found. To be called before the optimizer's step.

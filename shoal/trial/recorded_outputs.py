@@ -68,7 +68,7 @@ class OutputRecorder:
         self._depth -= 1
         if self._depth == 0:
             try:
-                kept = _map_tensors(output, lambda tensor: tensor.detach())
+                kept = map_tensors(output, lambda tensor: tensor.detach())
             except CannotTry:
                 kept = None
             self.calls.append(RecordedCall(module, (args, kwargs), kept))
@@ -139,7 +139,7 @@ class _OutputsOfRows:
         self._next = 0
         self.leaves: list[Tensor] = []
         self._outputs = [
-            None if call.output is None else _map_tensors(call.output, self._leaf) for call in calls
+            None if call.output is None else map_tensors(call.output, self._leaf) for call in calls
         ]
 
     def _leaf(self, tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class _OutputsOfRows:
         for output in self._outputs:
             if output is None:
                 raise CannotTry("an output of a model that is no nest of tensors")
-            for tensor in tensors_in(_as_plain_nest(output)):
+            for tensor in tensors_in(plain_nest(output)):
                 if type(tensor) is not Tensor:
                     raise CannotTry(f"an output of a model that is a {type(tensor).__name__}")
                 if tensor.is_floating_point() and tensor.shape[:1] != (self._num_samples,):
@@ -189,7 +189,7 @@ class _OutputsOfRows:
         if not _same_rows(recorded, inputs, rows, self._num_samples):
             raise CannotTry("models whose inputs are not rows of those of the whole batch")
         self._next += 1
-        return _map_tensors(
+        return map_tensors(
             self._outputs[self._next - 1],
             lambda tensor: (
                 tensor[rows.to(tensor.device)]
@@ -229,15 +229,16 @@ def _close(old: Tensor, new: Tensor) -> bool:
     return torch.allclose(old.double(), new.double(), rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Return a nest that `map_nest` knows with its tensors mapped."""
     if isinstance(value, Tensor):
         return function(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return map_nest(value, lambda item: _map_tensors(item, function))
+    return map_nest(value, lambda item: map_tensors(item, function))
 
 
-def _as_plain_nest(value: Any) -> Any:
+def plain_nest(value: Any) -> Any:
     """Return the tensors of any nest that `map_nest` knows, as a list."""
     found: list[Tensor] = []
 
@@ -245,7 +246,7 @@ def _as_plain_nest(value: Any) -> Any:
         found.append(tensor)
         return tensor
 
-    _map_tensors(value, keep)
+    map_tensors(value, keep)
     return found
 
 

@@ -11,24 +11,47 @@ from __future__ import annotations
 import io
 import random
 import warnings
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from shoal.data.seeds import GeneratorStates
+from shoal.data.seeds import GeneratorStates, preserve_rng_state
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks
-from shoal.strategies.module_snapshot import trial_running
+from shoal.strategies.module_snapshot import ModelSnapshot, trial_running
+from shoal.trial.loss_verdict import CannotTry
 from shoal.trial.saved_objects import SavedObjects
 
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
     """Return the devices on which the parameters of models lie."""
     return {parameter.device for model in models for parameter in model.parameters()}
+
+
+@contextmanager
+def leaving_no_trace(models: Sequence[nn.Module], function: Any) -> Iterator[bool]:
+    """Put models, the script and generators back after passes that run as those of a step.
+
+    Yields False if the script cannot be put back, as one that reads from an iterator.
+    """
+    snapshots = [ModelSnapshot(model) for model in models]
+    objects, can_repeat = SavedObjects(), True
+    objects.skip(module for model in models for module in model.modules())
+    try:
+        objects.save(function)
+    except CannotTry:
+        can_repeat = False
+    try:
+        with redirect_stdout(io.StringIO()), preserve_rng_state(devices_of(models)):
+            yield can_repeat
+    finally:
+        objects.restore()
+        for state in reversed(snapshots):
+            state.restore()
 
 
 class Untouched:
