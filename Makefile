@@ -142,6 +142,7 @@ bench-server: $(BENCH)/.done  ## Measure push and pull of parameter servers agai
 
 bench-collectives: $(BENCH)/.done  ## Measure all-reduces on one machine against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.call_parts
 	$(BENCH)/bin/python -m benchmarks.collectives.report
 
 bench-trace: $(BENCH)/.done  ## Measure what a trace costs.
