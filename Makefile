@@ -56,7 +56,7 @@ $(BIN)/python:
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 # The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
-COMPILED := shoal/shm_backend/native.c
+COMPILED := shoal/shm_backend/native.c shoal/shm_backend/native.h shoal/shm_backend/compiled_calls.c
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
@@ -142,6 +142,7 @@ bench-server: $(BENCH)/.done  ## Measure push and pull of parameter servers agai
 
 bench-collectives: $(BENCH)/.done  ## Measure all-reduces on one machine against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.measure
+	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.collectives.call_parts
 	$(BENCH)/bin/python -m benchmarks.collectives.report
 
 bench-trace: $(BENCH)/.done  ## Measure what a trace costs.

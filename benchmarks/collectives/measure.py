@@ -76,7 +76,17 @@ def _start_crew(crew: str, ranks: int, options: argparse.Namespace) -> Any:
         f"--rounds={options.rounds}",
         f"--largest-mb={options.largest_mb}",
     ]
-    program = [sys.executable, "-m", "benchmarks.collectives.measure", *arguments]
+    start_ranks(ranks, ["-m", "benchmarks.collectives.measure", *arguments])
+    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"):
+        left.unlink()
+    found = json.loads(part.read_text())
+    part.unlink()
+    return found
+
+
+def start_ranks(ranks: int, arguments: list[str]) -> None:
+    """Run Python with these arguments as so many ranks: under mpirun where there is one."""
+    program = [sys.executable, *arguments]
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT, "OMP_NUM_THREADS": "1"}
     if shutil.which("mpirun"):
         mpirun = [
@@ -100,19 +110,19 @@ def _start_crew(crew: str, ranks: int, options: argparse.Namespace) -> Any:
         codes = [process.wait() for process in processes]
         if any(codes):
             raise SystemExit("a rank has failed")
-    for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{PORT}_*"):
-        left.unlink()
-    found = json.loads(part.read_text())
-    part.unlink()
-    return found
 
 
-def measure(part: Path, crew: str, rounds: int, largest_bytes: int) -> None:
-    """One rank's part; rank 0 writes."""
+def be_a_rank() -> None:
+    """Meet the other ranks of `start_ranks`, over Gloo. Collective."""
     torch.set_num_threads(1)
     os.environ.setdefault("RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))
     os.environ.setdefault("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", "1"))
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+
+
+def measure(part: Path, crew: str, rounds: int, largest_bytes: int) -> None:
+    """One rank's part; rank 0 writes."""
+    be_a_rank()
     candidates, missing = all_that_there_are(CREWS[crew], largest_bytes)
     tensor, chance = torch.zeros(largest_bytes // 4), random.Random(0)
     _agree(candidates, tensor[:1000])

@@ -11,6 +11,7 @@ from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 OURS, YARDSTICK, ALONE = "shoal", "Gloo", "DDP alone"
+CALL_PARTS = HERE / "call_parts.json"
 GOALS = {1 << 16: 30.0, 1 << 22: 8.0, 1 << 26: 2.5}
 
 
@@ -18,9 +19,27 @@ def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     parts = [_part(int(ranks), part) for ranks, part in result["ranks"].items()]
     parts += [_steps(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
+    parts += _call_parts()
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
     print(text)
+
+
+def _call_parts() -> list[str]:
+    """The table of call_parts.json, and when it was measured."""
+    if not CALL_PARTS.exists():
+        return []
+    found = json.loads(CALL_PARTS.read_text())
+    parts = found["parts_us"]
+    empty = parts.pop("nothing")["fastest"]  # the loop itself
+    head = ["2 ranks: 1 KB", "fastest", "5 % are below", "over Open MPI, called directly"]
+    rival = parts.get("Open MPI, called directly")
+    rows = []
+    for name, times in sorted(parts.items(), key=lambda part: part[1]["fastest"]):
+        ratio = (times["fastest"] - empty) / (rival["fastest"] - empty) if rival else None
+        cells = [f"{times[key] - empty:.2f} us" for key in ("fastest", "p5")]
+        rows.append([name, *cells, f"{ratio:.2f}" if ratio else ""])
+    return [table(head, rows), f"Calls of 1 KB: {told(found['circumstances'])}"]
 
 
 def _part(ranks: int, part: dict[str, Any]) -> str:

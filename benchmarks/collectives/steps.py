@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.shm_backend.call_queue import CompletedWork
+from shoal.shm_backend.call_handles import CompletedWork
 from shoal.shm_backend.group import ShoalGroup
 
 WARM_UP = 5

@@ -11,158 +11,23 @@ small all-reduce."""
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
-from shoal.platform.torch_private import typed_futures
 from shoal.shm_backend.call import CallSignature
+from shoal.shm_backend.call_handles import CompletedWork, QueuedCall, ShmWork, resolve_futures
 from shoal.shm_backend.phase_board import Steps
-from shoal.shm_backend.waiter import Condition, Waiter
-from shoal.watchdog.progress_writer import own_progress
+from shoal.shm_backend.waiter import Waiter
 
 INLINE_WAIT_S = 1e-3
 GRACE_S = 0.5
-NO_LIMIT = timedelta(0)
-# Gloo returns this class too. Its subclass torch.futures.Future takes longer to construct.
-Future: Any = torch.Future
-
-
-class QueuedCall:
-    """A call that is not complete.
-
-    Attributes:
-        call, word: the signature, and its encoding.
-        start: makes the steps.
-        results: the value of the call's future.
-        opts: torch's options of the call, with its timeout.
-        steps: the generator; None before the call has started.
-        pending: the condition and its argument that the caller did not wait for any longer.
-        error: the exception with which the call ended.
-        done: set when the call has ended.
-        futures: torch futures to resolve at the end.
-    """
-
-    def __init__(
-        self,
-        call: CallSignature,
-        word: int,
-        start: Callable[[], Steps],
-        results: Sequence[Tensor],
-        opts: Any,
-    ) -> None:
-        self.call = call
-        self.word = word
-        self.start = start
-        self.results = results
-        self.opts = opts
-        self.steps: Steps | None = None
-        self.pending: tuple[Condition, Any] | None = None
-        self.error: BaseException | None = None
-        self.done = threading.Event()
-        self.futures: list[torch.futures.Future[Any]] = []
-
-
-class ShmWork(Work):
-    """The handle of a queued call."""
-
-    def __init__(self, job: QueuedCall) -> None:
-        super().__init__()
-        self._job = job
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        """Wait until the call is complete.
-
-        Raises: CollectiveFailed: it is not complete after `timeout`. The error of the call, if it
-            failed.
-        """
-        job = self._job
-        if not job.done.is_set():
-            limit_s = timeout.total_seconds()
-            with own_progress().waiting():
-                is_done = job.done.wait(limit_s if limit_s > 0 else None)
-            if not is_done:
-                raise CollectiveFailed(
-                    f"{job.call.describe()} was not complete after {limit_s:g} s."
-                )
-        if job.error is not None:
-            raise job.error
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._job.done.is_set()
-
-    def is_success(self) -> bool:
-        return self._job.done.is_set() and self._job.error is None
-
-    def exception(self) -> BaseException | None:
-        return self._job.error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return list(self._job.results)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is complete when the call is; its value is the list of results."""
-        job = self._job
-        base: torch.futures.Future[Any] = Future([])
-
-        def outcome(_: torch.futures.Future[Any]) -> Any:
-            # Only an exception of a callback is an error for C++ code that waits for the future.
-            if job.error is not None:
-                raise job.error
-            return job.results[0] if is_typed else list(job.results)
-
-        is_typed = typed_futures.needs_type(job.results)
-        future = base.then(outcome)
-        if is_typed:
-            future = typed_futures.completed_after(future, job.results)
-        job.futures.append(base)
-        # The call may have ended before the future was in the list.
-        if job.done.is_set():
-            _resolve_futures(job)
-        return future
-
-
-class CompletedWork(ShmWork):
-    """The handle of a call or message that was complete when it returned."""
-
-    def __init__(self, results: Sequence[Tensor]) -> None:
-        Work.__init__(self)
-        self._results = results
-
-    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
-        return True
-
-    def exception(self) -> None:
-        return None
-
-    def result(self) -> list[Tensor]:
-        return list(self._results)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        if typed_futures.needs_type(self._results):
-            return typed_futures.completed(self._results)
-        future: torch.futures.Future[Any] = Future([])
-        future.set_result(list(self._results))
-        return future
 
 
 class CallQueue:
@@ -174,19 +39,22 @@ class CallQueue:
 
     Attributes:
         error: the exception of the first call that failed. No later call works.
+        turn: held by the thread that drives the board.
+        jobs: the calls that the thread is to make.
+        completed: the handle of all synchronous calls.
     """
 
     def __init__(self, waiter: Waiter, name: str) -> None:
         self._waiter = waiter
         self._name = name
         self._board = waiter.board
-        self._turn = threading.Lock()  # held by the thread that drives the board
+        self.turn = threading.Lock()
         self._changed = threading.Condition()
-        self._jobs: deque[QueuedCall] = deque()
+        self.jobs: deque[QueuedCall] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.error: BaseException | None = None
-        self._completed = CompletedWork(())  # shared by all synchronous calls
+        self.completed = CompletedWork(())
 
     def call(
         self,
@@ -208,18 +76,50 @@ class CallQueue:
         """
         if self.error is not None:
             raise self._repeat_error()
-        is_sync = not opts.asyncOp
-        if self._jobs or not self._turn.acquire(False):
-            return self._enqueue(QueuedCall(call, word, start, results, opts), is_sync)
+        if self.jobs or not self.turn.acquire(False):
+            return self._enqueue(QueuedCall(call, word, start, results, opts), not opts.asyncOp)
+        return self._drive(call, word, start, results, opts, partial(self._board.begin, call, word))
+
+    def go_on(
+        self,
+        call: CallSignature,
+        word: int,
+        start: Callable[[], Steps],
+        results: Sequence[Tensor],
+        opts: Any,
+        take_over: Callable[[], object],
+    ) -> Work:
+        """Finish a call that compiled code has started. Arguments and errors as of `call`.
+
+        Args: take_over: called at once; from then on this queue releases the turn.
+        """
+
+        def begin() -> None:
+            take_over()
+            self._board.resume(call, word)
+
+        return self._drive(call, word, start, results, opts, begin)
+
+    def _drive(
+        self,
+        call: CallSignature,
+        word: int,
+        start: Callable[[], Steps],
+        results: Sequence[Tensor],
+        opts: Any,
+        begin: Callable[[], None],
+    ) -> Work:
+        """Make a call in this thread, which has the turn, or its first steps."""
         job: QueuedCall | None = None
         try:
-            self._board.begin(call, word)
+            begin()
+            is_sync = not opts.asyncOp
             steps = start()
             if is_sync:
                 for condition, phase in steps:
                     if not condition(phase):
                         self._waiter.until(condition, phase, opts)
-                return self._completed
+                return self.completed
             for condition, phase in steps:
                 if not condition(phase) and not self._waiter.poll_for(
                     condition, phase, INLINE_WAIT_S
@@ -231,11 +131,11 @@ class CallQueue:
             else:
                 return CompletedWork(results)
         except BaseException as error:
-            self._give_up(error)
+            self.give_up(error)
             raise
         finally:
             if job is None:
-                self._turn.release()
+                self.turn.release()
         return self._enqueue(job, is_sync, has_turn=True)
 
     def close(self) -> bool:
@@ -258,15 +158,15 @@ class CallQueue:
     def _enqueue(self, job: QueuedCall, is_sync: bool, has_turn: bool = False) -> Work:
         """Leave a call to the thread.
 
-        Args: has_turn: the caller has started the call and holds `_turn`, which the thread takes.
+        Args: has_turn: the caller has started the call and holds `turn`, which the thread takes.
         """
         with self._changed:
             if has_turn:
                 # First append, then release: no other caller may drive the board in between.
-                self._jobs.appendleft(job)
-                self._turn.release()
+                self.jobs.appendleft(job)
+                self.turn.release()
             else:
-                self._jobs.append(job)
+                self.jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"shoal {self._name}", daemon=True
@@ -286,24 +186,24 @@ class CallQueue:
         """Drive the queued calls until the queue is closed. The thread's loop."""
         while True:
             with self._changed:
-                while not self._jobs and not self._closed:
+                while not self.jobs and not self._closed:
                     self._changed.wait()
-                if not self._jobs:
+                if not self.jobs:
                     return
             self._run_first()
 
     def _run_first(self) -> None:
         """Drive the first queued call to its end. In the thread alone."""
-        with self._turn:
-            job = self._jobs[0]
+        with self.turn:
+            job = self.jobs[0]
             try:
                 self._finish(job)
             except BaseException as error:  # noqa: BLE001 - the thread must outlive its calls
                 job.error = job.error or error
             # Not before: `call` looks at the queue, and a new call must come after this one.
-            self._jobs.popleft()
+            self.jobs.popleft()
         job.done.set()
-        _resolve_futures(job)
+        resolve_futures(job)
 
     def _finish(self, job: QueuedCall) -> None:
         """Drive one call to its end, and store its error."""
@@ -320,9 +220,9 @@ class CallQueue:
                     self._waiter.until_without_spinning(condition, phase, job.opts)
         except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
             job.error = error
-            self._give_up(error)
+            self.give_up(error)
 
-    def _give_up(self, error: BaseException) -> None:
+    def give_up(self, error: BaseException) -> None:
         """Store the first error, and publish it to the other ranks."""
         if self.error is None:
             self.error = error
@@ -333,14 +233,3 @@ class CallQueue:
             return CollectiveFailed(f"this group cannot be used any more: {self.error}")
         kind = PeerLost if isinstance(self.error, PeerLost) else CollectiveFailed
         return kind(f"this group cannot be used any more, since a call has failed: {self.error}")
-
-
-def _resolve_futures(job: QueuedCall) -> None:
-    """Resolve the futures of a call that has ended.
-
-    Both the end of the call and `get_future` call this function. The later of the two finds the
-    future in the list.
-    """
-    while job.futures:
-        with contextlib.suppress(IndexError):  # both may be here at the same time
-            job.futures.pop().set_result(None)

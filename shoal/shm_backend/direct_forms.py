@@ -38,7 +38,9 @@ def with_direct_forms(
             has_options = any(type(value) is options for value in (*args, *named.values()))
             order = (*names, "opts") if has_options else (*names, *also)
             if len(args) > len(order):
-                raise TypeError(f"{method.__name__} takes {order}, not {len(args)} arguments")
+                raise TypeError(
+                    f"{method.__name__.removeprefix('_')} takes {order}, not {len(args)} arguments"
+                )
             values = dict(zip(order, args, strict=False))
             values |= {_canonical(name, names): value for name, value in named.items()}
             lists = [_in_lists(values.pop(name), depth) for name, depth in tensors.items()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from shoal.shm_backend.tensor_utils import pairs, shares_memory, write_back
 from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
 
+if TYPE_CHECKING:
+    from shoal.shm_backend._native import CompiledCalls
+
 logger = logging.getLogger("shoal.comm")
 # The keys are the integers of the enum: a lookup by them takes half the time.
 OPERATIONS = {
@@ -47,16 +50,6 @@ MAX_CACHED_CALLS = 4096  # entries in each cache of a group
 Base: Any = dist.ProcessGroup
 
 
-class FastPath(NamedTuple):
-    """The compiled steps of an all-reduce that was made before.
-
-    Each microsecond of Python counts here, so the checks of the first call are not repeated.
-    """
-
-    call: tuple[CallSignature, int]
-    steps: Callable[[Tensor], Steps]
-
-
 class CollectiveDispatch(Base):
     """Members that every kind of collective needs of its group. `ShoalGroup` sets the attributes.
 
@@ -69,12 +62,11 @@ class CollectiveDispatch(Base):
     _ranks: list[int]
     # Signatures with their encodings, by the arguments of `_call`.
     _signatures: dict[tuple[Any, ...], tuple[CallSignature, int]]
-    # By dtype, length and operation.
-    _fast_paths: dict[tuple[torch.dtype, int, int], FastPath]
     _queue: CallQueue | None
     _board: PhaseBoard
     _inter_host: InterHost | None
     _native_calls: NativeCalls | None
+    _plain_calls: CompiledCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False

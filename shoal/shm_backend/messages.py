@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
 from shoal.platform.torch_private.c10d import backend_for, source_rank
-from shoal.shm_backend.call_queue import CompletedWork
+from shoal.shm_backend.call_handles import CompletedWork
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.traced_work import trace_work

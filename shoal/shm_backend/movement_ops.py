@@ -18,6 +18,8 @@ from shoal.platform.torch_private.c10d import ALL_GATHER_FLAT, Options
 from shoal.shm_backend import collectives
 from shoal.shm_backend.direct_forms import make_options, with_direct_forms
 from shoal.shm_backend.dispatch import CollectiveDispatch
+from shoal.shm_backend.native import LARGE_BYTES
+from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
 from shoal.shm_backend.visible_calls import visible
 
@@ -25,20 +27,33 @@ from shoal.shm_backend.visible_calls import visible
 class MovementOps(CollectiveDispatch):
     """broadcast, all_gather, gather, scatter, all_to_all."""
 
+    def broadcast(self, *args: Any, **named: Any) -> Work:
+        if self._plain_calls is not None and self.recorder is None and not named:
+            work = self._plain_calls.broadcast(*args)
+            if work is not None:
+                return work
+        return self._broadcast(*args, **named)
+
     @with_direct_forms(Options.BroadcastOptions, {"tensors": 1}, ("root", "timeout"))
     @visible("broadcast_")
-    def broadcast(self, tensors: Any, opts: Any) -> Work:
+    def _broadcast(self, tensors: Any, opts: Any) -> Work:
         if not self._takes(tensors, opts.rootRank) or not self._supports(tensors[0]):
             return self._fall_back_to_gloo("broadcast", tensors, tensors, opts)
         flat, root = flattened(tensors[0]), opts.rootRank
         return self._run(
             self._call("broadcast", flat, root=root),
-            lambda: collectives.broadcast(self._board, flat, root),
+            lambda: self._broadcast_steps(flat, root),
             tensors,
             (flat,),
             tensors,
             opts,
         )
+
+    def _broadcast_steps(self, flat: Tensor, root: int) -> Steps:
+        """Return the steps of a broadcast: compiled for a small tensor, else in Python."""
+        if self._native_calls is not None and flat.nbytes < LARGE_BYTES:
+            return self._native_calls.broadcast(flat, root)
+        return collectives.broadcast(self._board, flat, root)
 
     @with_direct_forms(Options.AllgatherOptions, {"outputs": 2, "inputs": 1})
     @visible("allgather_")

@@ -1,4 +1,4 @@
-/* The all-reduces of collectives.py with no Python between their steps. For a small tensor the
+/* The all-reduces and broadcasts of collectives.py with no Python between their steps. For a small tensor the
  * interpreter takes longer than the additions do. A large tensor needs many small slices, which
  * stay in the processor's caches, and each slice costs time in the interpreter.
  *
@@ -18,10 +18,9 @@
  * is in another call, it returns the step. Python then waits, checks that the others are alive, and
  * raises errors.
  */
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "native.h"
+
 #include <sched.h>
-#include <stdint.h>
 #include <string.h>
 #include <structmember.h>
 #include <time.h>
@@ -31,33 +30,19 @@
 #include <unistd.h>
 #endif
 
-#define VERSION 2 /* see native.py */
-#define MAX_RANKS 64
 #define CACHE_LINE_BYTES 64
 #define TESTS_PER_CLOCK 64 /* tests of a condition between two readings of the clock */
 #define GIL_BYTES 32768    /* up to here, to release the interpreter's lock costs more */
 
-typedef struct {
-    PyObject_HEAD
-    int rank, size;
-    int yields; /* give the processor to other processes in a wait */
-    /* The layout of phase_board.py: indices of words, and sizes. */
-    int64_t phase_at, sleeps_at, ring_at, ring, slots, slot_bytes, max_phases_ahead;
-    int64_t slice_bytes, one_pass_bytes; /* the same on all ranks */
-    int64_t spin_ns;
-    int64_t *words[MAX_RANKS];    /* the words of each rank; only those of this rank are written */
-    char *slot_memory[MAX_RANKS]; /* the slots of each rank */
-    int64_t awaited_phase;        /* the phase of all others that the next step needs */
-    int same_call;                /* must they be in this call there? */
-} NativeAllReduce;
-
-enum { FLOAT_SUM, FLOAT_MEAN, DOUBLE_SUM, DOUBLE_MEAN, CODES };
+/* Whom a step waits for: all ranks in any call, all in this call, or the root in this call. */
+enum { ANY_CALL, SAME_CALL, ROOT_IN_SAME_CALL };
 
 /* One call that is not complete. */
 typedef struct {
     char *tensor; /* of this rank: input and output */
     int64_t bytes, word, first, slices;
     int code, passes;
+    int root; /* of a broadcast, else -1 */
 } Call;
 
 /* --- reductions */
@@ -102,6 +87,13 @@ static int all_reached(const NativeAllReduce *self, int64_t phase, int64_t word)
     for (int r = 0; r < self->size; r++)
         if (r != self->rank && self->words[r][self->ring_at + phase % self->ring] != word) return 0;
     return 1;
+}
+
+/* Has the root published this phase in this call? */
+static int root_reached(const NativeAllReduce *self, const Call *call, int64_t phase) {
+    int64_t *words = self->words[call->root];
+    if (__atomic_load_n(&words[self->phase_at], __ATOMIC_ACQUIRE) < phase) return 0;
+    return words[self->ring_at + phase % self->ring] == call->word;
 }
 
 static void publish(const NativeAllReduce *self, int64_t phase, int64_t word) {
@@ -157,6 +149,7 @@ static void write_slice(const NativeAllReduce *self, const Call *call, int64_t s
     char *from = slice_start(self, call, slice);
     char *to = slot(self, self->rank, write_phase(call, slice));
     int64_t bytes = slice_length(self, call, slice), begin = bytes, end = bytes;
+    if (call->root >= 0 && call->root != self->rank) begin = end = bytes = 0;
     if (call->passes == 2) { /* no other rank reads the piece that this rank reduces */
         begin = piece_start(self, self->rank, bytes);
         end = piece_start(self, self->rank + 1, bytes);
@@ -198,6 +191,14 @@ static void read_pieces(const NativeAllReduce *self, const Call *call, int64_t s
     }
 }
 
+/* The other ranks read a slice of a broadcast's root. All ranks compare their calls before the
+ * first one, the root too: a rank with another root would go on with other values. */
+static void read_slice(const NativeAllReduce *self, const Call *call, int64_t slice) {
+    if (self->rank != call->root)
+        memcpy(slice_start(self, call, slice), slot(self, call->root, write_phase(call, slice)),
+               slice_length(self, call, slice));
+}
+
 static int64_t clock_ns(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
@@ -205,7 +206,8 @@ static int64_t clock_ns(void) {
 }
 
 static int is_reached(const NativeAllReduce *self, const Call *call) {
-    if (self->same_call) return all_reached(self, self->awaited_phase, call->word);
+    if (self->same_call == SAME_CALL) return all_reached(self, self->awaited_phase, call->word);
+    if (self->same_call) return root_reached(self, call, self->awaited_phase);
     return all_at_phase(self, self->awaited_phase);
 }
 
@@ -228,22 +230,31 @@ static int take_step(NativeAllReduce *self, const Call *call, int64_t step) {
     switch (step % 3) {
     case 0:
         if (turn >= slices) return 1;
-        if (!wait_for(self, call, write_phase(call, turn) - self->max_phases_ahead, 0)) return 0;
+        if (!wait_for(self, call, write_phase(call, turn) - self->max_phases_ahead, ANY_CALL)) return 0;
         write_slice(self, call, turn);
         return 1;
     case 1:
         if (call->passes == 1 || turn < 2) return 1;
-        if (!wait_for(self, call, reduce_phase(call, turn - 2), 1)) return 0;
+        if (!wait_for(self, call, reduce_phase(call, turn - 2), SAME_CALL)) return 0;
         read_pieces(self, call, turn - 2);
         return 1;
     default:
         if (turn < 1 || turn > slices) return 1;
-        if (!wait_for(self, call, write_phase(call, turn - 1), 1)) return 0;
+        if (call->root >= 0 && turn > 1) {
+            if (self->rank == call->root) return 1;
+            if (!wait_for(self, call, write_phase(call, turn - 1), ROOT_IN_SAME_CALL)) return 0;
+        } else if (!wait_for(self, call, write_phase(call, turn - 1), SAME_CALL)) {
+            return 0;
+        }
+        if (call->root >= 0) {
+            read_slice(self, call, turn - 1);
+            return 1;
+        }
         if (call->passes == 1) {
             reduce_slice(self, call, turn - 1);
             return 1;
         }
-        if (!wait_for(self, call, reduce_phase(call, turn - 1) - self->max_phases_ahead, 0))
+        if (!wait_for(self, call, reduce_phase(call, turn - 1) - self->max_phases_ahead, ANY_CALL))
             return 0;
         reduce_piece(self, call, turn - 1);
         return 1;
@@ -257,12 +268,30 @@ static int64_t take_steps(NativeAllReduce *self, const Call *call, int64_t step)
     return step < steps ? step : -1;
 }
 
+int64_t take_call_steps(NativeAllReduce *self, char *tensor, int64_t bytes, int code, int64_t word,
+                        int64_t first, int64_t step) {
+    int root = code >= BROADCAST ? code - BROADCAST : -1;
+    Call call = {.tensor = tensor,
+                 .bytes = bytes,
+                 .code = code,
+                 .word = word,
+                 .first = first,
+                 .slices = bytes ? (bytes + self->slice_bytes - 1) / self->slice_bytes : 1,
+                 .passes = root < 0 && bytes > self->one_pass_bytes ? 2 : 1,
+                 .root = root};
+    if (bytes <= GIL_BYTES) return take_steps(self, &call, step);
+    Py_BEGIN_ALLOW_THREADS
+    step = take_steps(self, &call, step);
+    Py_END_ALLOW_THREADS
+    return step;
+}
+
 /* --- the Python type */
 
 PyDoc_STRVAR(advance_doc,
              "advance(address, bytes, code, word, first, step) -> step\n\n"
-             "Take the steps of an all-reduce of the tensor at `address`, whose first phase is\n"
-             "`first`, from `step` on. Return the first step that cannot be taken, not even after\n"
+             "Take the steps of an all-reduce or a broadcast of the tensor at `address`, whose\n"
+             "first phase is `first`, from `step` on. Return the first step that cannot be taken, not even after\n"
              "a short spin; -1 if all are taken.");
 
 static PyObject *advance(NativeAllReduce *self, PyObject *const *args, Py_ssize_t count) {
@@ -273,23 +302,14 @@ static PyObject *advance(NativeAllReduce *self, PyObject *const *args, Py_ssize_
         if (values[i] == -1 && PyErr_Occurred()) return NULL;
     }
     int64_t bytes = values[1], code = values[2], step = values[5];
-    if (bytes < 0 || (bytes && !values[0]) || code < 0 || code >= CODES || step < 0)
+    if (bytes < 0 || (bytes && !values[0]) || code < 0 || code >= BROADCAST + self->size ||
+        step < 0)
         return PyErr_Format(PyExc_ValueError,
                             "no all-reduce has %lld bytes at %lld, code %lld and a step %lld",
                             (long long)bytes, (long long)values[0], (long long)code,
                             (long long)step);
-    int64_t slices = bytes ? (bytes + self->slice_bytes - 1) / self->slice_bytes : 1;
-    Call call = {.tensor = (char *)(intptr_t)values[0],
-                 .bytes = bytes,
-                 .code = (int)code,
-                 .word = values[3],
-                 .first = values[4],
-                 .slices = slices,
-                 .passes = bytes > self->one_pass_bytes ? 2 : 1};
-    if (bytes <= GIL_BYTES) return PyLong_FromLongLong(take_steps(self, &call, step));
-    Py_BEGIN_ALLOW_THREADS
-    step = take_steps(self, &call, step);
-    Py_END_ALLOW_THREADS
+    step = take_call_steps(self, (char *)(intptr_t)values[0], bytes, (int)code, values[3],
+                           values[4], step);
     return PyLong_FromLongLong(step);
 }
 
@@ -336,11 +356,11 @@ static PyMemberDef members[] = {
     {"awaited_phase", T_LONGLONG, offsetof(NativeAllReduce, awaited_phase), READONLY,
      "the phase that the step which could not be taken needs"},
     {"same_call", T_INT, offsetof(NativeAllReduce, same_call), READONLY,
-     "whether all ranks must be in this call there"},
+     "1 if all ranks must be in this call there, 2 if only the root must, else 0"},
     {NULL},
 };
 
-static PyTypeObject type = {
+PyTypeObject NativeAllReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shoal.shm_backend._native.NativeAllReduce",
     .tp_doc = "The all-reduces of one rank in one group. The memory must outlive it.",
     .tp_basicsize = sizeof(NativeAllReduce),
@@ -355,7 +375,8 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size
 
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddType(made, &type) < 0 ||
+    if (made && (PyModule_AddType(made, &NativeAllReduceType) < 0 ||
+                 PyModule_AddType(made, &CompiledCallsType) < 0 ||
                  PyModule_AddIntConstant(made, "VERSION", VERSION) < 0)) {
         Py_DECREF(made);
         return NULL;

@@ -1,4 +1,5 @@
-"""All-reduces of float32 and float64 with compiled steps (native.c), if a compiler was found.
+"""All-reduces of float32 and float64, and broadcasts, with compiled steps (native.c), if a compiler
+was found.
 
       rank 0   advance ──> write a0 │ read a0 a1 ──> done
       rank 1   advance ──> write a1 │ rank 0 is late ──> wait in Python ──> advance ──> read a0 a1
@@ -38,7 +39,7 @@ else:
 
 # The version of what ranks write into their memory, and of the compiled module's arguments. Raise
 # it here and in native.c with every change of either.
-VERSION = 2
+VERSION = 3
 SLICE_BYTES = 1 << 15  # slices of all ranks stay in the processor's caches together
 # Tensors from LARGE_BYTES on have slices as large as a slot: ranks that lose their cores to other
 # processes now and then wait for each other less often.
@@ -56,6 +57,8 @@ CODES: Mapping[tuple[torch.dtype, str], int] = {
     (torch.float64, "sum"): 2,
     (torch.float64, "avg"): 3,
 }
+BROADCAST = 4  # the code of a broadcast is this number + its root
+ROOT_IN_SAME_CALL = 2  # a value of NativeAllReduce.same_call
 
 
 def version() -> int:
@@ -82,8 +85,8 @@ class NativeCalls:
 
     def __init__(self, board: PhaseBoard, yields: bool = True) -> None:
         self._board = board  # keeps the memory alive, of which C has only the addresses
-        self._compiled = _native_all_reduce(board, SLICE_BYTES, yields)
-        self._compiled_large = _native_all_reduce(board, LARGE_SLICE_BYTES, yields)
+        self.small = _native_all_reduce(board, SLICE_BYTES, yields)
+        self.large = _native_all_reduce(board, LARGE_SLICE_BYTES, yields)
 
     def all_reduce(self, tensor: Tensor, code: int) -> Steps:
         """Reduce `tensor` over all ranks in the order of ranks, in place.
@@ -92,30 +95,41 @@ class NativeCalls:
 
         Args: code: one of CODES.
         """
+        native = self.small if tensor.nbytes < LARGE_BYTES else self.large
+        return self._steps(native, tensor, code)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        """Copy the root's `tensor`, flat and below LARGE_BYTES, to all other ranks."""
+        return self._steps(self.small, tensor, BROADCAST + root)
+
+    def _steps(self, native: compiled.NativeAllReduce, tensor: Tensor, code: int) -> Steps:
         board, address, size_bytes = self._board, tensor.data_ptr(), tensor.nbytes
         first = board.phase + 1
-        native = self._compiled if size_bytes < LARGE_BYTES else self._compiled_large
         step = native.advance(address, size_bytes, code, board.word, first, 0)
         board.resync_phase()
         if step < 0:
             return ()
-        return self._remaining_steps(native, address, size_bytes, code, first, step)
+        return self.remaining_steps(native, address, size_bytes, code, board.word, first, step)
 
-    def _remaining_steps(
+    def remaining_steps(
         self,
         native: compiled.NativeAllReduce,
         address: int,
         size_bytes: int,
         code: int,
+        word: int,
         first: int,
         step: int,
     ) -> Steps:
         """Yield the condition of each step that had to wait, then go on in C."""
         board = self._board
         while step >= 0:
-            condition = board.all_reached if native.same_call else board.all_at_phase
-            yield condition, native.awaited_phase
-            step = native.advance(address, size_bytes, code, board.word, first, step)
+            if native.same_call == ROOT_IN_SAME_CALL:
+                yield board.has_reached, (native.awaited_phase, code - BROADCAST)
+            else:
+                condition = board.all_reached if native.same_call else board.all_at_phase
+                yield condition, native.awaited_phase
+            step = native.advance(address, size_bytes, code, word, first, step)
             board.resync_phase()
 
 

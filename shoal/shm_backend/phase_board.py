@@ -104,7 +104,6 @@ class PhaseBoard:
 
     Attributes:
         phase: the last phase that this rank has published.
-        calls: number of calls that this rank has started.
         call, word: the signature of the present call, and its encoding.
     """
 
@@ -117,7 +116,7 @@ class PhaseBoard:
         progress: CallProgress | None = None,
     ) -> None:
         self.rank = rank
-        self._progress = progress
+        self.progress = progress
         self.size = len(peers) + 1
         self.names = list(names or range(self.size))
         self.memories: list[SharedSegment | AttachedSegment] = [
@@ -132,9 +131,13 @@ class PhaseBoard:
         self._fence_lock = threading.Lock()
         self._fence_lock.acquire()
         self.phase = 0
-        self.calls = 0
         self.call = CallSignature("barrier")
         self.word = 0
+
+    @property
+    def calls(self) -> int:
+        """The number of calls that this rank has started."""
+        return self._self_words[CALLS]
 
     def close(self) -> None:
         """Let go of the memory of all ranks. The board cannot be used afterwards."""
@@ -149,10 +152,16 @@ class PhaseBoard:
         """Start a call. `word` is the encoding of `call`, which callers cache."""
         self.call = call
         self.word = word
-        self.calls += 1
-        self._self_words[CALLS] = self.calls
-        if self._progress is not None:
-            self._progress.begin(self.calls, word)
+        self.resync_phase()
+        self._self_words[CALLS] += 1
+        if self.progress is not None:
+            self.progress.begin(self.calls, word)
+
+    def resume(self, call: CallSignature, word: int) -> None:
+        """Go on with a call that compiled code has started."""
+        self.call = call
+        self.word = word
+        self.resync_phase()
 
     def slot_views(self, dtype: torch.dtype, length: int) -> SlotViews:
         """Return tensors in the slots, of at most SLOT_BYTES each."""

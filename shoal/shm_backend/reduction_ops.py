@@ -2,89 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from shoal.platform.torch_private import c10d_ops
 from shoal.platform.torch_private.c10d import REDUCE_SCATTER_FLAT, Options
-from shoal.platform.torch_private.c10d_ops import has_own_dispatch, is_profiling, number_of_modes
 from shoal.shm_backend import collectives, inter_host
 from shoal.shm_backend.direct_forms import with_direct_forms
-from shoal.shm_backend.dispatch import MAX_CACHED_CALLS, OPERATIONS, CollectiveDispatch, FastPath
+from shoal.shm_backend.dispatch import OPERATIONS, CollectiveDispatch
 from shoal.shm_backend.native import CODES
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.tensor_utils import (
     flattened,
     flattened_apart,
-    is_flat_contiguous,
     pairs,
     rows_of,
 )
-from shoal.shm_backend.visible_calls import call_visibly, visible
-
-ALLREDUCE_OPTIONS = Options.AllreduceOptions
+from shoal.shm_backend.visible_calls import visible
 
 
 class Reductions(CollectiveDispatch):
     """all_reduce, reduce, reduce_scatter."""
 
-    def allreduce(
-        self, tensors: Any = None, opts: Any = None, timeout: Any = None, **named: Any
-    ) -> Work:
-        if type(opts) is not ALLREDUCE_OPTIONS or type(tensors) is not list or not tensors:
-            args = [value for value in (tensors, opts) if value is not None]
-            more = named if timeout is None else {**named, "timeout": timeout}
-            return self._allreduce_in_any_form(*args, **more)
-        if (number_of_modes() or is_profiling()) and not c10d_ops.is_running():
-            return call_visibly(
-                Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)
-            )
-        tensor = tensors[0]
-        op_code = opts.reduceOp.op.value
-        key = tensor.dtype, tensor.numel(), op_code
-        fast = self._fast_paths.get(key)
-        if (
-            fast is not None
-            and self.recorder is None
-            and len(tensors) == 1
-            and is_flat_contiguous(tensor)
-        ):
-            assert self._queue is not None
-            return self._queue.call(*fast.call, lambda: fast.steps(tensor), tensors, opts)
-        return self._allreduce_first(tensors, opts, key)
+    def allreduce(self, *args: Any, **named: Any) -> Work:
+        if self._plain_calls is not None and self.recorder is None and not named:
+            work = self._plain_calls.all_reduce(*args)
+            if work is not None:
+                return work
+        return self._allreduce(*args, **named)
 
-    def _allreduce_first(
-        self, tensors: list[Tensor], opts: Any, key: tuple[torch.dtype, int, int]
-    ) -> Work:
-        """Make an all-reduce that has no fast path yet, and remember its path if it has one."""
-        tensor = tensors[0]
-        operation = OPERATIONS.get(key[-1], "")
-        if has_own_dispatch(tensor):
-            return call_visibly(
-                Reductions.allreduce, self, "allreduce", "allreduce_", (tensors, opts)
-            )
-        if not self._supports(tensor, operation, over_hosts=True) or len(tensors) > 1:
+    @with_direct_forms(Options.AllreduceOptions, {"tensors": 1}, ("op", "timeout"))
+    @visible("allreduce_")
+    def _allreduce(self, tensors: Any, opts: Any) -> Work:
+        operation = OPERATIONS.get(opts.reduceOp.op.value, "")
+        if len(tensors) != 1 or not self._supports(tensors[0], operation, over_hosts=True):
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
-        flat = flattened(tensor)
+        flat = flattened(tensors[0])
         call = self._call("all_reduce", flat, operation)
-        if (steps := self._compiled_steps(flat, operation)) is not None:
-            if len(self._fast_paths) > MAX_CACHED_CALLS:
-                self._fast_paths.clear()
-            self._fast_paths[key] = FastPath(call, steps)
         return self._run(
             call, lambda: self._all_reduce(flat, operation), tensors, (flat,), tensors, opts
         )
-
-    @with_direct_forms(ALLREDUCE_OPTIONS, {"tensors": 1}, ("op", "timeout"))
-    def _allreduce_in_any_form(self, tensors: Any, opts: Any) -> Work:
-        if not tensors:
-            return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
-        return self.allreduce(list(tensors), opts)
 
     @with_direct_forms(Options.AllreduceCoalescedOptions, {"tensors": 1}, ())
     @visible("allreduce_coalesced_")
@@ -103,20 +63,12 @@ class Reductions(CollectiveDispatch):
             operation,
         )
 
-    def _compiled_steps(self, flat: Tensor, operation: str) -> Callable[[Tensor], Steps] | None:
-        """Return the compiled steps of an all-reduce with this dtype and operation, if any."""
-        code = CODES.get((flat.dtype, operation))
-        native = self._native_calls
-        if code is None or native is None or self._inter_host is not None:
-            return None
-        return lambda tensor: native.all_reduce(tensor, code)
-
     def _all_reduce(self, flat: Tensor, operation: str) -> Steps:
         """Return the steps of an all-reduce: compiled, in Python, or over several hosts."""
         if self._inter_host is None:
-            compiled = self._compiled_steps(flat, operation)
-            if compiled is not None:
-                return compiled(flat)
+            code = CODES.get((flat.dtype, operation))
+            if code is not None and self._native_calls is not None:
+                return self._native_calls.all_reduce(flat, code)
             return collectives.all_reduce(self._board, flat, operation)
         return inter_host.all_reduce(self._board, self._inter_host, flat, operation)
 

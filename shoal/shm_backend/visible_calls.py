@@ -18,7 +18,12 @@ from torch.profiler import record_function
 from shoal.platform.torch_private import c10d_ops
 from shoal.platform.torch_private.c10d_ops import is_profiling, number_of_modes
 
-NAMES = {"_all_to_all_single": "alltoall_base"}  # methods that torch knows by another name
+# Methods that torch knows by another name.
+NAMES = {
+    "_all_to_all_single": "alltoall_base",
+    "_allreduce": "allreduce",
+    "_broadcast": "broadcast",
+}
 Method = TypeVar("Method", bound=Callable[..., Work])
 
 

@@ -1,4 +1,4 @@
-"""Compiled all-reduces: in one process in any order of turns, then in processes that die."""
+"""Compiled steps: in one process in any order of turns, then in processes that die."""
 
 import os
 import random
@@ -29,6 +29,7 @@ from shoal.testing import world
 pytestmark = pytest.mark.skipif(
     not native.version(), reason="there was no compiler when Shoal was installed"
 )
+Lengths = st.integers(0, 3000)
 KINDS = st.tuples(st.sampled_from(sorted(CODES, key=str)), st.integers(0, 3000))
 
 
@@ -48,6 +49,47 @@ Reduce = Callable[[Tensor, str], Steps]
 def compiled_of(ranks: Sequence[PhaseBoard]) -> list[Reduce]:
     """Return the compiled all-reduce of each rank."""
     return [partial(_compiled_all_reduce, NativeCalls(board)) for board in ranks]
+
+
+@given(st.integers(2, 5), st.lists(st.tuples(st.integers(0, 4), Lengths), min_size=1), Turns)
+@settings(max_examples=40)
+def test_broadcasts_give_all_ranks_the_values_of_the_root(
+    size: int, kinds: list[tuple[int, int]], turns: list[int]
+) -> None:
+    ranks = meet(size)
+    steps = [NativeCalls(board) for board in ranks]
+    programs: list[list[tuple[CallSignature, Callable[[], Steps]]]] = [[] for _ in ranks]
+    results: list[list[Tensor]] = [[] for _ in kinds]
+    for index, (number, length) in enumerate(kinds):
+        root = number % size
+        call = CallSignature("broadcast", torch.int32, length, root=root)
+        for rank, program in enumerate(programs):
+            own = torch.full((length,), 100 * index + rank, dtype=torch.int32)
+            results[index].append(own)
+            program.append((call, partial(steps[rank].broadcast, own, root)))
+            values = torch.full((5,), float(rank), dtype=torch.float64)
+            program.append(_all_reduce(compiled_of(ranks)[rank], values, "sum"))
+    drive(ranks, programs, turns)
+    for index, (number, _) in enumerate(kinds):
+        expected = 100 * index + number % size
+        assert all(bool((result == expected).all()) for result in results[index])
+
+
+@given(st.integers(2, 4), st.data(), st.sampled_from([10, 2000]), Turns)
+@settings(max_examples=20)
+def test_a_rank_with_another_root_is_named_before_anything_is_copied(
+    size: int, data: st.DataObject, length: int, turns: list[int]
+) -> None:
+    ranks, wrong = meet(size), data.draw(st.integers(0, size - 1))
+    results = [torch.full((length,), float(rank)) for rank in range(size)]
+    programs: list[Program] = []
+    for rank, board in enumerate(ranks):
+        root = 1 if rank == wrong else 0
+        call = CallSignature("broadcast", torch.float32, length, root=root)
+        programs.append([(call, partial(NativeCalls(board).broadcast, results[rank], root))])
+    with pytest.raises(CollectiveFailed, match="root 1"):
+        drive(ranks, programs, turns)
+    assert all(bool((result == float(rank)).all()) for rank, result in enumerate(results))
 
 
 def _compiled_all_reduce(steps: NativeCalls, tensor: Tensor, operation: str) -> Steps:
@@ -138,9 +180,9 @@ def test_steps_of_another_source_are_not_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_invalid_arguments_of_compiled_steps_are_refused() -> None:
-    steps = NativeCalls(meet(2)[0])._compiled
-    with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 4 and a step 0"):
-        steps.advance(64, 8, 4, 0, 1, 0)
+    steps = NativeCalls(meet(2)[0]).small
+    with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 64, code 6 and a step 0"):
+        steps.advance(64, 8, 6, 0, 1, 0)  # 4 and 5 are broadcasts of either root
     with pytest.raises(ValueError, match="no all-reduce has 8 bytes at 0"):
         steps.advance(0, 8, 0, 0, 1, 0)
     with pytest.raises(TypeError, match="takes 6 numbers, not 1"):

@@ -1,0 +1,158 @@
+"""Measures the parts of a small all-reduce on two ranks, and writes call_parts.json.
+
+      torch.distributed ── checks, options ── group.allreduce ── checks, turn ── copy, wait, sum
+      │                                       │                                  └ steps in C
+      │                                       └ the group's own method
+      └ all of it; over a group that does nothing: torch's part alone
+
+All variants take turns in the same processes, in an order that is drawn anew in every round. A
+machine that is busy makes most batches slow, so the fastest and the 5th percentile of very many
+short batches count."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from benchmarks.collectives.candidates import DeepSpeed, OpenMpi
+from benchmarks.collectives.measure import be_a_rank, start_ranks
+from benchmarks.report_page import circumstances
+from shoal.platform.torch_private.c10d import Options
+from shoal.shm_backend.call_handles import CompletedWork
+from shoal.shm_backend.group import ShoalGroup
+
+RESULT = Path(__file__).with_name("call_parts.json")
+RANKS, SIZE_BYTES, BATCH = 2, 1 << 10, 40
+Call = Callable[[], object]
+
+
+class OverMpi(dist.ProcessGroup):
+    """A group that makes an all-reduce by `reduce` and checks nothing."""
+
+    def __init__(self, rank: int, size: int, reduce: Callable[[Tensor], object]) -> None:
+        super().__init__(rank, size)
+        self._reduce, self._work = reduce, CompletedWork(())
+        # torch.distributed asks these tables whether this rank is in the group.
+        distributed_c10d._world.pg_map[self] = ("none", dist.HashStore())
+        distributed_c10d._world.pg_group_ranks[self] = {rank: rank for rank in range(size)}
+
+    def allreduce(self, tensors: Any, opts: Any) -> Any:
+        self._reduce(tensors[0])
+        return self._work
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--part", type=Path, help="be one rank, and write here")
+    options = parser.parse_args()
+    if options.part:
+        _measure(options.part, options.seconds)
+        return
+    facts = circumstances(("torch", "shoal"))
+    part = RESULT.with_suffix(".part.json")
+    arguments = [f"--part={part}", f"--seconds={options.seconds}"]
+    start_ranks(RANKS, ["-m", "benchmarks.collectives.call_parts", *arguments])
+    found = json.loads(part.read_text())
+    part.unlink()
+    RESULT.write_text(json.dumps({"circumstances": facts, "parts_us": found}, indent=1) + "\n")
+
+
+def _variants(tensor: Tensor) -> dict[str, Call]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.new_group(backend="cpu:shoal")
+    nothing = OverMpi(rank, size, lambda _: None)
+    assert isinstance(group, ShoalGroup)
+    opts = Options.AllreduceOptions()
+    opts.asyncOp = False
+    calls: dict[str, Call] = {
+        "torch.distributed, over a group that does nothing": lambda: dist.all_reduce(
+            tensor, group=nothing
+        ),
+        "torch.distributed, shoal": lambda: dist.all_reduce(tensor, group=group),
+        "torch.distributed, shoal, broadcast": lambda: dist.broadcast(tensor, 0, group=group),
+        "group.allreduce of shoal": lambda: group.allreduce([tensor], opts),
+        "nothing": lambda: None,
+    }
+    if group._native_calls is not None:
+        calls["steps of shoal in C"] = _steps(group, tensor)
+    for name, kind in (("Open MPI", OpenMpi), ("DeepSpeed", DeepSpeed)):
+        try:
+            reduce = kind(SIZE_BYTES).reduce
+        except ImportError:
+            continue
+        over = OverMpi(rank, size, reduce)
+        calls[f"{name}, called directly"] = lambda reduce=reduce: reduce(tensor)
+        calls[f"torch.distributed, over {name}"] = lambda over=over: dist.all_reduce(
+            tensor, group=over
+        )
+    return calls
+
+
+def _steps(group: ShoalGroup, tensor: Tensor) -> Call:
+    """The steps alone: the copy into the slot, the word, the wait and the sum."""
+    board, native = group._board, group._native_calls
+    assert native is not None
+    advance, address, word = native.small.advance, tensor.data_ptr(), board.word
+
+    def call() -> None:
+        board.resync_phase()
+        first, step = board.phase + 1, 0
+        while step >= 0:
+            step = advance(address, SIZE_BYTES, 0, word, first, step)
+
+    return call
+
+
+def _measure(part: Path, seconds: float) -> None:
+    be_a_rank()
+    tensor, chance = torch.zeros(SIZE_BYTES // 4), random.Random(0)
+    calls = _variants(tensor)
+    for call in calls.values():
+        for _ in range(BATCH):
+            call()
+    times_us: dict[str, list[float]] = {name: [] for name in calls}
+    computed_us = dict.fromkeys(calls, 0.0)
+    goes_on, end_s = torch.ones(1), time.monotonic() + seconds
+    meet = calls["torch.distributed, shoal"]
+    while goes_on.item():
+        for name in [name for _ in range(20) for name in chance.sample([*calls], len(calls))]:
+            meet()
+            call, computed, begin = calls[name], time.process_time_ns(), time.perf_counter_ns()
+            for _ in range(BATCH):
+                call()
+            times_us[name].append((time.perf_counter_ns() - begin) / BATCH / 1e3)
+            computed_us[name] += (time.process_time_ns() - computed) / BATCH / 1e3
+        goes_on.fill_(time.monotonic() < end_s)
+        dist.all_reduce(goes_on, dist.ReduceOp.MIN)
+    if dist.get_rank() == 0:
+        part.write_text(
+            json.dumps({name: _told(times_us[name], computed_us[name]) for name in calls})
+        )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _told(times_us: list[float], computed_us: float) -> dict[str, float]:
+    ordered = sorted(times_us)
+    return {
+        "fastest": ordered[0],
+        "p5": ordered[len(ordered) // 20],
+        "median": ordered[len(ordered) // 2],
+        "computing": computed_us / len(ordered),
+        "batches": len(ordered),
+    }
+
+
+if __name__ == "__main__":
+    main()
