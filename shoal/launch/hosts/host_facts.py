@@ -12,13 +12,12 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from shoal.launch.hosts.addresses import local_addresses
-from shoal.launch.hosts.checked_json import read_fields
+from shoal.launch.hosts.checked_json import CheckedJson
 from shoal.launch.hosts.shared_directory import existing_directory
 from shoal.platform.cgroups import cgroup_limits, usable_cores
 from shoal.platform.interfaces import HostAddress
@@ -31,7 +30,7 @@ PACKAGE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class FactsRequest:
+class FactsRequest(CheckedJson):
     """The paths of a run that a host is asked about.
 
     Args:
@@ -45,22 +44,9 @@ class FactsRequest:
     script: str | None = None
     run_directory: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the request as an object of JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: object) -> FactsRequest:
-        """Return the request of an object of JSON.
-
-        Raises:
-            ValueError: a field is missing or of another type. Unknown fields are ignored.
-        """
-        return cls(**read_fields(cls, document))
-
 
 @dataclass(frozen=True)
-class HostFacts:
+class HostFacts(CheckedJson):
     """Facts about one host.
 
     Args:
@@ -103,19 +89,6 @@ class HostFacts:
     script_digest: str | None
     addresses: tuple[HostAddress, ...]
     ssh_address: str | None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the facts as an object of JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: object) -> HostFacts:
-        """Return the facts of an object of JSON.
-
-        Raises:
-            ValueError: a field is missing or of another type. Unknown fields are ignored.
-        """
-        return cls(**read_fields(cls, document))
 
 
 def collect_facts(request: FactsRequest) -> HostFacts:
