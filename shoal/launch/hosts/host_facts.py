@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import getpass
 import hashlib
-import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import socket
 import sys
@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from shoal.launch.hosts.addresses import local_addresses
@@ -129,8 +130,14 @@ def source_digest() -> str:
 
 
 def _torch_version() -> str | None:
-    with suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version("torch")
+    """Return the version in torch's own file: importlib.metadata would take ten times as long."""
+    spec = find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    with suppress(OSError):
+        text = Path(spec.origin).with_name("version.py").read_text()
+        if found := re.search(r"""^__version__ = ['"](.+)['"]""", text, re.MULTILINE):
+            return found[1]
     return None
 
 
