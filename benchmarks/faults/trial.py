@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.watched_training import WatchedTraining
 from shoal.train.checkpoint import newest, tensor_files
 
 DATA = Path(__file__).with_name("faulty_data.py")
@@ -63,42 +61,15 @@ class Trial:
         return asdict(self)
 
 
-class FaultyRun:
-    """`shoal train` in a folder, and what it says on stderr, with the time of each line."""
+class FaultyRun(WatchedTraining):
+    """`shoal train` in a folder with orders of faults."""
 
     def __init__(self, folder: Path, strategy: str, settings: Mapping[str, object]) -> None:
-        self.directory = folder / "run"
-        words = [word for pair in settings.items() for word in (f"--{pair[0]}", str(pair[1]))]
-        command = [sys.executable, "-m", "shoal", "train", "-n", str(RANKS)]
         job = folder / "job.yaml"
         job.write_text("name: faulty\n")
-        self.process = subprocess.Popen(
-            [*command, str(job), "--strategy", strategy, "--out", str(self.directory), *words],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "FAULTS": str(folder)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.lines: list[tuple[float, str]] = []
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append((time.monotonic(), line))
-
-    def first(self, pattern: str) -> tuple[float, str] | None:
-        return next((line for line in list(self.lines) if re.search(pattern, line[1])), None)
-
-    def step(self) -> int:
-        """Return the last step that is done."""
-        try:
-            lines = (self.directory / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, ValueError, IndexError):
-            return 0
+        words = ["-n", str(RANKS), str(job), "--strategy", strategy]
+        words += [word for pair in settings.items() for word in (f"--{pair[0]}", str(pair[1]))]
+        super().__init__(folder / "run", words, {"FAULTS": str(folder)})
 
     def digest(self) -> str:
         """Return a digest of all tensors of the last checkpoint, those of each rank included."""
@@ -114,10 +85,7 @@ class FaultyRun:
     def close(self) -> int | None:
         """Return the exit code; None if the run had to be killed."""
         code = self.process.poll()
-        if code is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self._listener.join(5)
+        self.end(signal.SIGKILL)
         return code
 
 
@@ -127,7 +95,7 @@ def undisturbed(strategy: str, settings: Mapping[str, object]) -> str:
         run = FaultyRun(Path(folder), strategy, {**SETTINGS, **settings})
         run.process.wait(TRIAL_S)
         if run.close() != 0:
-            raise SystemExit("".join(line for _, line in run.lines))
+            raise SystemExit(run.text())
         return run.digest()
 
 
@@ -158,7 +126,7 @@ def make_trial(
         if fault == "slow":
             held = held and told is not None and f"rank {order['rank']} of" in told[1]
         if not held:
-            print("".join(line for _, line in run.lines)[-3000:], file=sys.stderr)
+            print(run.text()[-3000:], file=sys.stderr)
     return Trial(
         fault,
         strategy[0],

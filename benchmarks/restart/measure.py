@@ -12,21 +12,19 @@ import argparse
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 from benchmarks.report_page import circumstances
+from benchmarks.watched_training import WatchedTraining
 
 HERE = Path(__file__).parent
 RESULT = HERE / "result.json"
-RANKS, LIMIT_S = 4, 60.0
+RANKS = 4
 STRATEGIES = ("ddp", "server=2")
 SETTINGS = (
     "--train.epochs",
@@ -40,74 +38,26 @@ SETTINGS = (
 )
 
 
-class Training:
-    """`shoal train digits`, and what it says on stderr, with the time of each line."""
+class Training(WatchedTraining):
+    """`shoal train digits`, whose ranks leave their process ids in a folder."""
 
     def __init__(self, folder: Path, strategy: str) -> None:
-        self.directory, self.notes = folder / "run", folder / "notes"
+        self.notes = folder / "notes"
         self.notes.mkdir()
-        words = [
-            "train",
-            "digits",
-            "-n",
-            str(RANKS),
-            "--strategy",
-            strategy,
-            "--out",
-            str(self.directory),
-            *SETTINGS,
-        ]
+        words = ["digits", "-n", str(RANKS), "--strategy", strategy, *SETTINGS]
         words += ["--import", str(HERE / "pid_notes.py")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "NOTES": str(self.notes)}
-        command = [sys.executable, "-m", "shoal", *words]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        self.lines: list[tuple[float, str]] = []
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.lines.append((time.monotonic(), line))
-
-    def step(self) -> int:
-        """The last that is done."""
-        try:
-            lines = (self.directory / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"])
-        except (OSError, ValueError, IndexError):
-            return 0
-
-    def saved(self) -> str:
-        try:
-            return (self.directory / "checkpoints/latest").read_text()
-        except OSError:
-            return ""
-
-    def until(self, condition: Any) -> Any:
-        end_s = time.monotonic() + LIMIT_S
-        while not (found := condition()):
-            if time.monotonic() > end_s or self.process.poll() is not None:
-                raise SystemExit("".join(line for _, line in self.lines))
-            time.sleep(0.002)
-        return found
+        super().__init__(folder / "run", words, {"NOTES": str(self.notes)})
 
     def gone_on(self, since_s: float, known: int) -> dict[str, float]:
-        """Seconds until ranks were started again, had resumed, and had done a step."""
-        started_s = self.until(lambda: self._said(known, " from the checkpoint of step "))[0]
-        resumed_s, line = self.until(lambda: self._said(known, "resumed from"))
-        found = re.search(r"step-(\d+)", line)
-        assert found is not None
-        self.until(lambda: self.step() > int(found[1]))
+        """Return the seconds until ranks were started again, had resumed, and had done a step."""
+        started_s, _ = self.until(lambda: self.first(" from the checkpoint of step ", known))
+        resumed_s, step = self.resumed(known)
+        self.until(lambda: self.step() > step)
         return {
             "started": started_s - since_s,
             "resumed": resumed_s - since_s,
             "step": time.monotonic() - since_s,
         }
-
-    def _said(self, known: int, text: str) -> tuple[float, str] | None:
-        return next((line for line in self.lines[known:] if text in line[1]), None)
 
 
 def main() -> None:
@@ -154,8 +104,7 @@ def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:
                     with subprocess.Popen(words, stdout=subprocess.DEVNULL):
                         found[name].append(training.gone_on(since_s, known))
         finally:
-            training.process.send_signal(signal.SIGINT)
-            training.process.wait()
+            training.end(signal.SIGINT)
     return found
 
 

@@ -82,7 +82,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
     time_s = time.monotonic()
     is_secondary = is_lost_peer(error)
-    if lost := _lost_worker(error):
+    if lost := lost_worker(error):
         headline = f"lost a process of its own: {lost}"
         return Failure(rank, time_s, headline, "", is_secondary=False, code=1, is_loss=True)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
@@ -123,10 +123,11 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.is_secondary, failure.time_s))
 
 
-def _lost_worker(error: BaseException) -> str:
+def lost_worker(error: BaseException) -> str:
     """Return torch's text if a data-loader worker was lost; empty if not.
 
-    torch raises that error wherever the main thread is, so others may have wrapped it.
+    torch raises that error wherever the main thread is, so others may have wrapped it. Whoever
+    takes errors of any kind for outcomes of its own, such as a save, must let this one pass.
     """
     seen: BaseException | None = error
     while seen is not None:

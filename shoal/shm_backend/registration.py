@@ -10,10 +10,12 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import wraps
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 GLOO_BACKEND_NAME = "shoal_gloo"
 """Gloo in a `ShoalGroup`, for messages in the background of training: a trace records them."""
@@ -92,8 +94,12 @@ def _create_gloo(options: Any, backend_options: Any) -> Any:
     return _create(options, backend_options, shared_memory=False)
 
 
-class _C10dFinder(MetaPathFinder):
-    """Finds torch.distributed.distributed_c10d, and nothing else."""
+class _C10dFinder:
+    """Finds torch.distributed.distributed_c10d, and nothing else.
+
+    Neither this class nor the next derives from those of importlib.abc: its import takes as long
+    as the rest of `import shoal`, which every agent on every host pays.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -103,11 +109,11 @@ class _C10dFinder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader)  # type: ignore[assignment]
         return spec
 
 
-class _RegisteringLoader(Loader):
+class _RegisteringLoader:
     """Loads a module with its real loader, then registers the backend."""
 
     def __init__(self, loader: Loader) -> None:

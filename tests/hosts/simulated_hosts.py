@@ -1,7 +1,7 @@
-"""A driver and agents in simulated time: delays, stalls, cut connections, killed ranks and agents.
+"""A driver and agents in simulated time: messages that come late, processes that stop or die.
 
 Only the sessions are real. The bodies around them are the simplest that use them as the real ones
-do. Everything follows from one seed.
+do: an agent reads, then looks at its clock. Everything follows from one seed.
 """
 
 from __future__ import annotations
@@ -12,44 +12,57 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import inf
 
+from simulated_faults import LAST_WORDS, meet_fault
+
 from shoal.launch.hosts.agent_session import (
     AgentSession,
     EndAgent,
     KillRanks,
+    Order,
     Specified,
     StartRanks,
 )
-from shoal.launch.hosts.driver_session import DriverSession, HostLost, HostSpoke
+from shoal.launch.hosts.driver_session import DriverEvent, DriverSession, HostLost, HostSpoke
 from shoal.launch.hosts.lease import LeaseTimes
 
 TIMES = LeaseTimes()
-RANKS_LOOK_S = 0.5
-"""After so many seconds the ranks of a stopped agent have seen that its lease is over."""
-CALM_S = 60.0
-"""After the last fault a run must be running again within this time."""
+WATCHER_S = 0.5
+"""So long after the end of a lease its watcher has killed the agent and its ranks."""
+RATE = 0.005
+"""Clocks run faster or slower by so much at most."""
+CALM_S = 50.0
+"""So long after the last fault a run must have been running again for STABLE_S."""
+STABLE_S = 15.0
 
 
 @dataclass
-class Link:
-    """One connection: bytes arrive in order, after a delay, until it is cut."""
+class Direction:
+    """One direction of a connection. Bytes arrive in order."""
 
-    is_up: bool = True
-    to_driver_s: float = 0.0
-    to_agent_s: float = 0.0
+    held_until_s: float = 0.0
+    slow_until_s: float = 0.0
+    last_arrival_s: float = 0.0
 
 
-@dataclass
-class Host:
-    rate: float
-    offset_s: float
-    session: AgentSession | None = None
-    link: Link = field(default_factory=Link)
-    reachable_from_s: float = 0.0
-    stalled_until_s: float = 0.0
-    cut_s: float = inf
+@dataclass(eq=False)
+class Agent:
+    """One agent with its connection and its ranks."""
+
+    host: int
+    session: AgentSession
+    to_driver: Direction = field(default_factory=Direction)
+    to_agent: Direction = field(default_factory=Direction)
+    inbox: list[bytes] = field(default_factory=list)
+    stopped_until_s: float = 0.0
+    is_alive: bool = True
     epoch: int = 0  # of ranks that are alive
-    lease_word_s: float = inf  # ranks see the lease in shared memory, also of a stopped agent
+    lease_word_s: float = inf
+    contact_s: float = inf  # when it last read anything
+    closed_s: float = inf  # when it was told that its connection has ended
     printed: int = 0
+    is_cut: bool = False
+    finished_epoch: int = 0
+    has_last_words: bool = False
 
 
 class Simulation:
@@ -59,17 +72,24 @@ class Simulation:
         self.random = random.Random(seed)
         self.now_s = 0.0
         self.problems: list[str] = []
-        self.hosts = [
-            Host(1 + self.random.uniform(-0.005, 0.005), self.random.uniform(0, 1e6))
-            for _ in range(self.random.randint(1, 4))
+        hosts = self.random.randint(1, 4)
+        self.clocks = [
+            (1 + self.random.uniform(-RATE, RATE), self.random.uniform(0, 1e6))
+            for _ in range(hosts)
         ]
-        self.driver = DriverSession(len(self.hosts), TIMES)
-        self.driver_stalled_until_s = 0.0
-        self.calm_from_s = inf
+        self.agents: list[Agent] = []  # all that ever were
+        self.current: list[Agent | None] = [None] * hosts  # whose connections the driver has
+        self.reachable_from_s = [0.0] * hosts
+        self.is_connecting = [False] * hosts
+        self.driver = DriverSession(hosts, TIMES)
+        self.driver_stopped_until_s = 0.0
+        self.driver_lag_s = 0.0
+        self.driver_inbox: list[tuple[Agent, bytes]] = []
         self.is_stopping = False
-        self.is_connecting = set(range(len(self.hosts)))
-        self.stopped: set[tuple[int, int]] = set()
-        self.started = 0
+        self.starts_s: list[float] = []
+        self.output_s = 0.0
+        self.finished: set[tuple[int, int]] = set()
+        self.calm_from_s = inf
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
 
@@ -77,231 +97,253 @@ class Simulation:
         self._number += 1
         heapq.heappush(self._events, (time_s, self._number, action))
 
-    def run(self, faults: int = 4) -> list[str]:
+    def run(self, faults: int = 7) -> list[str]:
         last_s = 5.0
         for _ in range(faults):
-            last_s += self.random.expovariate(1 / 6)
-            self.at(last_s, self.random.choice([self.cut, self.kill_agent, self.end_rank]))
-            if self.random.random() < 0.6:
-                self.at(last_s + self.random.uniform(-3, 3), self.stall)
+            last_s += self.random.choice([self.random.uniform(0, 3), self.random.uniform(5, 20)])
+            self.at(last_s, lambda: meet_fault(self))
         self.calm_from_s = last_s
-        for host in range(len(self.hosts)):
-            self.connect(host)
-        self.at(0.0, self.drive)
-        end_s = last_s + 20 + CALM_S
-        while self._events and self._events[0][0] < end_s:
+        self.at(0.0, self.driver_looks)
+        end_s = last_s + CALM_S
+        while self._events and self._events[0][0] < end_s and len(self.problems) < 3:
             self.now_s, _, action = heapq.heappop(self._events)
-            action()
+            try:
+                action()
+            except AssertionError as error:
+                self.problems.append(f"a session says: {error}")
             self.check()
-        if any(host.epoch != self.driver.epoch for host in self.hosts) or self.is_stopping:
+        if self.is_stopping or not self.starts_s or self.starts_s[-1] > end_s - STABLE_S:
             self.problems.append("the run does not run again")
+        elif any(agent is None or agent.epoch != self.driver.epoch for agent in self.current):
+            self.problems.append("ranks have ended, and nobody says so")
+        elif self.output_s < end_s - STABLE_S:
+            self.problems.append("output of ranks does not arrive")
         return self.problems
 
-    # The world around the sessions.
+    def an_agent(self) -> Agent | None:
+        found = [agent for agent in self.agents if agent.is_alive]
+        return self.random.choice(found) if found else None
 
-    def cut(self) -> None:
-        host = self.random.choice(self.hosts)
-        host.link.is_up = False
-        host.cut_s = self.now_s
-        host.reachable_from_s = self.now_s + self.random.uniform(0, 20)
-        if self.random.random() < 0.5:  # one end may be told, by a reset
-            link = host.link
-            self.at(self.now_s + 0.1, lambda: self.driver_receives(host, link, b""))
+    # Connections.
 
-    def kill_agent(self) -> None:
-        host = self.random.choice(self.hosts)
-        host.session, host.epoch = None, 0
-        link = host.link
-        self.at(self.now_s + 0.1, lambda: self.driver_receives(host, link, b""))
+    def send(self, direction: Direction, arrive: Callable[[], None]) -> None:
+        is_calm = self.now_s >= self.calm_from_s
+        delay_s = self.random.expovariate(1 / 0.05)
+        if self.now_s < direction.slow_until_s and not is_calm:
+            delay_s += self.random.uniform(0, 8)
+        arrival_s = max(direction.last_arrival_s, self.now_s + delay_s, direction.held_until_s)
+        if arrival_s < inf:
+            direction.last_arrival_s = arrival_s
+            self.at(arrival_s, arrive)
 
-    def end_rank(self) -> None:
-        host = self.random.choice(self.hosts)
-        if host.session is not None and host.epoch:
-            host.session.ended(0, -9)
-            self.agent_sends(host)
+    def arrives_at_driver(self, agent: Agent, data: bytes) -> None:
+        self.driver_inbox.append((agent, data))
+        self.driver_reads()
 
-    def stall(self) -> None:
-        until_s = self.now_s + self.random.uniform(0, 9)
-        if self.random.random() < 0.5:
-            self.driver_stalled_until_s = until_s
-        else:
-            self.random.choice(self.hosts).stalled_until_s = until_s
+    def arrives_at_agent(self, agent: Agent, data: bytes) -> None:
+        agent.inbox.append(data)
+        self.agent_turns(agent)
 
-    def connect(self, number: int) -> None:
-        host = self.hosts[number]
-        host.session, host.link, host.cut_s, host.lease_word_s = None, Link(), inf, inf
-        session = AgentSession(self.clock(host))
+    # Agents.
+
+    def connect(self, host: int) -> None:
+        agent = Agent(host, AgentSession(self.clock(host)))
+        self.agents.append(agent)
+        self.is_connecting[host] = True
 
         def connected() -> None:
-            if self.now_s < self.driver_stalled_until_s:
-                self.at(self.driver_stalled_until_s, connected)
+            if self.now_s < self.driver_stopped_until_s:
+                self.at(self.driver_stopped_until_s, connected)
                 return
-            self.is_connecting.discard(number)
-            self.driver.connected(number, self.now_s)
+            self.is_connecting[host] = False
+            self.current[host] = agent
+            self.driver.connected(host, self.driver_clock())
+            self.driver_sends()
 
-        host.session = session
         self.at(self.now_s + self.random.uniform(0.1, 2), connected)
-        self.agent_wakes(host, session)
+        self.agent_wakes(agent)
 
-    def clock(self, host: Host) -> float:
-        return self.now_s * host.rate + host.offset_s
+    def clock(self, host: int) -> float:
+        rate, offset_s = self.clocks[host]
+        return self.now_s * rate + offset_s
 
-    # An agent.
+    def agent_wakes(self, agent: Agent) -> None:
+        """Take a turn, and the next one when the session wants it."""
+        if agent.is_alive:
+            if agent.epoch and self.now_s >= agent.stopped_until_s:
+                agent.printed += 1
+                agent.session.output(0, "stdout", f"{agent.printed}\n")
+            self.agent_turns(agent)
+            due_s = (agent.session.due_s - self.clock(agent.host)) / self.clocks[agent.host][0]
+            self.at(self.now_s + min(max(due_s, 0.001), 0.5), lambda: self.agent_wakes(agent))
 
-    def agent_wakes(self, host: Host, session: AgentSession) -> None:
-        if host.session is not session:
+    def agent_turns(self, agent: Agent) -> None:
+        if not agent.is_alive:
             return
-        if self.now_s < host.stalled_until_s:
-            self.at(host.stalled_until_s, lambda: self.agent_wakes(host, session))
+        if self.now_s < agent.stopped_until_s:
+            self.at(agent.stopped_until_s, lambda: self.agent_turns(agent))
             return
-        self.obey(host, session.tick(self.clock(host)))
-        if host.epoch:
-            host.printed += 1
-            session.output(0, "stdout", f"{host.printed}\n")
-        self.agent_sends(host)
-        due_s = (session.due_s - self.clock(host)) / host.rate
-        delay_s = min(max(due_s, 0.001), 0.5)
-        self.at(self.now_s + delay_s, lambda: self.agent_wakes(host, session))
+        inbox, agent.inbox = agent.inbox, []
+        for data in inbox:
+            if data:
+                agent.contact_s = self.now_s
+            else:
+                agent.closed_s = min(agent.closed_s, self.now_s)
+            self.obey(agent, agent.session.received(data, self.clock(agent.host)))
+        self.obey(agent, agent.session.tick(self.clock(agent.host)))
+        self.write_lease(agent)
+        self.agent_sends(agent)
 
-    def agent_receives(self, host: Host, session: AgentSession, data: bytes) -> None:
-        if host.session is not session:
-            return
-        if self.now_s < host.stalled_until_s:
-            self.at(host.stalled_until_s, lambda: self.agent_receives(host, session, data))
-            return
-        self.obey(host, session.tick(self.clock(host)))
-        self.obey(host, session.received(data, self.clock(host)))
-        self.agent_sends(host)
-
-    def obey(self, host: Host, orders: list) -> None:
-        self.write_lease(host)
-        session = host.session
+    def obey(self, agent: Agent, orders: list[Order]) -> None:
         for order in orders:
             match order:
                 case Specified():
-                    session.hello({}, self.clock(host))
-                    self.write_lease(host)
+                    agent.session.hello({}, self.clock(agent.host))
+                    self.write_lease(agent)
                 case StartRanks(message):
-                    if host.epoch:
-                        self.problems.append("an agent ran two epochs")
-                    host.epoch = message["epoch"]
+                    if agent.epoch:
+                        self.problems.append("an agent runs two epochs")
+                    agent.epoch = message["epoch"]
                 case KillRanks():
-                    self.at(self.now_s + self.kill_s(), lambda: self.ranks_killed(host, session))
+                    self.kill_ranks(agent)
                 case EndAgent():
-                    self.at(self.now_s + self.kill_s(), lambda: self.agent_ended(host, session))
+                    self.at(self.now_s + self.kill_s(), lambda: self.agent_ends(agent))
 
-    def write_lease(self, host: Host) -> None:
-        if host.session is not None and host.session.lease_until_s < inf:
-            host.lease_word_s = host.session.lease_until_s
+    def write_lease(self, agent: Agent) -> None:
+        if agent.session.lease_until_s < inf:
+            agent.lease_word_s = agent.session.lease_until_s
 
     def kill_s(self) -> float:
         return self.random.uniform(0, 0.95 * TIMES.kill_s)
 
-    def ranks_killed(self, host: Host, session: AgentSession) -> None:
-        if host.session is session and session.is_running:
-            host.epoch = 0
-            session.stopped()
-            self.agent_sends(host)
+    def kill_ranks(self, agent: Agent) -> None:
+        def killed() -> None:
+            if self.now_s < agent.stopped_until_s:
+                self.at(agent.stopped_until_s, killed)
+            elif agent.is_alive and agent.session.is_running:
+                agent.epoch = 0
+                agent.session.stopped()
+                self.agent_sends(agent)
 
-    def agent_ended(self, host: Host, session: AgentSession) -> None:
-        if host.session is session:
-            host.session, host.epoch = None, 0
-            link = host.link
-            self.at(self.now_s + 0.05, lambda: self.driver_receives(host, link, b""))
+        self.at(self.now_s + self.kill_s(), killed)
 
-    def agent_sends(self, host: Host) -> None:
-        session, link = host.session, host.link
-        while session is not None and (data := session.to_send()):
-            link.to_driver_s = max(link.to_driver_s, self.now_s + self.delay_s())
-            self.at(
-                link.to_driver_s,
-                lambda data=data: link.is_up and self.driver_receives(host, link, data),
-            )
+    def agent_ends(self, agent: Agent) -> None:
+        """End an agent; the kernel then ends its ranks, and its connection."""
+        if agent.is_alive:
+            agent.is_alive, agent.epoch = False, 0
+            self.send(agent.to_driver, lambda: self.arrives_at_driver(agent, b""))
+
+    def agent_sends(self, agent: Agent) -> None:
+        while data := agent.session.to_send():
+            self.send(agent.to_driver, lambda data=data: self.arrives_at_driver(agent, data))
 
     # The driver.
 
-    def driver_receives(self, host: Host, link: Link, data: bytes) -> None:
-        if host.link is not link:
+    def driver_clock(self) -> float:
+        return self.now_s - self.driver_lag_s
+
+    def driver_looks(self) -> None:
+        """Take a turn, and the next one soon."""
+        self.driver_reads()
+        if self.now_s >= self.driver_stopped_until_s:
+            self.on_events(self.driver.tick(self.driver_clock()))
+            self.decide()
+            self.driver_sends()
+        self.at(self.now_s + 0.2, self.driver_looks)
+
+    def driver_reads(self) -> None:
+        if self.now_s < self.driver_stopped_until_s:
             return
-        if self.now_s < self.driver_stalled_until_s:
-            self.at(self.driver_stalled_until_s, lambda: self.driver_receives(host, link, data))
-            return
-        number = self.hosts.index(host)
-        self.on_events(self.driver.received(number, data, self.now_s))
+        inbox, self.driver_inbox = self.driver_inbox, []
+        for agent, data in inbox:
+            if self.is_current(agent):
+                self.on_events(self.driver.received(agent.host, data, self.driver_clock()))
         self.driver_sends()
 
-    def on_events(self, events: list) -> None:
+    def is_current(self, agent: Agent) -> bool:
+        """Return True if the driver still has this agent's connection."""
+        return self.current[agent.host] is agent
+
+    def on_events(self, events: list[DriverEvent]) -> None:
         for event in events:
             match event:
-                case HostLost():
+                case HostLost(host, reason):
+                    agent = self.current[host]
+                    is_well = agent is not None and agent.is_alive and not agent.is_cut
+                    if is_well and "no word for" not in reason:
+                        self.problems.append(f"a connection is given up: {reason}")
+                    self.close(host)
                     self.stop()
-                case HostSpoke(host, {"do": "ended"}):
+                case HostSpoke(_, {"do": "ended"}):
                     self.stop()
                 case HostSpoke(host, {"do": "stopped", "epoch": epoch}):
-                    self.stopped.add((host, epoch))
+                    self.finished.add((host, epoch))
+                    agent = self.current[host]
+                    has_finished = agent is not None and agent.finished_epoch == epoch
+                    if has_finished and not agent.has_last_words:
+                        self.problems.append("the last output of ranks is lost")
                 case HostSpoke(_, {"do": "refused"}):
                     self.problems.append("a start was refused")
                     self.stop()
                 case HostSpoke(host, {"do": "out", "epoch": epoch, "text": text}):
-                    if (host, epoch) in self.stopped:
+                    if (host, epoch) in self.finished:
                         self.problems.append("output of an epoch that has stopped")
+                    self.output_s = self.now_s
+                    agent = self.current[host]
+                    if agent is not None and text == LAST_WORDS:
+                        agent.has_last_words = True
                     self.driver.more_output(host, len(text))
+
+    def close(self, host: int) -> None:
+        """Close the connection to an agent that is lost."""
+        agent, self.current[host] = self.current[host], None
+        if agent is not None:
+            self.send(agent.to_agent, lambda: self.arrives_at_agent(agent, b""))
 
     def stop(self) -> None:
         if not self.is_stopping:
             self.is_stopping = True
-            for host in range(len(self.hosts)):
+            for host in range(len(self.current)):
                 self.driver.kill(host)
 
-    def drive(self) -> None:
-        if self.now_s >= self.driver_stalled_until_s:
-            self.on_events(self.driver.tick(self.now_s))
-            hosts = range(len(self.hosts))
-            clear = all(self.driver.clear_at_s(host) <= self.now_s for host in hosts)
-            for host in hosts:
-                state = self.driver.states[host]
-                is_reachable = self.now_s >= self.hosts[host].reachable_from_s
-                is_wanted = not state.is_connected and host not in self.is_connecting
-                if clear and is_wanted and is_reachable:
-                    self.is_connecting.add(host)
-                    self.connect(host)
-            is_whole = all(state.is_connected and state.is_ready for state in self.driver.states)
-            if clear and is_whole and (self.is_stopping or not self.driver.epoch):
-                self.driver.start([(host, {}) for host in hosts], self.now_s)
-                self.is_stopping = False
-                self.started += 1
-        self.driver_sends()
-        self.at(self.now_s + 0.2, self.drive)
+    def decide(self) -> None:
+        """Connect to hosts that are lost, and start once none can have ranks."""
+        hosts = range(len(self.current))
+        if any(self.driver.clear_at_s(host) > self.driver_clock() for host in hosts):
+            return
+        for host in hosts:
+            is_lost = self.current[host] is None and not self.is_connecting[host]
+            if is_lost and self.now_s >= self.reachable_from_s[host]:
+                self.connect(host)
+        states = self.driver.states
+        is_whole = all(state.is_connected and state.is_ready for state in states)
+        if is_whole and (self.is_stopping or not self.driver.epoch):
+            self.driver.start([(host, {}) for host in hosts], self.driver_clock())
+            self.is_stopping = False
+            self.starts_s.append(self.now_s)
 
     def driver_sends(self) -> None:
-        for number, host in enumerate(self.hosts):
-            session, link = host.session, host.link
-            if not (data := self.driver.to_send(number)) or session is None:
-                continue
-            link.to_agent_s = max(link.to_agent_s, self.now_s + self.delay_s())
-            self.at(
-                link.to_agent_s,
-                lambda host=host, session=session, link=link, data=data: (
-                    link.is_up and self.agent_receives(host, session, data)
-                ),
-            )
-
-    def delay_s(self) -> float:
-        has_spike = self.now_s < self.calm_from_s and self.random.random() < 0.01
-        spike_s = self.random.uniform(0, 9) if has_spike else 0.0
-        return spike_s + self.random.expovariate(1 / 0.05)
+        for host, agent in enumerate(self.current):
+            if agent is not None and (data := self.driver.to_send(host)):
+                self.send(
+                    agent.to_agent,
+                    lambda agent=agent, data=data: self.arrives_at_agent(agent, data),
+                )
 
     # The invariants.
 
     def check(self) -> None:
-        for host in self.hosts:
-            if self.clock(host) > host.lease_word_s + RANKS_LOOK_S:
-                host.epoch = 0
-        epochs = {host.epoch for host in self.hosts if host.epoch}
+        epochs = set()
+        for agent in self.agents:
+            if not agent.epoch:
+                continue
+            if self.clock(agent.host) > agent.lease_word_s + WATCHER_S:
+                self.agent_ends(agent)
+                continue
+            epochs.add(agent.epoch)
+            if self.now_s > agent.contact_s + TIMES.lost_s * (1 + RATE):
+                self.problems.append("ranks outlive the lease")
+            if agent.stopped_until_s < agent.closed_s < self.now_s - TIMES.kill_s:
+                self.problems.append("ranks outlive the connection")
         if len(epochs) > 1:
             self.problems.append(f"ranks of epochs {epochs} are alive at {self.now_s:.2f}")
-        for host in self.hosts:
-            stall_s = max(0.0, host.stalled_until_s - host.cut_s)
-            bound_s = (TIMES.lost_s + stall_s) * 1.01 + 0.5
-            if host.epoch and self.now_s > host.cut_s + bound_s:
-                self.problems.append("ranks outlive the lease")

@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import math
 import types
-from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_args, get_origin, get_type_hints
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, Self, get_args, get_origin, get_type_hints
 
 
-def read_fields(cls: type, document: object) -> dict[str, Any]:
+@dataclass(frozen=True)
+class CheckedJson:
+    """A dataclass that travels as an object of JSON derives from it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as an object of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: object) -> Self:
+        """Return an instance of an object of JSON.
+
+        Raises:
+            ValueError: a field is missing or of another type. Unknown fields are ignored.
+        """
+        return cls(**_read_fields(cls, document))
+
+
+def _read_fields(cls: type, document: object) -> dict[str, Any]:
     """Return the arguments of the dataclass `cls` from an object of JSON.
 
     Fields may be text, numbers, bools, such dataclasses, tuples of one of these, or None too.
@@ -41,7 +59,7 @@ def _read(place: str, hint: Any, value: object) -> Any:
         return tuple(_read(place, item_hint, item) for item in value)
     if is_dataclass(hint):
         assert isinstance(hint, type)
-        return hint(**read_fields(hint, value))
+        return hint(**_read_fields(hint, value))
     if hint is float and type(value) in (int, float):
         value = float(value)  # type: ignore[arg-type]
     # Not isinstance: True is an int. NaN is no JSON, but Python's reader takes it.

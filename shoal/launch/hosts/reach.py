@@ -19,8 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from shoal.launch.hosts.checked_json import CheckedJson
 
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
@@ -30,7 +31,7 @@ BACKLOG = 256
 
 
 @dataclass(frozen=True)
-class Reach:
+class Reach(CheckedJson):
     """The outcome of one host's try to reach one address of the first host, and to be reached.
 
     Args:
@@ -42,22 +43,6 @@ class Reach:
     address: str
     source: str | None
     problem: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as an object of JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, document: object) -> Reach:
-        """Return the outcome of an object of JSON.
-
-        Raises:
-            ValueError: it is none.
-        """
-        match document:
-            case {"address": str(address), "source": str() | None as source, "problem": str(text)}:
-                return cls(address, source, text)
-        raise ValueError("no outcome of a try to reach an address")
 
 
 class ReachListener:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import to_local
 from shoal.errors import CheckpointError
+from shoal.launch.failure import lost_worker
 from shoal.train.checkpoint.rank_consensus import rank, world_size
 from shoal.train.checkpoint.store import Checkpoints
 
@@ -62,6 +63,8 @@ class AsyncSaver:
             self._copy({name: tensor for name, tensor in tensors.items() if name in share})
             private_copies = {name: tensor.clone() for name, tensor in private.items()}
         except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError without memory
+            if lost_worker(error):
+                raise
             problem = error
         check_copy = partial(_digest_unless, problem, _digest(tensors))
         self._saving = self._thread.submit(

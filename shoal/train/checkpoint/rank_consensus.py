@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shoal.comm.axis import all_gather_bytes
 from shoal.errors import CheckpointError
+from shoal.launch.failure import lost_worker
 
 T = TypeVar("T")
 
@@ -63,12 +64,16 @@ class RankConsensus:
         Raises:
             CheckpointError: on every rank, if `action` raised on any. It names each such rank and
                 its reason.
+            RuntimeError: on this rank alone, if it lost a data-loader worker meanwhile: that ends
+                the rank, and its launcher ends the others, which wait here.
         """
         result: T | None = None
         cause: Exception | None = None
         try:
             result = action()
-        except Exception as error:  # noqa: BLE001  (the other ranks wait for the result)
+        except Exception as error:  # the other ranks wait for the result
+            if lost_worker(error):
+                raise
             cause = error
         outcomes = self.all_gather_objects(
             {"result": result, "problem": cause and _describe(cause)}
