@@ -163,12 +163,6 @@ class Checkpoints:
         except CheckpointError as error:
             raise CleanupFailed(str(error)) from error
 
-    def make_whole_on_first_host(self) -> None:
-        """Bring the newest and the best checkpoint to rank 0's disk, where it lacks a part.
-
-        Here nothing is to be done, for all ranks have one disk. Collective.
-        """
-
     def in_directory(self, directory: Path) -> Checkpoints:
         """Return checkpoints of the same ranks in another directory."""
         return Checkpoints(directory)
