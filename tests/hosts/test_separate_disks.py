@@ -42,7 +42,8 @@ def empty_disks(hosts: Hosts) -> None:
 
 
 def settings(strategy: str) -> dict[str, Any]:
-    return {**EVERYTHING, "strategy": strategy, "train.epochs": 20}
+    background = {"checkpoint.asynchronous": strategy == "zero3"}
+    return {**EVERYTHING, **background, "strategy": strategy, "train.epochs": 20}
 
 
 def write_job(hosts: Hosts, strategy: str, out: str | Path = RUN) -> str:
@@ -174,3 +175,17 @@ def test_servers_without_a_shared_disk_are_refused_before_the_start(hosts: Hosts
     assert code == 2
     assert "strategy server needs a run directory that all hosts share" in stderr
     assert hosts.leftovers() == {}
+
+
+def test_a_run_goes_on_without_a_host_that_is_gone_with_its_disk(tmp_path: Path) -> None:
+    words = ["--hosts", "node1,node2,node3", "--min-hosts", "2"]
+    with Hosts(tmp_path, 3) as hosts:
+        node1, node2, node3 = hosts.nodes
+        with training(hosts, write_job(hosts, "zero3"), *words) as process:
+            until(lambda: process.poll() is not None or has_saved(hosts, node2))
+            hosts.lose(node3)
+            _, stderr = process.communicate(timeout=300)
+        assert process.returncode == 0, stderr
+        assert "the run goes on without node3" in stderr
+        assert "2 processes start from the checkpoint of step" in stderr
+        assert left(hosts, node1)["info"]["step"] == 78
