@@ -290,6 +290,7 @@ class CheckpointConfig:
     second_place: str | None = setting(
         None, "directory for the last save, if the run directory has no room after that wait"
     )
+    copies: int = setting(1, "other hosts with each part, if they share no disk", NOT_NEGATIVE)
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 

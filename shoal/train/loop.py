@@ -26,9 +26,11 @@ from shoal.train.checkpoint import newest
 from shoal.train.ema import layout_with_averages
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
+from shoal.train.metrics_copies import MetricsCopies
 from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.run_directory import claim_for_all, make_again
+from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again
+from shoal.train.run_disks import describe_disks, find_disks
 from shoal.train.run_saver import open_saver
 from shoal.train.training_state import TrainingState
 from shoal.watchdog.progress_writer import own_progress
@@ -41,7 +43,7 @@ def train(job: Job) -> None:
         SystemExit: with status 75, after SIGTERM and a save; the same command goes on from there.
     """
     training = Training(job)
-    with claim_for_all(job, training.run.mesh):
+    with claim_for_all(job, training.run.mesh, training.disks):
         training.resume()
         training.run_all()
 
@@ -73,12 +75,18 @@ class Training:
         self.state = TrainingState(self.run, job.train.ema)
         self.directory = Path(job.directory)
         self._locks: list[IO[str]] = []
-        self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
+        mesh = self.run.mesh
+        self.disks = find_disks(job, mesh, has_servers=self.run.remote is not None)
+        self.metrics_copies = MetricsCopies(self.directory, mesh, self.disks)
+        self.saver = open_saver(
+            job, mesh, self._pause, lambda text: self.log.note(text), self.disks
+        )
         self.checkpoints = self.saver.checkpoints
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
+        self.lines += describe_disks(self.disks)
 
     @property
     def step(self) -> int:
@@ -230,11 +238,12 @@ class Training:
             self.log.note(f"{error} Nothing is saved at step {self.step}")
             return
         self._save_record()
+        self.metrics_copies.update()
         self.saver.save(self.step, state, best, must_succeed)
 
     def _keep_directory(self) -> None:
-        """Make the run directory again, and tell, if somebody has removed it. On rank 0."""
-        if self.run.rank != 0:
+        """Make the run directory again, and tell, if somebody has removed it. Once a disk."""
+        if not acts_for_disk(self.run.rank, self.disks):
             return
         try:
             lock = make_again(self.job)
@@ -265,6 +274,7 @@ class Training:
         """Open log and display, and print what kind of run this is."""
         is_first = self.run.rank == 0
         tensorboard, step = self.job.log.tensorboard, self.step
+        self.metrics_copies.restore(step)
         self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
         self.log.header(self.lines)
         self._lines_before_log = None
@@ -308,6 +318,7 @@ class Training:
     def _finish(self) -> None:
         """Print the closing table and draw the curves, on rank 0."""
         self.run.end_trace()
+        self.saver.make_whole_on_first_host()
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
             for line in self.run.report():

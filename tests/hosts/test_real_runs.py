@@ -110,14 +110,6 @@ def test_ranks_of_two_hosts_meet_on_every_network(tmp_path: Path, network: Any, 
         assert hosts.leftovers() == {}
 
 
-def test_a_run_directory_that_is_not_shared_is_refused_before_the_start(hosts: Hosts) -> None:
-    listed = ["train", "digits", "--hosts", "node1,node2", "--out"]
-    code, stdout, stderr = ended(hosts, *listed, "/mnt/run")
-    assert (code, stdout) == (2, "")
-    assert "the run directory /mnt/run of host node1 is not the one of node2" in stderr
-    assert hosts.leftovers() == {}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_on_any_host_when_the_command_is_signalled(
     hosts: Hosts, number: int

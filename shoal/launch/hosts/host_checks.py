@@ -85,16 +85,23 @@ def find_meeting(
     return Meeting(address, sources)
 
 
-def check_shared_directory(connections: HostConnections, directory: str) -> None:
-    """Check that all hosts see one file system at `directory`.
+def check_shared_directory(
+    connections: HostConnections, directory: str, shared_disk_reason: str | None
+) -> str | None:
+    """Check whether all hosts see one file system at `directory`.
+
+    Args: shared_disk_reason: why they must; None where each may have a directory of its own.
+
+    Returns:
+        A note for the user where they do not; None where they do.
 
     Raises:
-        UsageError: a host does not; the message names all of them.
+        UsageError: a host does not, and must; the message names all of them.
         LaunchError: nothing can be written there.
     """
     first, *others = connections.connected
     if not others:
-        return
+        return None
     nonce = secrets.token_hex(16)
     write = {"question": "write-probe", "directory": directory, "nonce": nonce}
     probe = connections.ask({first: write}, ANSWER_S)[first]["probe"]
@@ -106,9 +113,14 @@ def check_shared_directory(connections: HostConnections, directory: str) -> None
     finally:
         connections.ask({first: {"question": "remove-probe", "probe": probe}}, ANSWER_S)
     blind = [connections.name(host) for host, answer in answers.items() if not answer["sees"]]
-    if blind:
+    if not blind:
+        return None
+    found = (
+        f"the run directory {directory} of host {connections.name(first)} is not the one of "
+        f"{', '.join(blind)}"
+    )
+    if shared_disk_reason is not None:
         raise UsageError(
-            f"the run directory {directory} of host {connections.name(first)} is not the one of "
-            f"{', '.join(blind)}: what one host saves there, the others do not see, and the run "
-            "could not resume. Choose --out on a file system that all hosts share."
+            f"{found}. {shared_disk_reason}. Choose --out on a file system that all hosts share."
         )
+    return f"{found}: each host keeps its part of each checkpoint, and copies of others"

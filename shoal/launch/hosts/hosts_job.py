@@ -53,7 +53,7 @@ class HostsJob:
 
         Raises:
             LaunchError: the message has all problems of all hosts.
-            UsageError: the run directory is not shared.
+            UsageError: the run directory is not shared, and must be.
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
@@ -61,8 +61,11 @@ class HostsJob:
             raise LaunchError("\n  ".join(["The run cannot start on these hosts:", *problems]))
         for note in host_notes(self.connections):
             _print_note(note)
-        if self.work.request.run_directory is not None:
-            check_shared_directory(self.connections, self.work.request.run_directory)
+        directory, reason = self.work.request.run_directory, self.work.shared_disk_reason
+        if directory is not None:
+            found = check_shared_directory(self.connections, directory, reason)
+            if found is not None:
+                _print_note(found)
         self._members = list(hosts)
 
     def problems(self, processes: int) -> Sequence[str]:
@@ -75,9 +78,13 @@ class HostsJob:
             return None
         function, arguments = self.work.saved_step
         question = {"question": "call", "function": function, "arguments": list(arguments)}
-        host = self.connections.connected[0]
-        step: int | None = self.connections.ask({host: question}, ANSWER_S)[host]["value"]
-        return step
+        # Hosts may have disks of their own, and one that came back an empty one.
+        hosts = self.connections.connected
+        answers = self.connections.ask(dict.fromkeys(hosts, question), ANSWER_S)
+        return max(
+            (step for answer in answers.values() if (step := answer["value"]) is not None),
+            default=None,
+        )
 
     def start(self, processes: int) -> RemoteRanks:
         """Start the ranks for the first time."""

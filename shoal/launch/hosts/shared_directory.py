@@ -16,6 +16,10 @@ from shoal.platform.ownership import read_text_of_file
 LOOK_S = 2.0
 """Seconds for which a host looks for the file of another; network file systems may be late."""
 PAUSE_S = 0.1
+SERVERS_NEED_ONE = (
+    "strategy server needs a run directory that all hosts share: the servers' key and the record "
+    "of their updates are files that all workers read"
+)
 
 
 def existing_directory(directory: str) -> Path:

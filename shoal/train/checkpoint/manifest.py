@@ -11,6 +11,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -74,6 +75,10 @@ class Manifest:
             "info": self.info,
         }
 
+    def text(self) -> str:
+        """Return the text of `manifest.json`."""
+        return exact_json.to_text({"contents": self.contents(), "sha256": self.sha256()}) + "\n"
+
     def sha256(self) -> str:
         """Return the digest of the contents, equal for equal checkpoints."""
         return hashlib.sha256(exact_json.to_text(self.contents()).encode()).hexdigest()
@@ -93,8 +98,12 @@ def name_of(step: int) -> str:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json` and wait until it is on the disk."""
-    document = {"contents": manifest.contents(), "sha256": manifest.sha256()}
-    write_durably(directory / FILE_NAME, exact_json.to_text(document) + "\n")
+    write_text(directory, manifest.text())
+
+
+def write_text(directory: Path, text: str) -> None:
+    """Write the text of a manifest as `manifest.json`, and wait until it is on the disk."""
+    write_durably(directory / FILE_NAME, text)
 
 
 def read(directory: Path) -> Manifest:
@@ -135,14 +144,27 @@ def altered_files(directory: Path, index: int, count: int) -> list[str]:
     Each rank compares a part, so that all files are compared: the largest first, each by the rank
     that has the fewest bytes so far.
     """
-    listed = read(directory).files
+    return _defects(directory, _part(read(directory).files, index, count), compare=True)
+
+
+def altered_names(directory: Path, names: AbstractSet[str], index: int, count: int) -> list[str]:
+    """Return those of `names` that are not the listed files, of part `index` of `count`."""
+    if not names:
+        return []
+    listed = {name: stored for name, stored in read(directory).files.items() if name in names}
+    part = _part(listed, index, count)
+    return [name for name, stored in part.items() if defect(directory, name, stored)]
+
+
+def _part(files: Mapping[str, StoredFile], index: int, count: int) -> dict[str, StoredFile]:
+    """Return part `index` of `count` of the files, of some as many bytes each."""
     parts: list[dict[str, StoredFile]] = [{} for _ in range(count)]
     loads = [0] * count
-    for name in sorted(listed, key=lambda name: (-listed[name].size_bytes, name)):
+    for name in sorted(files, key=lambda name: (-files[name].size_bytes, name)):
         part = loads.index(min(loads))
-        loads[part] += listed[name].size_bytes
-        parts[part][name] = listed[name]
-    return _defects(directory, parts[index], compare=True)
+        loads[part] += files[name].size_bytes
+        parts[part][name] = files[name]
+    return parts[index]
 
 
 def _parsed(document: Any, path: Path) -> Manifest:

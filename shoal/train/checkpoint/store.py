@@ -17,14 +17,15 @@ from shoal.train.checkpoint import exact_json, manifest, tensor_files, tensor_in
 from shoal.train.checkpoint.manifest import Manifest, StoredFile, name_of, step_of
 from shoal.train.checkpoint.rank_consensus import RankConsensus, rank, world_size
 from shoal.train.checkpoint.retention import Retention, remove
-from shoal.train.checkpoint.saved import PRIVATE_NAME, Saved, load_tensors
+from shoal.train.checkpoint.save_arguments import misuse_of
+from shoal.train.checkpoint.saved import Saved, load_tensors
 from shoal.train.checkpoint.search import checkpoint_at, newest_good, saved_names
 
 
 class Checkpoints:
     """The checkpoints of one run, in a directory that all ranks can reach.
 
-    Only one run at a time may save there.
+    `separate_store` has those of hosts that share no disk. Only one run at a time may save there.
 
     Args:
         directory: it is made at the first save.
@@ -72,36 +73,66 @@ class Checkpoints:
             CleanupFailed: on every rank. It is saved, and the next save does what remains.
             UsageError: on every rank, for a wrong `step`, `info` or name.
         """
-        self._raise_for_misuse(_misuse(step, tensors, info, private or {}))
+        self._raise_for_misuse(misuse_of(step, tensors, info, private or {}))
         path = self.directory / name_of(step)
         tmp_path = self.directory / f"{name_of(step)}.tmp"
         failed = f"the checkpoint of step {step} was not saved in {self.directory}"
-        if self.consensus.on_rank_zero(
-            failed, lambda: self._create_tmp_dir(step, path, tmp_path, info)
-        ):
+        if self._begin(failed, step, info):
             entries = dict(tensors)
             for name, tensor in (private or {}).items():
                 entries[f"rank{rank()}/{name}"] = tensor
             try:
-                self.consensus.on_every_rank(failed, lambda: _check_shared_directory(tmp_path))
+                self.consensus.on_every_rank(failed, lambda: _check_tmp_directory(tmp_path))
                 held = self.consensus.on_every_rank(
                     failed, lambda: tensor_files.held_chunks(entries)
                 )
                 shares = self.consensus.on_every_rank(
                     failed, lambda: _as_json(*tensor_files.write(tmp_path, entries, held))
                 )
-                self.consensus.on_rank_zero(
-                    failed, lambda: self._publish(tmp_path, path, step, info, held, shares)
-                )
+                self._publish(failed, step, info, held, shares)
             except CheckpointError:
-                if rank() == 0:
-                    shutil.rmtree(tmp_path, ignore_errors=True)
+                self._discard(tmp_path)
                 raise
         failed = f"step {step} was saved, but not all that follows was done"
-        self._follow_up(
-            failed, lambda: self._retention.clean_up(path.name, path.name if best else None)
-        )
+        self._follow_up(failed, path.name, path.name if best else None)
         return path
+
+    def _begin(self, failed: str, step: int, info: Mapping[str, Any]) -> bool:
+        """Do [1]. Collective. Return False if the checkpoint exists already."""
+        return self.consensus.on_rank_zero(failed, lambda: self._create_tmp_dir(step, info))
+
+    def _publish(
+        self,
+        failed: str,
+        step: int,
+        info: Mapping[str, Any],
+        held: Sequence[tensor_index.HeldChunks],
+        shares: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Do [4] to [6]: make a checkpoint of the files of all ranks. Collective.
+
+        Args:
+            held: what each rank holds, as `tensor_files.held_chunks` returns it.
+            shares: what each rank has written, as `tensor_files.write` returns it, in JSON values.
+        """
+        self.consensus.on_rank_zero(failed, lambda: self._publish_here(step, info, held, shares))
+
+    def _discard(self, tmp_path: Path) -> None:
+        """Remove what a failed save has left."""
+        if rank() == 0:
+            shutil.rmtree(tmp_path, ignore_errors=True)
+
+    def _follow_up(self, failed: str, name: str, best: str | None) -> None:
+        """Do [7] and [8]. Collective.
+
+        Args:
+            failed: the beginning of the error.
+            best: name of the best checkpoint, if it is a new one.
+
+        Raises:
+            CleanupFailed: on every rank.
+        """
+        self._try_to_clean_up(failed, lambda: self._retention.clean_up(name, best))
 
     def complete(self, step: int, best: int | None) -> None:
         """Finish the cleanup of a save that was killed after [5]. Collective.
@@ -116,7 +147,7 @@ class Checkpoints:
         name = name_of(step)
         marked = None if best is None else name_of(best)
         failed = f"not all was done that belongs to the save of step {step}"
-        self._follow_up(
+        self._try_to_clean_up(
             failed,
             lambda: (
                 None
@@ -125,12 +156,16 @@ class Checkpoints:
             ),
         )
 
-    def _follow_up(self, failed: str, action: Callable[[], None]) -> None:
-        """Do [7] and [8] on rank 0. Collective. Raise CleanupFailed, which begins with `failed`."""
+    def _try_to_clean_up(self, failed: str, action: Callable[[], None]) -> None:
+        """Run `action` on rank 0. Collective. Raise CleanupFailed, which begins with `failed`."""
         try:
             self.consensus.on_rank_zero(failed, action)
         except CheckpointError as error:
             raise CleanupFailed(str(error)) from error
+
+    def in_directory(self, directory: Path) -> Checkpoints:
+        """Return checkpoints of the same ranks in another directory."""
+        return Checkpoints(directory)
 
     def load(
         self,
@@ -226,10 +261,9 @@ class Checkpoints:
         sha256 = manifest.read(self.directory / name).sha256() if name else ""
         return name, sha256, skipped
 
-    def _create_tmp_dir(
-        self, step: int, path: Path, tmp_path: Path, info: Mapping[str, Any]
-    ) -> bool:
-        """Do [1]. Return False if the checkpoint exists already."""
+    def _create_tmp_dir(self, step: int, info: Mapping[str, Any]) -> bool:
+        """Do [1] on rank 0. Return False if the checkpoint exists already."""
+        path = self.directory / name_of(step)
         self.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         for name in saved_names(self.directory):
             if (step_of(name) or 0) > step and not self._retention.problems(name):
@@ -243,40 +277,51 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is there, good, and has another info; it is not overwritten"
             )
-        remove(path)
-        remove(tmp_path)
-        tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
+        self._make_tmp_dir(path)
         return True
 
-    def _publish(
+    def _make_tmp_dir(self, path: Path) -> None:
+        """Make the directory for the files of a save, and remove what is in its place."""
+        remove(path)
+        tmp_path = path.with_name(f"{path.name}.tmp")
+        remove(tmp_path)
+        tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
+
+    def _publish_here(
         self,
-        tmp_path: Path,
-        path: Path,
         step: int,
         info: Mapping[str, Any],
         held: Sequence[tensor_index.HeldChunks],
         shares: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Do [4] to [6]: make a checkpoint of the files, and look at it from this rank."""
+        """Do [4] to [6] on rank 0, and look at the checkpoint from there."""
+        path = self.directory / name_of(step)
+        tmp_path = path.with_name(f"{path.name}.tmp")
         files = tensor_index.write(tmp_path, held, [share["chunks"] for share in shares])
         found = (manifest.defect(tmp_path, name, stored) for name, stored in files.items())
-        _raise_for_defects([line for line in found if line])
-        for share in shares:
-            files |= {name: StoredFile(*stored) for name, stored in share["files"].items()}
+        raise_for_defects([line for line in found if line])
+        files |= stored_files(shares)
         manifest.write(tmp_path, Manifest(step, world_size(), files, info))
         fsync_directory(tmp_path)
         os.rename(tmp_path, path)
         fsync_directory(self.directory)
-        _raise_for_defects(self._retention.verify(path.name, compare=False))
+        raise_for_defects(self._retention.verify(path.name, compare=False))
 
 
-def _raise_for_defects(defects: Sequence[str]) -> None:
+def raise_for_defects(defects: Sequence[str]) -> None:
     if defects:
         reasons = ["it was written, but reading it back failed", *defects]
         raise CheckpointError("; ".join(reasons))
 
 
-def _check_shared_directory(tmp_path: Path) -> None:
+def stored_files(shares: Sequence[Mapping[str, Any]]) -> dict[str, StoredFile]:
+    """Return the files that all ranks have written, by name, from what they have sent."""
+    return {
+        name: StoredFile(*stored) for share in shares for name, stored in share["files"].items()
+    }
+
+
+def _check_tmp_directory(tmp_path: Path) -> None:
     if not tmp_path.is_dir():
         raise CheckpointError(
             f"{tmp_path} is not there; all ranks must reach the same directory, on a shared disk"
@@ -290,24 +335,3 @@ def _as_json(
         name: (stored.size_bytes, stored.sha256, stored.blocks) for name, stored in files.items()
     }
     return {"files": stored, "chunks": chunks}
-
-
-def _misuse(
-    step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
-) -> list[str]:
-    """Return a line for each argument of `save` that is wrong."""
-    wrong = []
-    if not isinstance(step, int) or step < 0:
-        wrong.append(f"step must be a whole number from 0 on; it is {step!r}")
-    wrong += exact_json.problems(info, "info")
-    entries = [*tensors.items(), *private.items()]
-    wrong += [
-        f"{name!r} is a {type(value).__name__}, no tensor"
-        for name, value in entries
-        if not isinstance(value, Tensor)
-    ]
-    return wrong + [
-        f"{name!r}: names of the form rankN/... are for `private`"
-        for name in tensors
-        if PRIVATE_NAME.match(name)
-    ]
