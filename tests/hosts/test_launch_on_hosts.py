@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -49,6 +50,22 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
         ]
         assert "[rank 2 on b] warning of 2" in stderr
         assert command.others() == []
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_host_and_its_code(folder: Path) -> None:
+    shutil.copy(Path(__file__).with_name("hang_script.py"), folder / "hangs.py")
+    words = ["launch", "--hosts", "a,b", "--hang-limit", "1.5", "hangs.py"]
+    with hosts_command(folder, *words) as command:
+        code, _, stderr = command.end()
+        assert command.others() == []
+    assert code == 124, stderr
+    told = "rank 1 of 2 on b did not come: it is in the "
+    assert stderr.count(told) == 2, stderr  # at once, and as the cause of the end
+    assert "while rank 0 on a waits for it in all_reduce(" in stderr
+    assert "\n  rank 1 on b: step 6: the " in stderr
+    assert "The stack of rank 1 (process " in stderr
+    assert re.search(r'hangs.py", line \d+ in sleeps_in_its_step', stderr)
+    assert "is lost" not in stderr
 
 
 def test_all_problems_of_all_hosts_are_told_before_any_rank_starts(folder: Path) -> None:

@@ -21,6 +21,7 @@ from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.watchdog.hang_limit import limit_of_ranks
 
 PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
@@ -166,7 +167,8 @@ class HostsJob:
             for share in placement
         ]
         self.connections.session.start(starts, clock_s())
-        return RemoteRanks(self.connections, placement)
+        limit_s = limit_of_ranks(self.work.environment)
+        return RemoteRanks(self.connections, placement, limit_s)
 
     def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
         """Return the variables by which ranks of a host find their network."""
