@@ -159,6 +159,7 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hos
     (hosts.shared / "sleepy.yaml").write_text(to_yaml(job))
     (hosts.shared / "sleeps.2").write_text("12")
     words = ["train", "sleepy.yaml", "--hosts", "node1:2,node2:2", "--hang-limit", "3"]
+    words += ["--env", "PYTHONPATH"]
     code, _, stderr = ended(hosts, *words, PYTHONPATH=f"{REPOSITORY}:{TRAIN_TESTS}")
     assert code == 0, stderr
     assert (hosts.shared / "slept.2").exists()

@@ -187,6 +187,9 @@ class AgentProcess:
 
     def _specify(self, message: Message) -> None:
         os.environ.update(message["variables"])
+        # Ranks search for modules where this process does; its own variables came before it.
+        paths = str(message["variables"].get("PYTHONPATH", "")).split(os.pathsep)
+        sys.path[1:1] = [path for path in paths if path and path not in sys.path]
         request = FactsRequest.from_json(message["request"])
         with contextlib.suppress(OSError):  # the facts say that it is missing
             os.chdir(request.cwd)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -35,6 +35,21 @@ class HostRanks:
     host: int
     first: int
     count: int
+
+
+def placed(slots: Mapping[int, int], processes: int) -> list[HostRanks]:
+    """Return the hosts of so many ranks: each host is filled before the next one gets a rank.
+
+    Args:
+        slots: the most ranks of each host, in the order of the hosts; at least `processes` in all.
+    """
+    placement: list[HostRanks] = []
+    first = 0
+    for host, most in slots.items():
+        if count := min(most, processes - first):
+            placement.append(HostRanks(host, first, count))
+            first += count
+    return placement
 
 
 class RemoteRank:
