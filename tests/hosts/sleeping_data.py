@@ -1,12 +1,11 @@
 """A data set on which a rank falls asleep in a forward pass, once: `--import sleeping_data.py`.
 
-`data.path` is a directory. The file `sleeps.RANK` in it holds the number of the call of a linear
-layer. The rank takes the file away, so that it sleeps once.
+`data.path` is a directory. The file `sleeps.RANK` in it holds the number of steps after which that
+rank sleeps. The rank takes the file away, so that it sleeps once.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from tiny_data import CLASSES, VALIDATION_SAMPLES, images
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
@@ -26,12 +26,13 @@ def load(config: DataConfig, seed: int) -> Source:
     if path.exists():
         last = int(path.read_text())
         path.rename(path.with_name(f"slept.{os.environ['RANK']}"))
-        calls = itertools.count()
+        made: list[object] = []
 
         def sleeps_in_its_step(module: nn.Module, *_: object) -> None:
-            if module.training and isinstance(module, nn.Linear) and next(calls) == last:
+            if module.training and len(made) == last:
                 time.sleep(1000)
 
+        register_optimizer_step_post_hook(lambda *_: made.append(None))
         register_module_forward_pre_hook(sleeps_in_its_step)
     return Source(train, images(VALIDATION_SAMPLES, seed + 1), "classification", CLASSES, (1, 8, 8))
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 from hosts_command import hosts_command, kill, until
 
+from shoal.errors import UsageError
 from shoal.launch.hosts.line_printer import LinePrinter
+from shoal.launch.hosts.rank_logs import RankLogs
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """
@@ -38,6 +40,7 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
 
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
     words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
+    words += ["--log-dir", "a log"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
         code, stdout, stderr = command.end()
         assert (code, stderr.count("warning of")) == (0, 3), stderr
@@ -49,6 +52,11 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
             f"[rank 2 on b] 2 of 3 SHOAL_HOST=b LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {tail}",
         ]
         assert "[rank 2 on b] warning of 2" in stderr
+        logs = {path.name: path.read_text() for path in (folder / "a log").iterdir()}
+        assert logs.keys() == {"rank-0.log", "rank-1.log", "rank-2.log"}
+        assert sorted(logs["rank-2.log"].splitlines()) == sorted(
+            [lines[2].removeprefix("[rank 2 on b] "), "warning of 2"]
+        )
         assert command.others() == []
 
 
@@ -154,3 +162,24 @@ def test_lines_of_other_ranks_begin_with_rank_and_host(capsys: pytest.CaptureFix
     )
     assert printer.printed() == {0: 8, 1: 13}
     assert list(printer.last_lines[3]) == ["caf\udce9"]
+
+
+def test_a_log_has_also_the_lines_that_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = RankLogs(tmp_path / "logs")
+    printer = LinePrinter("first", logs)
+    for rank in (0, 1):
+        printer.put(0, "a", rank, "stdout", f"seen by {rank}\n")
+    printer.put(0, "a", 1, "stderr", "caf\udce9\n")
+    printer.flush()
+    logs.close()
+    assert capsys.readouterr() == ("seen by 0\n", "[rank 1 on a] caf\\udce9\n")
+    assert (tmp_path / "logs/rank-1.log").read_text() == "seen by 1\ncaf\\udce9\n"
+    assert printer.printed() == {0: 25}
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--log-dir .*file: no log can be"):
+        RankLogs(tmp_path / "file")

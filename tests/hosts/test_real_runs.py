@@ -157,7 +157,7 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hos
         {"import": str(SLEEPY), "data.name": "sleepy", "data.path": str(hosts.shared)},
     )
     (hosts.shared / "sleepy.yaml").write_text(to_yaml(job))
-    (hosts.shared / "sleeps.2").write_text("12")
+    (hosts.shared / "sleeps.2").write_text("7")
     words = ["train", "sleepy.yaml", "--hosts", "node1:2,node2:2", "--hang-limit", "3"]
     words += ["--env", "PYTHONPATH"]
     code, _, stderr = ended(hosts, *words, PYTHONPATH=f"{REPOSITORY}:{TRAIN_TESTS}")

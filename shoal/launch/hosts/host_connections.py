@@ -45,6 +45,7 @@ class HostConnections:
         hosts: in the user's order; they are numbered from 0.
         python: the interpreter on the hosts.
         specification: what each agent is told first.
+        printer: of the output of ranks.
 
     Attributes:
         session: the driver's side of the protocol.
@@ -54,11 +55,15 @@ class HostConnections:
     """
 
     def __init__(
-        self, hosts: Sequence[SshHost], python: str, specification: Mapping[str, Any]
+        self,
+        hosts: Sequence[SshHost],
+        python: str,
+        specification: Mapping[str, Any],
+        printer: LinePrinter | None = None,
     ) -> None:
         self.hosts = hosts
         self.session = DriverSession(len(hosts), lease_times())
-        self.printer = LinePrinter()
+        self.printer = printer or LinePrinter()
         self.facts: dict[int, HostFacts] = {}
         self.received_s: dict[int, float] = {}
         self._python = python
