@@ -15,8 +15,8 @@ HELP = "change the number of processes of a run while it trains, under any strat
 EXAMPLES = """\
   shoal train digits -n 2                       in one terminal
   shoal scale runs/digits 4                     in another: four processes from now on
-  shoal train digits --hosts a:2,b:4            on two hosts; `shoal scale runs/digits 3` leaves
-                                                two processes on a, and one on b
+  shoal train digits --hosts a:2,b:4            on two hosts
+  shoal scale runs/digits 3                     two processes on a and one on b from now on
 """
 
 
