@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
 
 SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
-ALONE = ("env", "address", "interface", "min_hosts")
+ALONE = ("env", "address", "interface", "min_hosts", "log_dir")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +39,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--min-hosts",
         type=argument_types.integer(1),
         help="shoal train: go on without lost hosts while there are so many",
+    )
+    group.add_argument(
+        "--log-dir",
+        type=argument_types.path,
+        metavar="DIR",
+        help="on this machine, for a file rank-N.log with all that rank N prints",
     )
 
 
@@ -66,6 +72,7 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
         address=options.address,
         interface=options.interface,
         min_hosts=options.min_hosts,
+        log_directory=options.log_dir,
     )
     _check_numbers(options.processes, found)
     return found

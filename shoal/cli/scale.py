@@ -15,6 +15,8 @@ HELP = "change the number of processes of a run while it trains, under any strat
 EXAMPLES = """\
   shoal train digits -n 2                       in one terminal
   shoal scale runs/digits 4                     in another: four processes from now on
+  shoal train digits --hosts a:2,b:4            on two hosts
+  shoal scale runs/digits 3                     two processes on a and one on b from now on
 """
 
 
@@ -22,10 +24,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         type=argument_types.path,
-        help="directory of a run that `shoal train ... -n` has started here",
+        help="directory of a run that `shoal train` has started here, by -n or --hosts",
     )
     parser.add_argument(
-        "processes", type=argument_types.processes, metavar="N", help="processes from now on"
+        "processes",
+        type=argument_types.processes,
+        metavar="N",
+        help="processes from now on. Of a run with --hosts: of all hosts together. They are filled "
+        "in the order of the list, each up to its number there",
     )
 
 

@@ -59,7 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="with -n or --hosts: how often a run goes on by itself when a process was killed "
         "(default: 3)",
     )
-    job_options.hang_limit_argument(parser, "with -n: restart")
+    job_options.hang_limit_argument(parser, "with -n or --hosts: restart")
     cluster_options.arguments(parser)
 
 
@@ -86,16 +86,16 @@ def run(options: argparse.Namespace) -> int:
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)
+    limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     if hosts is not None and restarts is not None:
         host_options.check_servers(hosts, line)
         from shoal.train.supervised_run import train_on_hosts
 
         directory = host_options.working_directory()
-        return train_on_hosts(settings.job, line, hosts, directory, restarts)
+        return train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
     if restarts is not None:
         from shoal.train.supervised_run import train
 
-        limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
         return train(settings.job, line, world, restarts, limit_s)
     return execution.call(info.world, world, "train", (settings.job,))
 

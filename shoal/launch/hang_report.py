@@ -1,17 +1,8 @@
-"""The report of a hang: who did not come, in which part of a step, and where its code stands.
-
-Ranks write their stacks into memory of this process when they get STACKS_SIGNAL, also while they
-sleep or are in C with the interpreter locked. A stopped process writes nothing.
-"""
+"""The report of a hang: who did not come, in which part of a step, and where its code stands."""
 
 from __future__ import annotations
 
-import time
-from contextlib import suppress
-
-from shoal.launch.rank import STACKS_SIGNAL
-from shoal.launch.ranks import Rank, Ranks
-from shoal.platform.processes import PROC, process_state
+from shoal.launch.progress_source import ProgressSource
 from shoal.watchdog.hang_detector import Hang
 from shoal.watchdog.progress_word import (
     KINDS,
@@ -24,13 +15,10 @@ from shoal.watchdog.progress_word import (
 )
 from shoal.watchdog.progress_writer import now_ns
 
-STACK_LIMIT_S = 1.0
-STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in the kernel (disk?)"}
-OUTER_FRAMES = ("<frozen runpy>", "shoal/launch/rank.py", "/multiprocessing/", '"<string>"')
 CURE = "A rank that is right and only slow needs a longer limit: --hang-limit SECONDS, 0 for none."
 
 
-def headline(hang: Hang) -> str:
+def headline(hang: Hang, source: ProgressSource) -> str:
     """Return the rest of a sentence that begins with the late rank. It has no times."""
     late = hang.progress[hang.late]
     if hang.is_deadlock:
@@ -42,23 +30,28 @@ def headline(hang: Hang) -> str:
     if hang.waiter is None:
         return f"hangs in {doing}"
     call = describe_call(hang.progress[hang.waiter])
-    return f"did not come: it is in {doing}, while rank {hang.waiter} waits for it in {call}"
+    waiter = f"rank {hang.waiter}{_on_host(hang.waiter, source)}"
+    return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
 
 
-def report(hang: Hang, ranks: Ranks) -> str:
+def report(hang: Hang, source: ProgressSource) -> str:
     """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
-    world = len(ranks.all)
+    who = f"rank {hang.late} of {source.world}{_on_host(hang.late, source)}"
     lines = [
-        f"rank {hang.late} of {world} {headline(hang)}",
+        f"{who} {headline(hang, source)}",
         f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
     ]
-    lines += [f"  rank {rank}: {describe(each)}" for rank, each in sorted(hang.progress.items())]
+    lines += [
+        f"  rank {rank}{_on_host(rank, source)}: {describe(each)}"
+        for rank, each in sorted(hang.progress.items())
+    ]
     chosen = [hang.late] if hang.waiter is None else [hang.late, hang.waiter]
-    by_number = {rank.number: rank for rank in ranks.alive}
-    for number in chosen:
-        if number in by_number:
-            lines.append(_stacks(by_number[number], ranks))
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(source.stacks, chosen)])
+
+
+def _on_host(rank: int, source: ProgressSource) -> str:
+    host = source.host(rank)
+    return f" on {host}" if host else ""
 
 
 def describe(progress: RankProgress) -> str:
@@ -88,33 +81,3 @@ def describe_call(progress: RankProgress) -> str:
     group = progress.groups.get(word.group)
     ranks = f" of a group of ranks {list(group.ranks)}" if group else ""
     return f"{kind}{count} (call {word.call:,}{ranks})"
-
-
-def _stacks(rank: Rank, ranks: Ranks) -> str:
-    """Return the stacks of all threads of a rank, or why there are none."""
-    ranks.progress.clear_stacks()
-    rank.signal(STACKS_SIGNAL)
-    text, limit_s = "", time.monotonic() + STACK_LIMIT_S
-    while time.monotonic() < limit_s:
-        time.sleep(0.05)
-        before, text = text, ranks.progress.stacks()
-        if text and text == before:
-            break
-    state = process_state(rank.pid)
-    where = f"process {rank.pid}, {STATES.get(state or '', 'alive')}{_kernel_place(rank.pid)}"
-    if not text:
-        return f"rank {rank.number} ({where}) has not written its stack."
-    return f"The stack of rank {rank.number} ({where}):\n{_own_frames(text)}"
-
-
-def _own_frames(text: str) -> str:
-    """Return the stacks without the frames that have started the rank."""
-    lines = text.rstrip().splitlines()
-    return "\n".join(line for line in lines if not any(part in line for part in OUTER_FRAMES))
-
-
-def _kernel_place(pid: int) -> str:
-    with suppress(OSError):
-        place = (PROC / str(pid) / "wchan").read_text().strip()
-        return f", in the kernel's {place}" if place not in ("", "0") else ""
-    return ""

@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 from shoal.launch import hang_report
 from shoal.launch.failure import Failure
-from shoal.launch.ranks import Ranks
-from shoal.platform.processes import process_state
+from shoal.launch.progress_source import ProgressSource
 from shoal.watchdog.hang_detector import HangDetector
-from shoal.watchdog.progress_writer import now_ns
 from shoal.watchdog.straggler_detector import StragglerDetector
 
 LOOK_S = 1.0
@@ -23,14 +21,14 @@ class RankMonitor:
     """Looks at the ranks of one start once a second.
 
     Args:
-        ranks: the ranks.
+        source: the progress of the ranks.
         tell: is given the report of a hang, and notes of slow ranks.
     """
 
-    def __init__(self, ranks: Ranks, tell: Callable[[str], None] | None = None) -> None:
-        self._ranks = ranks
+    def __init__(self, source: ProgressSource, tell: Callable[[str], None] | None = None) -> None:
+        self._source = source
         self._tell = tell or print_to_stderr
-        limit_s = ranks.hang_limit_s
+        limit_s = source.hang_limit_s
         self._hangs = HangDetector(limit_s) if limit_s > 0 else None
         self._stragglers = StragglerDetector()
         self._next_s = 0.0
@@ -40,21 +38,16 @@ class RankMonitor:
         if self._hangs is None or time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + LOOK_S
-        alive = self._ranks.alive
-        numbers = {rank.number for rank in alive}
-        read = self._ranks.progress.read_all()
-        progress = {rank: each for rank, each in read.items() if rank in numbers}
-        states = [process_state(rank.pid) for rank in alive]
-        paused = "t" in states or (bool(states) and all(state == "T" for state in states))
-        world = len(self._ranks.all)
-        for slow in self._stragglers.look(progress):
-            self._ranks.progress.name_slow(slow.rank)
-            self._tell(f"note: {slow.describe(world)}")
-        hang = self._hangs.look(now_ns() * 1e-9, progress, paused)
+        look = self._source.look()
+        for slow in self._stragglers.look(look.progress):
+            self._source.name_slow(slow.rank)
+            told = slow.describe(self._source.world, self._source.host(slow.rank))
+            self._tell(f"note: {told}")
+        hang = self._hangs.look(look.progress, look.passed_s, paused=bool(look.halt))
         if hang is None:
             return []
-        self._tell(hang_report.report(hang, self._ranks))
-        text = hang_report.headline(hang)
+        self._tell(hang_report.report(hang, self._source))
+        text = hang_report.headline(hang, self._source)
         return [Failure(hang.late, time.monotonic(), text, "", False, code=EXIT_HANG, is_loss=True)]
 
 

@@ -7,6 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from shoal.launch.failure import Failure
+from shoal.launch.progress_source import ProgressSource
 from shoal.launch.rank import RankResult
 from shoal.launch.rank_events import RankExited
 
@@ -58,6 +59,9 @@ class RankSet(Protocol):
 
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
+
+    def progress_source(self) -> ProgressSource:
+        """Return the ranks' progress, for the watchdog of this start."""
 
     def __enter__(self) -> RankSet: ...
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import Failure, signal_name
+from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank_events import RankExited
@@ -230,6 +231,10 @@ class Ranks:
                 )
             ]
         return []
+
+    def progress_source(self) -> LocalProgress:
+        """Return the progress of these ranks, for a watchdog."""
+        return LocalProgress(lambda: self.alive, len(self.all), self.progress, self.hang_limit_s)
 
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""

@@ -89,9 +89,9 @@ def start(
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
-    # Words lie by rank. Ranks of several hosts have no watchdog yet.
+    # Words lie by rank, also where the first ones are on other hosts.
     words = processes if share is None else share.first_rank + processes
-    limit_s = limit_of_ranks(environment) if share is None else 0.0
+    limit_s = limit_of_ranks(environment)
     with _named_end_of_fork_server():
         ranks, common = _start_stores(context, torch_store, share, ProgressMemory(words), limit_s)
     try:

@@ -18,7 +18,6 @@ from shoal.launch.rank import EXIT_RESTART, RankResult
 from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_monitor import RankMonitor
 from shoal.launch.rank_set import RankEvent, RankSet
-from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import POLL_S, SigstopDetector
 
 # After a lost connection, wait so long for the failure from which it follows.
@@ -98,11 +97,10 @@ class Supervision:
     _ended_s: float = field(default=inf, init=False)
     _is_stopping: bool = field(default=False, init=False)  # `stop` was called
     _sigstop: SigstopDetector = field(default_factory=SigstopDetector, init=False)
-    _monitor: RankMonitor | None = field(default=None, init=False)
+    _monitor: RankMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.ranks, Ranks):  # words of other hosts are not read yet
-            self._monitor = RankMonitor(self.ranks)
+        self._monitor = RankMonitor(self.ranks.progress_source())
 
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.
@@ -117,7 +115,7 @@ class Supervision:
             self._on_event(event)
         for failure in self._sigstop.poll(self.ranks.alive):
             self._on_failure(failure)
-        for failure in self._monitor.poll() if self._monitor is not None else ():
+        for failure in self._monitor.poll():
             self._on_failure(failure)
             if self.ends_siblings:  # no signal but SIGKILL ends a rank that hangs in C
                 self._ended_s = time.monotonic()

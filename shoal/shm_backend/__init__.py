@@ -18,6 +18,7 @@ torch.distributed.init_process_group("cpu:shoal")
         │                    │     └── phase_board.py     phases and slots in shared memory
         │                    │
         │                    └── Gloo                 other devices, types and hosts
+        │                          └── gloo_progress.py    its calls, for the launcher
         │
         └── messages.py ─── Gloo                      messages from rank to rank
 """

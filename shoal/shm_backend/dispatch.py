@@ -22,6 +22,7 @@ from shoal.shm_backend import collectives
 from shoal.shm_backend.announced_work import AnnouncedWork
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.call_queue import CallQueue
+from shoal.shm_backend.gloo_progress import GlooProgress, WatchedWork
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
@@ -62,6 +63,7 @@ class CollectiveDispatch(Base):
     _ranks: list[int]
     # Signatures with their encodings, by the arguments of `_call`.
     _signatures: dict[tuple[Any, ...], tuple[CallSignature, int]]
+    _gloo_progress: GlooProgress
     _queue: CallQueue | None
     _board: PhaseBoard
     _inter_host: InterHost | None
@@ -186,7 +188,8 @@ class CollectiveDispatch(Base):
             )
         # The backend is asked directly: the base class would call this method again.
         backend = backend_for(self, tensors[0].device if tensors else torch.device("cpu"))
-        call: Callable[[], Work] = partial(self._announced, getattr(backend, name), tensors, args)
+        start = getattr(backend, name)
+        call: Callable[[], Work] = partial(self._announced, name, start, tensors, args)
         if self.recorder is None:
             return call()
         size_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -194,16 +197,23 @@ class CollectiveDispatch(Base):
         return trace_work(self.recorder, flight, call, has_future=True)
 
     def _announced(
-        self, start: Callable[..., Work], tensors: Sequence[Tensor], args: tuple[Any, ...]
+        self,
+        name: str,
+        start: Callable[..., Work],
+        tensors: Sequence[Tensor],
+        args: tuple[Any, ...],
     ) -> Work:
         """Start a call of Gloo, and show the other ranks of the host that Gloo makes it.
 
         A rank whose call is in shared memory would wait in vain for this one.
         """
+        if tensors and not tensors[0].is_cpu:
+            return start(*args)
+        if self._queue is None or self._inter_host is not None:
+            self._gloo_progress.begin(name, tensors)
+            return WatchedWork(start(*args))
         work = start(*args)
-        if self._queue is None or self._inter_host is not None or not tensors:
-            return work
-        if not tensors[0].is_cpu:
+        if not tensors:
             return work
         dtype = tensors[0].dtype
         signature = CallSignature("gloo", dtype if dtype in DTYPES else torch.uint8)

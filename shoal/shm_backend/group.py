@@ -18,6 +18,7 @@ from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.direct_forms import with_direct_forms
+from shoal.shm_backend.gloo_progress import GlooProgress
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.messages import Messages
@@ -78,6 +79,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._signatures = {}
+        self._gloo_progress = GlooProgress(self._label, self._ranks)
         self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
@@ -124,7 +126,8 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         """Return this rank's phase board, whose ranks are indices into `host_ranks`."""
         peers = {host_ranks.index(rank): segment for rank, segment in attached.items()}
         names = [self._ranks[rank] for rank in host_ranks]
-        progress = own_progress().join_group(f"{self._label} on {names}", names)
+        # Ranks of other hosts make the same calls, so the launcher counts those of all.
+        progress = own_progress().join_group(f"{self._label} on {self._ranks}", self._ranks)
         return PhaseBoard(host_ranks.index(self.rank()), memory, peers, names, progress)
 
     def __repr__(self) -> str:

@@ -24,6 +24,7 @@ from shoal.errors import CollectiveFailed
 from shoal.platform.torch_private.c10d import make_gloo
 from shoal.shm_backend import collectives, full_duplex, pairwise_exchange
 from shoal.shm_backend.call import CallSignature, decode
+from shoal.shm_backend.gloo_progress import waiting_for_hosts
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
 
@@ -101,8 +102,9 @@ def all_reduce(board: PhaseBoard, inter_host: InterHost, tensor: Tensor, operati
         yield from collectives.reduce_scatter(board, piece, rows, summing)  # [1]
     else:
         piece.copy_(rows[0])
-    inter_host.check_same(board.call)
-    inter_host.reduce(piece, summing)  # [2]
+    with waiting_for_hosts():
+        inter_host.check_same(board.call)
+        inter_host.reduce(piece, summing)  # [2]
     if operation == "avg":
         piece.div_(inter_host.num_ranks)
     yield from collectives.all_gather(board, piece, rows)  # [3]

@@ -62,12 +62,18 @@ def train(
 
 
 def train_on_hosts(
-    job: Job, line: StrategyLine, hosts: HostsOptions, directory: str, restarts: int = RESTARTS
+    job: Job,
+    line: StrategyLine,
+    hosts: HostsOptions,
+    directory: str,
+    restarts: int = RESTARTS,
+    hang_limit_s: float = hang_limit.DEFAULT_S,
 ) -> int:
     """Train `job` on ranks of several hosts. For the main thread.
 
     Args:
         directory: the working directory, which all hosts have.
+        hang_limit_s: as for `train`.
 
     Returns: the exit code, as `train`.
     """
@@ -77,7 +83,7 @@ def train_on_hosts(
         target="shoal.train.entry:train_settings",
         arguments=[to_yaml(job)],
         again=[to_yaml(resumed)],
-        environment={},
+        environment={hang_limit.VARIABLE: f"{hang_limit_s:g}"},
         output="first",
         preload=PRELOAD,
         request=FactsRequest(directory, run_directory=job.directory),

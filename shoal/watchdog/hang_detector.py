@@ -7,8 +7,8 @@ A rank that waits is never called late while another one that it waits for goes 
 silent for its own limit yet. If all wait for each other, they make different calls, or the network
 carries nothing: then the one that is in the earliest call is named.
 
-Silence is counted in looks: between two of them at most MAX_LOOK_S counts. So nobody is late
-because the launcher itself was stopped, or the host was suspended.
+Silence is the time between the looks at a rank, see `look_clock`. No clocks of two hosts are
+compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from shoal.watchdog.progress_word import (
     RankProgress,
 )
 
-MAX_LOOK_S = 2.0
 SLOW_FACTOR = 10.0
 """The limit is so many times longer in a first step, where a compiler may work, in a save, and for
 code of the user's between steps.
@@ -73,27 +72,26 @@ class HangDetector:
         self.limit_s = limit_s
         self._words: dict[int, object] = {}
         self._silent_s: dict[int, float] = {}
-        self._last_s: float | None = None
 
     def look(
-        self, now_s: float, progress: Mapping[int, RankProgress], paused: bool = False
+        self,
+        progress: Mapping[int, RankProgress],
+        passed_s: Mapping[int, float],
+        paused: bool = False,
     ) -> Hang | None:
         """Return the hang that the words show, if there is one.
 
         Args:
-            now_s: the time on any clock that goes forward.
             progress: of the ranks that live.
+            passed_s: the time between the last look at a rank and this one.
             paused: all ranks are stopped, or one is in a debugger: this look counts no time.
         """
-        passed_s = 0.0 if self._last_s is None else now_s - self._last_s
-        self._last_s = now_s
-        counted_s = 0.0 if paused else min(max(passed_s, 0.0), MAX_LOOK_S)
         for rank, each in progress.items():
             if self._words.get(rank) != each.word:
                 self._words[rank] = each.word
                 self._silent_s[rank] = 0.0
-            else:
-                self._silent_s[rank] += counted_s
+            elif not paused:
+                self._silent_s[rank] += passed_s[rank]
         return self._judge(progress)
 
     def _judge(self, progress: Mapping[int, RankProgress]) -> Hang | None:

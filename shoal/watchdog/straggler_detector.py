@@ -47,16 +47,17 @@ class SlowRank:
     step_s: float
     than: tuple[int, ...]
 
-    def describe(self, world: int) -> str:
-        """Return the sentence for the user."""
+    def describe(self, world: int, host: str = "") -> str:
+        """Return the sentence for the user, with the rank's host where there are several."""
         others = f"than rank{'s' if len(self.than) > 1 else ''} {_listed(self.than)}"
         if not self.than:
             others = f"than in its first {BASELINE_STEPS} steps"
+        on_host = f" on {host}" if host else ""
         doing = "waits for data" if self.part == "data" else "computes"
         return (
-            f"rank {self.rank} of {world} is slow: in each of its last {WINDOW} steps (to step "
-            f"{self.step} of this start) it {doing} {self.more_s * 1e3:.3g} ms longer {others}; "
-            f"a step takes {self.step_s * 1e3:.3g} ms"
+            f"rank {self.rank} of {world}{on_host} is slow: in each of its last {WINDOW} steps "
+            f"(to step {self.step} of this start) it {doing} {self.more_s * 1e3:.3g} ms longer "
+            f"{others}; a step takes {self.step_s * 1e3:.3g} ms"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import pytest
 from hosts_command import hosts_command, kill, until
 
+from shoal.errors import UsageError
 from shoal.launch.hosts.line_printer import LinePrinter
+from shoal.launch.hosts.rank_logs import RankLogs
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """
@@ -37,6 +40,7 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
 
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
     words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
+    words += ["--log-dir", "a log"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
         code, stdout, stderr = command.end()
         assert (code, stderr.count("warning of")) == (0, 3), stderr
@@ -48,7 +52,28 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
             f"[rank 2 on b] 2 of 3 SHOAL_HOST=b LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {tail}",
         ]
         assert "[rank 2 on b] warning of 2" in stderr
+        logs = {path.name: path.read_text() for path in (folder / "a log").iterdir()}
+        assert logs.keys() == {"rank-0.log", "rank-1.log", "rank-2.log"}
+        assert sorted(logs["rank-2.log"].splitlines()) == sorted(
+            [lines[2].removeprefix("[rank 2 on b] "), "warning of 2"]
+        )
         assert command.others() == []
+
+
+def test_a_rank_that_does_not_come_is_named_with_its_host_and_its_code(folder: Path) -> None:
+    shutil.copy(Path(__file__).with_name("hang_script.py"), folder / "hangs.py")
+    words = ["launch", "--hosts", "a,b", "--hang-limit", "1.5", "hangs.py"]
+    with hosts_command(folder, *words) as command:
+        code, _, stderr = command.end()
+        assert command.others() == []
+    assert code == 124, stderr
+    told = "rank 1 of 2 on b did not come: it is in the "
+    assert stderr.count(told) == 2, stderr  # at once, and as the cause of the end
+    assert "while rank 0 on a waits for it in all_reduce(" in stderr
+    assert "\n  rank 1 on b: step 6: the " in stderr
+    assert "The stack of rank 1 (process " in stderr
+    assert re.search(r'hangs.py", line \d+ in sleeps_in_its_step', stderr)
+    assert "is lost" not in stderr
 
 
 def test_all_problems_of_all_hosts_are_told_before_any_rank_starts(folder: Path) -> None:
@@ -137,3 +162,24 @@ def test_lines_of_other_ranks_begin_with_rank_and_host(capsys: pytest.CaptureFix
     )
     assert printer.printed() == {0: 8, 1: 13}
     assert list(printer.last_lines[3]) == ["caf\udce9"]
+
+
+def test_a_log_has_also_the_lines_that_are_not_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = RankLogs(tmp_path / "logs")
+    printer = LinePrinter("first", logs)
+    for rank in (0, 1):
+        printer.put(0, "a", rank, "stdout", f"seen by {rank}\n")
+    printer.put(0, "a", 1, "stderr", "caf\udce9\n")
+    printer.flush()
+    logs.close()
+    assert capsys.readouterr() == ("seen by 0\n", "[rank 1 on a] caf\\udce9\n")
+    assert (tmp_path / "logs/rank-1.log").read_text() == "seen by 1\ncaf\\udce9\n"
+    assert printer.printed() == {0: 25}
+
+
+def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"--log-dir .*file: no log can be"):
+        RankLogs(tmp_path / "file")

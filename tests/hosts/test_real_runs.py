@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,12 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_jobs
+from host_files import REPOSITORY
 from hosts_command import until
 from namespaces import Hosts, needs_hosts
+
+from shoal.config import to_yaml
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
+SLEEPY = Path(__file__).with_name("sleeping_data.py")
+TRAIN_TESTS = REPOSITORY / "tests/train"
 # The script's own group, and one of Shoal's mesh: shared memory inside a host, Gloo between hosts.
 OF_SHOAL = """
 import os, torch, shoal
@@ -73,8 +80,8 @@ def shoal(hosts: Hosts, *words: str, **variables: str) -> Iterator[subprocess.Po
         process.communicate()
 
 
-def ended(hosts: Hosts, *words: str) -> tuple[int, str, str]:
-    with shoal(hosts, *words) as process:
+def ended(hosts: Hosts, *words: str, **variables: str) -> tuple[int, str, str]:
+    with shoal(hosts, *words, **variables) as process:
         stdout, stderr = process.communicate(timeout=120)
     return process.returncode, stdout, stderr
 
@@ -133,3 +140,25 @@ def test_a_cut_host_ends_its_ranks_and_the_run(hosts: Hosts) -> None:
         hosts.heal(hosts.nodes[1])
     lines = itertools.chain(*hosts.leftovers().values())  # a session of sshd may wait for TCP
     assert [line for line in lines if "shoal" in line] == []
+
+
+def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hosts) -> None:
+    job = tiny_jobs.tiny(
+        hosts.shared / "run",
+        tiny_jobs.MLP,
+        {"import": str(SLEEPY), "data.name": "sleepy", "data.path": str(hosts.shared)},
+    )
+    (hosts.shared / "sleepy.yaml").write_text(to_yaml(job))
+    (hosts.shared / "sleeps.2").write_text("7")
+    words = ["train", "sleepy.yaml", "--hosts", "node1:2,node2:2", "--hang-limit", "3"]
+    words += ["--env", "PYTHONPATH"]
+    code, _, stderr = ended(hosts, *words, PYTHONPATH=f"{REPOSITORY}:{TRAIN_TESTS}")
+    assert code == 0, stderr
+    assert (hosts.shared / "slept.2").exists()
+    assert stderr.count("rank 2 of 4 on node2 did not come: it is in the forward pass") == 2, stderr
+    assert re.search(r"while rank \d on node\d waits for it in all_reduce", stderr)
+    assert "in sleeps_in_its_step" in stderr
+    assert "note: rank 2 of 4 on node2 did not come" in stderr
+    assert "4 processes start from the checkpoint of step" in stderr
+    assert "is lost" not in stderr
+    assert hosts.leftovers() == {}

@@ -6,7 +6,7 @@ import pytest
 from planted_lease_bugs import PLANTED
 from simulated_hosts import Simulation
 
-from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent
+from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent, NameSlow
 from shoal.launch.hosts.driver_session import CREDIT, DriverSession, HostLost, HostSilent, HostSpoke
 from shoal.launch.hosts.lease import LeaseTimes
 
@@ -96,6 +96,17 @@ def test_an_agent_ends_itself_after_a_message_that_it_does_not_know(line: bytes)
 def test_an_agent_that_sends_nonsense_counts_as_lost(line: bytes) -> None:
     driver, _ = connected()
     assert isinstance(driver.received(0, line, 1.0)[0], HostLost)
+
+
+def test_a_slow_rank_is_told_to_ranks_of_the_present_epoch() -> None:
+    driver, agent = connected()
+    driver.name_slow(0, 3)
+    assert exchange(driver, agent, 1.0) == [NameSlow(3)]
+    agent.stopped()
+    driver.name_slow(0, 3)
+    (stopped,) = exchange(driver, agent, 1.0)
+    assert stopped.message["do"] == "stopped"
+    assert agent.ignored == 1
 
 
 def test_output_waits_for_the_driver_and_heartbeats_do_not() -> None:

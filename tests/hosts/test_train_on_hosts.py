@@ -26,6 +26,11 @@ MORTAL = {
     "checkpoint.every_epochs": 2,
 }
 VARIABLES = {"PYTHONPATH": f"{ROOT}:{TRAIN_TESTS}", "SHOAL_HOSTS_LEASE": "3"}
+SLEEPY = {
+    "import": str(Path(__file__).with_name("sleeping_data.py")),
+    "data.name": "sleepy",
+    "train.hang_limit_s": 2.0,
+}
 LOST = "rank 1 of 2 on b is lost: the host does not answer any more"
 
 
@@ -116,4 +121,21 @@ def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_resumes_it(tmp_p
         assert command.others() == []
     with hosts_command(tmp_path, *words, **VARIABLES) as command:
         assert command.end()[0] == 0
+    assert_equal_to_the_bit(everything(tmp_path / "run"), expected)
+
+
+def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_ends_bit_equal(
+    tmp_path: Path,
+) -> None:
+    settings = {name.replace(".", "__"): value for name, value in SLEEPY.items()}
+    expected = undisturbed(tmp_path / "alone", "ddp", **settings)
+    job = write_job(tmp_path, "ddp", **settings)
+    (tmp_path / "sleeps.1").write_text("7")
+    with hosts_command(tmp_path, "train", str(job), "--hosts", "a,b", **VARIABLES) as command:
+        code, _, stderr = command.end()
+    assert code == 0, stderr
+    assert (tmp_path / "slept.1").exists()
+    assert stderr.count("rank 1 of 2 on b did not come: it is in the forward pass, while") == 2
+    assert "in sleeps_in_its_step" in stderr
+    assert "is lost" not in stderr
     assert_equal_to_the_bit(everything(tmp_path / "run"), expected)

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from math import inf
 from multiprocessing.connection import wait
 from typing import Any, NoReturn
 
@@ -30,8 +31,11 @@ from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.lease_watcher import LeaseWord
+from shoal.launch.hosts.progress_messages import ProgressChanges
+from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import StreamName
 from shoal.launch.rank_events import RankExited
+from shoal.launch.rank_monitor import LOOK_S
 from shoal.launch.rank_set import RankEvent
 from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import SigstopDetector
@@ -88,19 +92,22 @@ class AgentProcess:
         self.session = AgentSession(clock_s())
         self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
+        self.progress: LocalProgress | None = None
         self.lease_word = LeaseWord()
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
         self._work: Message = {}
         self._sigstop = SigstopDetector(has_all=False)
+        self._changes = ProgressChanges()
+        self._look_s = inf
         self._is_over = False
 
     def run(self) -> None:
         """Do what the driver says until it ends the run, or the lease ends."""
         while not self._is_over:
             self._send()
-            due_s = self.session.due_s - clock_s()
+            due_s = min(self.session.due_s, self._look_s) - clock_s()
             timeout_s = max(0.0, min(due_s, RETRY_S if self._unsent else POLL_S))
             for event in self._wait(timeout_s):
                 self._on_event(event)
@@ -108,6 +115,7 @@ class AgentProcess:
                 self.session.answer(number, **answer)
             self._obey(self._receive())
             self._obey(self.session.tick(clock_s()))
+            self._look()
             if not self._is_over:
                 self.lease_word.write(self.session.lease_until_s)
 
@@ -159,12 +167,17 @@ class AgentProcess:
                     self._specify(message)
                 case agent_session.Asked({"question": "prepare", "number": number}):
                     self._prepare(number)
+                case agent_session.Asked({"question": "stacks", "number": number, "rank": rank}):
+                    self.questions.answer_later(number, partial(self._stacks, self.progress, rank))
                 case agent_session.Asked(message):
                     self.questions.ask(message)
                 case agent_session.StartRanks(message):
                     self._start(message)
                 case agent_session.SignalRank(rank, number, to_group):
                     self._signal(rank, number, to_group)
+                case agent_session.NameSlow(rank):
+                    if self.progress is not None:
+                        self.progress.name_slow(rank)
                 case agent_session.KillRanks():
                     self._kill_ranks()
                     self.session.stopped()
@@ -174,6 +187,9 @@ class AgentProcess:
 
     def _specify(self, message: Message) -> None:
         os.environ.update(message["variables"])
+        # Ranks search for modules where this process does; its own variables came before it.
+        paths = str(message["variables"].get("PYTHONPATH", "")).split(os.pathsep)
+        sys.path[1:1] = [path for path in paths if path and path not in sys.path]
         request = FactsRequest.from_json(message["request"])
         with contextlib.suppress(OSError):  # the facts say that it is missing
             os.chdir(request.cwd)
@@ -210,11 +226,32 @@ class AgentProcess:
                 preload=self._work["preload"],
                 share=share,
             )
+            self._watch_progress(self.ranks)
         except ShoalError as error:
             failure = Failure(share.first_rank, time.monotonic(), "", str(error), False, 1)
             self._on_event(failure)
             for local_rank in range(int(message["count"])):
                 self.session.ended(share.first_rank + local_rank, 1)
+
+    def _watch_progress(self, ranks: Ranks) -> None:
+        """Begin to look at the words of ranks, if the driver watches for hangs."""
+        self.progress, self._changes = ranks.progress_source(), ProgressChanges()
+        self._look_s = clock_s() if ranks.hang_limit_s > 0 else inf
+
+    def _look(self) -> None:
+        """Send the words of ranks that have changed, once in LOOK_S.
+
+        While the connection takes nothing there is no look, so that no words pile up.
+        """
+        if clock_s() < self._look_s or self._unsent or self.progress is None:
+            return
+        self._look_s = clock_s() + LOOK_S
+        for message in self._changes.messages(self.progress.look()):
+            self.session.tell(**message)
+
+    @staticmethod
+    def _stacks(progress: LocalProgress | None, rank: int) -> dict[str, str]:
+        return {"text": "" if progress is None else shortened(progress.stacks(rank))}
 
     def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
         self.session.output(rank, stream, "".join(lines))
@@ -243,4 +280,5 @@ class AgentProcess:
     def _kill_ranks(self) -> None:
         if self.ranks is not None:
             self.ranks.kill()
-        self.ranks = None
+        self.ranks = self.progress = None
+        self._look_s = inf

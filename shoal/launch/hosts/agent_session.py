@@ -67,7 +67,14 @@ class EndAgent:
     reason: str
 
 
-Order = Specified | Asked | StartRanks | SignalRank | KillRanks | EndAgent
+@dataclass(frozen=True)
+class NameSlow:
+    """Let the ranks know that one of the world is slow."""
+
+    rank: int
+
+
+Order = Specified | Asked | StartRanks | SignalRank | NameSlow | KillRanks | EndAgent
 
 
 class AgentSession:
@@ -212,7 +219,9 @@ class AgentSession:
             case "kill" if self._is_present(message):
                 self._drop_output()
                 return [KillRanks()]
-            case "signal" | "kill":
+            case "slow" if self._is_present(message):
+                return [NameSlow(int(message["rank"]))]
+            case "signal" | "kill" | "slow":
                 self.ignored += 1
             case unknown:
                 return self._end(f"the driver sent '{unknown}', which this agent does not know")

@@ -8,13 +8,17 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.hosts_job import HostsJob
+from shoal.launch.hosts.line_printer import LinePrinter
+from shoal.launch.hosts.rank_logs import RankLogs
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.local import supervised
+from shoal.launch.output import Output
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import run_with_restarts
 from shoal.launch.supervise import caught
@@ -57,8 +61,15 @@ def run_on_hosts_with_restarts(
 
 @contextmanager
 def _connected(options: HostsOptions, work: RemoteWork) -> Iterator[HostsJob]:
-    specification = work.specification(options.variables)
-    with HostConnections(options.hosts, options.python, specification) as connections:
+    # A log has all that ranks print, also what the user does not see.
+    sent: Output = work.output if options.log_directory is None else "all"
+    specification = replace(work, output=sent).specification(options.variables)
+    logs = None if options.log_directory is None else RankLogs(options.log_directory)
+    printer = LinePrinter(work.output, logs)
+    with (
+        closing(logs) if logs is not None else nullcontext(),
+        HostConnections(options.hosts, options.python, specification, printer) as connections,
+    ):
         job = HostsJob(connections, options, work)
         job.connect()
         yield job

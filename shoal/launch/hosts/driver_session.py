@@ -177,6 +177,11 @@ class DriverSession:
             values = {"rank": rank, "signal": number, "group": to_group}
             self._send(host, "signal", epoch=self.epoch, **values)
 
+    def name_slow(self, host: int, rank: int) -> None:
+        """Let the ranks of a host know that one of the world is slow."""
+        if self._runs(host):
+            self._send(host, "slow", epoch=self.epoch, rank=rank)
+
     def kill(self, host: int) -> None:
         """Kill all ranks of the present epoch on one host; "stopped" follows."""
         if self._runs(host):

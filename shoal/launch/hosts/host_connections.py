@@ -45,6 +45,7 @@ class HostConnections:
         hosts: in the user's order; they are numbered from 0.
         python: the interpreter on the hosts.
         specification: what each agent is told first.
+        printer: of the output of ranks.
 
     Attributes:
         session: the driver's side of the protocol.
@@ -54,11 +55,15 @@ class HostConnections:
     """
 
     def __init__(
-        self, hosts: Sequence[SshHost], python: str, specification: Mapping[str, Any]
+        self,
+        hosts: Sequence[SshHost],
+        python: str,
+        specification: Mapping[str, Any],
+        printer: LinePrinter | None = None,
     ) -> None:
         self.hosts = hosts
         self.session = DriverSession(len(hosts), lease_times())
-        self.printer = LinePrinter()
+        self.printer = printer or LinePrinter()
         self.facts: dict[int, HostFacts] = {}
         self.received_s: dict[int, float] = {}
         self._python = python
@@ -146,15 +151,23 @@ class HostConnections:
             self._drop(host)
         return problems
 
+    def post(self, host: int, question: Mapping[str, Any]) -> int:
+        """Send a question to a host, and return its number for `take_answer`."""
+        number = next(self._questions)
+        self.session.ask(host, number, **question)
+        return number
+
+    def take_answer(self, number: int) -> Message | None:
+        """Return the answer to a question; None before it has come."""
+        return self._answers.pop(number, None)
+
     def ask(self, questions: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, Message]:
         """Ask hosts, and return their answers.
 
         Raises:
             LaunchError: a host does not answer, or answers with a problem.
         """
-        numbers = {host: next(self._questions) for host in questions}
-        for host, number in numbers.items():
-            self.session.ask(host, number, **questions[host])
+        numbers = {host: self.post(host, question) for host, question in questions.items()}
         end_s = clock_s() + limit_s
         while missing := [host for host in numbers if numbers[host] not in self._answers]:
             for event in self.pump(max(0.0, end_s - clock_s())):

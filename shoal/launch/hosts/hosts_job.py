@@ -19,8 +19,9 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
+from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.watchdog.hang_limit import limit_of_ranks
 
 PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
@@ -46,7 +47,8 @@ class HostsJob:
         self.options = options
         self.work = work
         self._losses: Counter[int] = Counter()
-        self._members: list[int] = []
+        # The ranks that the user wants, and those that there are while hosts are missing.
+        self._wanted = self._found = options.processes
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -66,11 +68,17 @@ class HostsJob:
             found = check_shared_directory(self.connections, directory, reason)
             if found is not None:
                 _print_note(found)
-        self._members = list(hosts)
 
     def problems(self, processes: int) -> Sequence[str]:
-        """Refuse `shoal scale`."""
-        return ["it runs on several hosts, and their number of ranks is that of the command."]
+        """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
+        slots = self._slots()
+        if processes > sum(slots.values()):
+            listed = ", ".join(f"{self.connections.name(host)}:{n}" for host, n in slots.items())
+            return [
+                f"{processes} processes were asked for, and its hosts have room for "
+                f"{sum(slots.values())} ({listed}). Start it again with a longer list to have more."
+            ]
+        return self.work.problems(processes)
 
     def saved_step(self) -> int | None:
         """Return the step from which the next start resumes; None for the beginning."""
@@ -88,27 +96,33 @@ class HostsJob:
 
     def start(self, processes: int) -> RemoteRanks:
         """Start the ranks for the first time."""
-        return self._start(again=False)
+        return self._start(processes, again=False)
 
     def restart(self, processes: int) -> RemoteRanks:
         """Start the ranks so that they resume."""
-        return self._start(again=True)
+        if processes != self._found:  # `shoal scale`
+            self._wanted = self._found = processes
+        return self._start(processes, again=True)
 
     def available(self, processes: int, signals: socket) -> int:
-        """Connect to lost hosts again. Return the ranks of the hosts that can go on; 0 for none."""
-        everyone = range(len(self.options.hosts))
+        """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
+
+        Those are as many as the user wants, if the hosts that are there have room for them.
+        """
+        wanted = self._wanted if processes == self._found else processes
         for host in self._missing():
             self._losses[host] += 1
         for wait_s in RETRIES_S:
-            wanted = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
-            problems = self._connect_again(wanted, wait_s, signals)
+            absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
+            problems = self._connect_again(absent, wait_s, signals)
             if is_readable([signals]):
                 return 0
             for problem in problems:
                 _print_note(problem)
-            self._members = [host for host in everyone if host not in self._missing()]
-            found = sum(map(self.options.count, self._members))
-            if self._may_go_on(found):
+            slots = self._slots()
+            found = min(wanted, sum(slots.values()))
+            if found == wanted or self._may_go_on(len(slots), found):
+                self._wanted, self._found = wanted, found
                 return found
         _print_note("the lost hosts did not come back")
         return 0
@@ -127,12 +141,14 @@ class HostsJob:
         connected = self.connections.connected
         return [host for host in range(len(self.options.hosts)) if host not in connected]
 
-    def _may_go_on(self, processes: int) -> bool:
-        """Return True if the run may go on with the present members."""
-        if len(self._members) == len(self.options.hosts):
-            return True
+    def _slots(self) -> dict[int, int]:
+        """Return the room of each host that is connected, in the order of their ranks."""
+        return {host: self.options.count(host) for host in self.connections.connected}
+
+    def _may_go_on(self, hosts: int, processes: int) -> bool:
+        """Return True if the run may go on with so many hosts and processes."""
         fewest = self.options.min_hosts
-        if fewest is None or len(self._members) < fewest:
+        if fewest is None or hosts < fewest:
             return False
         if problems := self.work.problems(processes):
             _print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
@@ -141,29 +157,31 @@ class HostsJob:
         _print_note(f"the run goes on without {left}")
         return True
 
-    def _start(self, again: bool) -> RemoteRanks:
+    def _start(self, processes: int, again: bool) -> RemoteRanks:
         """Start the ranks of the next epoch.
 
         Raises:
             LaunchError: a host does not answer, or the hosts do not reach each other.
         """
-        members = self._members
+        slots = self._slots()
+        if processes > sum(slots.values()):
+            raise LaunchError(
+                f"{processes} processes cannot start: the hosts that are left have room for "
+                f"{sum(slots.values())}. Start the same command again once all hosts are there."
+            )
+        placement = placed(slots, processes)
+        members = [share.host for share in placement]
         self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
         meeting = find_meeting(self.connections, self.options, members)
         store = {"question": "store", "address": meeting.address}
         port = self.connections.ask({members[0]: store}, ANSWER_S)[members[0]]["port"]
-        placement: list[HostRanks] = []
-        for host in members:
-            first = placement[-1].first + placement[-1].count if placement else 0
-            placement.append(HostRanks(host, first, self.options.count(host)))
-        world = sum(share.count for share in placement)
         starts: list[tuple[int, dict[str, Any]]] = [
             (
                 share.host,
                 {
                     "first": share.first,
                     "count": share.count,
-                    "world": world,
+                    "world": processes,
                     "address": meeting.address,
                     "port": port,
                     "again": again,
@@ -173,7 +191,8 @@ class HostsJob:
             for share in placement
         ]
         self.connections.session.start(starts, clock_s())
-        return RemoteRanks(self.connections, placement)
+        limit_s = limit_of_ranks(self.work.environment)
+        return RemoteRanks(self.connections, placement, limit_s)
 
     def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
         """Return the variables by which ranks of a host find their network."""

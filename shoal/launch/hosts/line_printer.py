@@ -13,25 +13,45 @@ import socket
 import sys
 import threading
 from collections import Counter, defaultdict, deque
+from typing import NamedTuple
+
+from shoal.launch.hosts.rank_logs import RankLogs
+from shoal.launch.output import Output
 
 LAST_LINES = 5
 PIECES = re.compile(r"(?<=[\r\n])")
 
 
+class Lines(NamedTuple):
+    """Output of a rank: as it was received, and as it is shown."""
+
+    host: int
+    rank: int
+    stream: str
+    received: str
+    shown: str
+
+
 class LinePrinter:
     """Prints lines of ranks in a thread of its own.
+
+    Args:
+        output: the outputs that the user sees.
+        logs: take all that ranks write; None for no logs.
 
     Attributes:
         last_lines: the last lines that each rank wrote to stderr.
         error: why nothing is printed any more; None while all is well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output = "all", logs: RankLogs | None = None) -> None:
+        self._shows_all = output != "first"
+        self._logs = logs
         self.last_lines: defaultdict[int, deque[str]] = defaultdict(
             lambda: deque(maxlen=LAST_LINES)
         )
         self.error: OSError | None = None
-        self._queue: queue.Queue[tuple[int, str, str]] = queue.Queue()
+        self._queue: queue.Queue[Lines] = queue.Queue()
         self._printed: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._woken, self._waker = socket.socketpair()
@@ -50,14 +70,14 @@ class LinePrinter:
             host: the number of the host, for `printed`.
             name: of the host.
         """
+        received = text
         pieces = [piece for piece in PIECES.split(text) if piece]
         if stream == "stderr":
             self.last_lines[rank].extend(piece.rstrip("\r\n") for piece in pieces)
         if rank != 0:
             text = "".join(f"[rank {rank} on {name}] {piece}" for piece in pieces)
-        self._queue.put((host, stream, text))
-        with self._lock:
-            self._printed[host] -= len(text) - sum(map(len, pieces))  # what was added costs nothing
+        is_shown = rank == 0 or stream == "stderr" or self._shows_all
+        self._queue.put(Lines(host, rank, stream, received, text if is_shown else ""))
 
     def printed(self) -> dict[int, int]:
         """Return how many characters of each host were printed since the last call."""
@@ -75,15 +95,17 @@ class LinePrinter:
 
     def _run(self) -> None:
         while True:
-            host, stream, text = self._queue.get()
+            lines = self._queue.get()
             try:
-                if self.error is None:
-                    self._write(stream, text)
+                if self._logs is not None:
+                    self._logs.write(lines.rank, lines.received)
+                if self.error is None and lines.shown:
+                    self._write(lines.stream, lines.shown)
             except OSError as error:
                 self.error = error
             finally:
                 with self._lock:
-                    self._printed[host] += len(text)
+                    self._printed[lines.host] += len(lines.received)
                 self._queue.task_done()
                 with contextlib.suppress(BlockingIOError):
                     self._waker.send(b".")

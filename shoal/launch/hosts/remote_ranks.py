@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -14,8 +14,12 @@ from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
+from shoal.launch.hosts.remote_progress import RemoteProgress
 from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_set import RankEvent
+
+STACKS_S = 4.0
+"""For an agent that reads the stacks of a rank; that takes it up to a second."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,21 @@ class HostRanks:
     host: int
     first: int
     count: int
+
+
+def placed(slots: Mapping[int, int], processes: int) -> list[HostRanks]:
+    """Return the hosts of so many ranks: each host is filled before the next one gets a rank.
+
+    Args:
+        slots: the most ranks of each host, in the order of the hosts; at least `processes` in all.
+    """
+    placement: list[HostRanks] = []
+    first = 0
+    for host, most in slots.items():
+        if count := min(most, processes - first):
+            placement.append(HostRanks(host, first, count))
+            first += count
+    return placement
 
 
 class RemoteRank:
@@ -61,12 +80,18 @@ class RemoteRanks:
     Args:
         connections: the epoch has been started on it.
         placement: the ranks of each host, by rank.
+        hang_limit_s: the limit after which a rank is late; 0 for none.
 
     Attributes:
         all: the ranks, by rank.
     """
 
-    def __init__(self, connections: HostConnections, placement: Sequence[HostRanks]) -> None:
+    def __init__(
+        self,
+        connections: HostConnections,
+        placement: Sequence[HostRanks],
+        hang_limit_s: float = 0.0,
+    ) -> None:
         self.connections = connections
         self.placement = placement
         self.all = [
@@ -74,6 +99,14 @@ class RemoteRanks:
             for share in placement
             for index in range(share.count)
         ]
+        self.progress = RemoteProgress(
+            {share.host: range(share.first, share.first + share.count) for share in placement},
+            hang_limit_s,
+            connections.name,
+            self._ask_stacks,
+            connections.session.name_slow,
+        )
+        self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
     def __enter__(self) -> RemoteRanks:
         return self
@@ -89,8 +122,8 @@ class RemoteRanks:
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
         """Wait for events, print what was printed, and return the events."""
         timeout_s = inf if timeout_s is None else timeout_s
-        events: list[RankEvent] = []
-        for event in self.connections.pump(timeout_s, sources):
+        events, self._waiting = self._waiting, []
+        for event in self.connections.pump(0.0 if events else timeout_s, sources):
             events += self._rank_events(event)
         if not self.alive:
             self.connections.printer.flush()
@@ -113,6 +146,10 @@ class RemoteRanks:
             return replace(failure, host=host)
         text = "Its last lines on stderr:\n" + "\n".join(f"  {line}" for line in lines)
         return replace(failure, host=host, text=text)
+
+    def progress_source(self) -> RemoteProgress:
+        """Return the progress of these ranks, for a watchdog."""
+        return self.progress
 
     def kill(self) -> None:
         """Kill all ranks, and wait until none can be alive on any host.
@@ -140,13 +177,36 @@ class RemoteRanks:
                 return [RankExited(rank, code)]
             case HostSpoke(_, {"do": "failed"} as message):
                 return [_failure(message)]
+            case HostSpoke(host, {"do": "progress" | "looked"} as message):
+                return self._on_progress(host, message)
             case HostSpoke(host, {"do": "refused", "reason": reason}):
                 return self._on_lost(host, f"its agent refused to start ranks: {reason}")
         return []
 
+    def _on_progress(self, host: int, message: Message) -> list[RankEvent]:
+        try:
+            self.progress.receive(host, message)
+        except (KeyError, TypeError, ValueError) as error:
+            return self._on_lost(host, f"its agent sent malformed progress: {error!r}")
+        return []
+
+    def _ask_stacks(self, host: int, rank: int) -> str:
+        """Return the stacks of a rank as its agent tells them, or that it does not."""
+        question = self.connections.post(host, {"question": "stacks", "rank": rank})
+        end_s = clock_s() + STACKS_S
+        while (answer := self.connections.take_answer(question)) is None:
+            is_connected = self.connections.session.states[host].is_connected
+            if clock_s() > end_s or not is_connected:
+                name = self.connections.name(host)
+                return f"The stack of rank {rank} is not known: its host {name} does not answer."
+            for event in self.connections.pump(max(0.0, end_s - clock_s())):
+                self._waiting += self._rank_events(event)
+        return str(answer.get("problem") or answer["text"])
+
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
         """Return the failure of the first live rank of a lost host."""
         errors = self.connections.drop(host)
+        self.progress.received.lost(host)
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
             rank.is_alive = False

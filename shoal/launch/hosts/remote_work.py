@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.host_facts import FactsRequest
@@ -22,6 +23,7 @@ class HostsOptions:
         address: at which all ranks meet, on the first host; None finds it.
         interface: the network interface of the first host, in place of `address`.
         min_hosts: a run goes on without lost hosts while it has so many; None for all.
+        log_directory: on this machine, for a log a rank; None for no logs.
     """
 
     hosts: Sequence[SshHost]
@@ -30,6 +32,7 @@ class HostsOptions:
     address: str | None = None
     interface: str | None = None
     min_hosts: int | None = None
+    log_directory: Path | None = None
 
     @property
     def processes(self) -> int:
