@@ -162,3 +162,15 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hos
     assert "4 processes start from the checkpoint of step" in stderr
     assert "is lost" not in stderr
     assert hosts.leftovers() == {}
+
+
+def test_parameter_servers_serve_ranks_of_two_hosts(hosts: Hosts) -> None:
+    (hosts.shared / "servers").mkdir(mode=0o700)
+    job = tiny_jobs.tiny(hosts.shared / "served", tiny_jobs.MLP, strategy="server=2")
+    (hosts.shared / "served.yaml").write_text(to_yaml(job))
+    words = ["train", "served.yaml", "--hosts", "node1:2,node2:2"]
+    words += ["--env", f"SHOAL_SERVER_DIRECTORY={hosts.shared / 'servers'}"]
+    code, stdout, stderr = ended(hosts, *words)
+    assert code == 0, stderr
+    assert "12 steps" in stdout
+    assert hosts.leftovers() == {}

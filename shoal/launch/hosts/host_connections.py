@@ -8,7 +8,6 @@ import select
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -27,11 +26,10 @@ from shoal.launch.hosts.lease import clock_s, lease_times
 from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.ssh_client import SshClient
 from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure, is_throttled
+from shoal.launch.hosts.ssh_hops import MOST_OF_HOP, first_hops, may_start
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 RETRY_S = 0.02  # until a connection takes more bytes
-AT_ONCE = 8
-"""Clients that start at a time; servers and jump hosts drop more."""
 START_S = 20.0
 """From the start of a client to the facts of its host."""
 THROTTLED_TRIES = 3
@@ -125,17 +123,12 @@ class HostConnections:
         Raises:
             UsageError: there is no ssh client.
         """
-        remaining = deque((host, 1, clock_s()) for host in hosts)
+        remaining = [(host, 1, clock_s()) for host in hosts]
         starting: dict[int, tuple[int, float]] = {}  # tries, and the time by which it must answer
-        problems: list[str] = []
+        hops = self._first_hops(hosts)
+        problems: dict[int, str] = {}
         while (remaining or starting) and not is_readable(sources):
-            while remaining and len(starting) < AT_ONCE and remaining[0][2] <= clock_s():
-                host, tries, _ = remaining.popleft()
-                command = agent_command(
-                    self.hosts[host].name, self._python, self.session.times.lease_s
-                )
-                self._clients[host] = SshClient(command)
-                starting[host] = tries, clock_s() + START_S
+            self._start_clients(remaining, starting, hops)
             self.pump(0.1, sources)
             for host, (tries, limit_s) in list(starting.items()):
                 if host in self.facts:
@@ -145,11 +138,11 @@ class HostConnections:
                     if tries < THROTTLED_TRIES and is_throttled(self._clients[host].errors):
                         remaining.append((host, tries + 1, clock_s() + random.uniform(0.5, 2)))
                     else:
-                        problems.append(problem)
+                        problems[host] = problem
                     self._drop(host)
         for host in starting:
             self._drop(host)
-        return problems
+        return [problems[host] for host in hosts if host in problems]
 
     def post(self, host: int, question: Mapping[str, Any]) -> int:
         """Send a question to a host, and return its number for `take_answer`."""
@@ -199,6 +192,28 @@ class HostConnections:
         self._clients.clear()
         self.facts.clear()
         self.printer.flush()
+
+    def _first_hops(self, hosts: Sequence[int]) -> dict[int, str]:
+        """Return the first server of each host; nothing where so few cannot be too many for one."""
+        if len(hosts) <= MOST_OF_HOP:
+            return {}
+        names = [self.hosts[host].name for host in hosts]
+        return dict(zip(hosts, first_hops(names), strict=True))
+
+    def _start_clients(
+        self,
+        remaining: list[tuple[int, int, float]],
+        starting: dict[int, tuple[int, float]],
+        hops: Mapping[int, str],
+    ) -> None:
+        """Move hosts whose clients may start now from `remaining` to `starting`; see `connect`."""
+        for host, tries, begin_s in list(remaining):
+            if begin_s > clock_s() or not may_start(host, starting, hops):
+                continue
+            remaining.remove((host, tries, begin_s))
+            name, lease_s = self.hosts[host].name, self.session.times.lease_s
+            self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
+            starting[host] = tries, clock_s() + START_S
 
     def _send(self) -> None:
         for host, client in self._clients.items():
