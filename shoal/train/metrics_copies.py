@@ -9,6 +9,9 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from shoal.comm.mesh import Mesh
 from shoal.platform.files import atomic_write
 from shoal.train.checkpoint.host_disks import HostDisks
@@ -29,7 +32,7 @@ class MetricsCopies:
         self._path = directory / NAME
         self._mesh = mesh
         self._disks = disks
-        self._text = ""  # what the copies have
+        self._copied = b""  # what the copies have
 
     def restore(self, resume_step: int) -> None:
         """Bring the most complete metrics up to a step to rank 0's host. Collective.
@@ -44,24 +47,44 @@ class MetricsCopies:
         source = steps.index(max(steps))
         if self._disks.of_rank[source] == 0:
             return
-        texts = self._mesh.all_gather_str(_text_of(self._path) if self._mesh.rank == source else "")
+        contents = self._broadcast(self._contents_on(source), source)
         if self._mesh.rank == 0:
-            _write(self._path, texts[source])
+            _write(self._path, contents)
 
     def update(self) -> None:
         """Send the lines since the last call to the hosts that keep copies. Collective."""
         if self._disks is None:
             return
-        text = _text_of(self._path) if self._mesh.rank == 0 else ""
+        contents = self._contents_on(0)
         # After a resume, or if the file was removed, copies begin anew.
-        is_longer = bool(self._text) and text.startswith(self._text)
-        news = text[len(self._text) :] if is_longer else text
-        message = self._mesh.broadcast_str(f"{'+' if is_longer else '='}{news}")
-        self._text = (self._text if message[0] == "+" else "") + message[1:]
+        is_longer = bool(self._copied) and contents.startswith(self._copied)
+        news = contents[len(self._copied) :] if is_longer else contents
+        message = self._broadcast((b"+" if is_longer else b"=") + news, 0)
+        self._copied = (self._copied if message[:1] == b"+" else b"") + message[1:]
         keepers = self._disks.holders(0)[1:]
         rank = self._mesh.rank
         if self._disks.is_first(rank) and self._disks.of_rank[rank] in keepers:
-            _write(self._path, self._text)
+            _write(self._path, self._copied)
+
+    def _contents_on(self, rank: int) -> bytes:
+        """Return the file's bytes on `rank`, and nothing on other ranks."""
+        if self._mesh.rank == rank:
+            with contextlib.suppress(OSError):
+                return self._path.read_bytes()
+        return b""
+
+    def _broadcast(self, contents: bytes, source: int) -> bytes:
+        """Return the bytes of rank `source` on every rank. Collective."""
+        length = torch.tensor([len(contents)], device=self._mesh.device)
+        dist.broadcast(length, source)
+        size_bytes = int(length)
+        if size_bytes == 0:
+            return b""
+        data = torch.empty(size_bytes, dtype=torch.uint8, device=self._mesh.device)
+        if self._mesh.rank == source:
+            data.copy_(torch.frombuffer(bytearray(contents), dtype=torch.uint8))
+        dist.broadcast(data, source)
+        return data.cpu().numpy().tobytes()
 
 
 def _last_step(path: Path) -> int:
@@ -72,13 +95,6 @@ def _last_step(path: Path) -> int:
     return max((record["step"] for record in records), default=-1)
 
 
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, contents: bytes) -> None:
     with contextlib.suppress(OSError), atomic_write(path, survives="file", mode=0o644) as file:
-        file.write(text.encode())
+        file.write(contents)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from socket import socket
 from typing import Any
 
@@ -49,6 +50,7 @@ class HostsJob:
         self._losses: Counter[int] = Counter()
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
+        self._has_separate_disks = False
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -67,6 +69,7 @@ class HostsJob:
         if directory is not None:
             found = check_shared_directory(self.connections, directory, reason)
             if found is not None:
+                self._has_separate_disks = True
                 _print_note(found)
 
     def problems(self, processes: int) -> Sequence[str]:
@@ -86,13 +89,15 @@ class HostsJob:
             return None
         function, arguments = self.work.saved_step
         question = {"question": "call", "function": function, "arguments": list(arguments)}
-        # Hosts may have disks of their own, and one that came back an empty one.
-        hosts = self.connections.connected
-        answers = self.connections.ask(dict.fromkeys(hosts, question), ANSWER_S)
-        return max(
-            (step for answer in answers.values() if (step := answer["value"]) is not None),
-            default=None,
-        )
+        first, *others = self.connections.connected
+        steps: list[int | None] = [
+            self.connections.ask({first: question}, ANSWER_S)[first]["value"]
+        ]
+        if self._has_separate_disks:  # the first host may have an empty one by now
+            for host in others:
+                with suppress(LaunchError):  # it may be lost too
+                    steps.append(self.connections.ask({host: question}, ANSWER_S)[host]["value"])
+        return max((step for step in steps if step is not None), default=None)
 
     def start(self, processes: int) -> RemoteRanks:
         """Start the ranks for the first time."""
