@@ -41,7 +41,9 @@ def record_in_stages(batch: Any, models: Sequence[nn.Module], call: Any) -> Stag
     Returns: None where this rank is not that of the last stage.
     """
     given = {id(tensor) for tensor in tensors_in([batch.args, batch.kwargs])}
-    recording = _OutputsOfStages(batch.compute_loss, OutputRecorder(models), given, devices_of(models))
+    recording = _OutputsOfStages(
+        batch.compute_loss, OutputRecorder(models), given, devices_of(models)
+    )
 
     def recorded(*args: Any, **kwargs: Any) -> list[Tensor]:
         return recording.run(*args, **kwargs)
