@@ -37,6 +37,7 @@ from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import bind_to_whole
 from shoal.run.optimizer_groups import group_names, params_of
 from shoal.run.optimizer_in_backward import OptimizerInBackward
+from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
@@ -229,6 +230,7 @@ class Prepared:
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
         self._guards.remove()
         self._guards.remember(named_models(self.models))
+        before = dict(self.root.named_parameters())
         # A strategy may try passes of its own.
         with self._guards.in_step():
             local_model = make_local_model(
@@ -257,6 +259,7 @@ class Prepared:
             self.tracing,
             StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             notes,
+            ParameterHooks(local_model, before, self.settings.step_in_backward),
         )
         self._watch_steps()
         self._install_guards(groups)

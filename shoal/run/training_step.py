@@ -19,6 +19,7 @@ from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
+from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
@@ -48,6 +49,7 @@ class TrainingStep:
             `optimizer.step()` does.
         tracing: None without a trace.
         notes: who is told what makes the first step differ from one device's.
+        hooks: of the script on parameters.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TrainingStep:
         tracing: Tracing | None,
         checks: StepChecks,
         notes: FirstStepNotes,
+        hooks: ParameterHooks,
     ) -> None:
         self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
         self.optimizer_in_backward = optimizer_in_backward
@@ -65,6 +68,7 @@ class TrainingStep:
         self._mesh = mesh
         self._tracing = tracing
         self._notes = notes
+        self._hooks = hooks
         self._has_stepped = False
         self._progress = own_progress()
         # The sum over ranks for counts; None where each rank steps by itself.
@@ -83,7 +87,8 @@ class TrainingStep:
             sum_counts=self._sum_counts,
             note_loss=self._nonfinite_steps.begin(),
         )
-        result, earlier = self._run_passes(batch)
+        with self._hooks.aside():
+            result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
             self._has_stepped = True
@@ -93,8 +98,10 @@ class TrainingStep:
         local_step.rescale_by_count(self._local_model, result, size, numbers)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
+        self._hooks.on_gradients()
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
+        self._hooks.after_accumulation()
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size, numbers)
         output = StepOutput(loss, extra, totals, numbers)

@@ -20,7 +20,7 @@ from shoal.trial.untouched import devices_of
 
 
 class StagedRecord(NamedTuple):
-    """What the last stage knows of a forward pass.
+    """Record of a forward pass, on the rank of the last stage.
 
     Attributes:
         calls: of the models, with their outputs.
@@ -41,7 +41,9 @@ def record_in_stages(batch: Any, models: Sequence[nn.Module], call: Any) -> Stag
     Returns: None where this rank is not that of the last stage.
     """
     given = {id(tensor) for tensor in tensors_in([batch.args, batch.kwargs])}
-    recording = _Recording(batch.compute_loss, OutputRecorder(models), given, devices_of(models))
+    recording = _OutputsOfStages(
+        batch.compute_loss, OutputRecorder(models), given, devices_of(models)
+    )
 
     def recorded(*args: Any, **kwargs: Any) -> list[Tensor]:
         return recording.run(*args, **kwargs)
@@ -50,7 +52,7 @@ def record_in_stages(batch: Any, models: Sequence[nn.Module], call: Any) -> Stag
     return recording.record(values)
 
 
-class _Recording:
+class _OutputsOfStages:
     """One forward pass. A stage that is not the last one leaves the function before its end.
 
     Args: given: ids of the batch's own tensors, which every rank has.

@@ -69,6 +69,25 @@ def gradient_hooks(leaf: Tensor) -> dict[int, Any]:
     return {} if hooks is None else hooks
 
 
+def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
+    """Return the table of the hooks that are called once a gradient was added to `.grad`.
+
+    Why: as `gradient_hooks`. Without: hooks of a script would see the gradient of one micro-batch.
+    Checked: 2.13.
+    """
+    hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+def with_hook_tables(leaves: list[Any]) -> bool:
+    """Return whether any leaf has or had hooks.
+
+    Why: as `gradient_hooks`; a step asks, so in one go. Without: each step would look into the
+    tables of all parameters. Checked: 2.13.
+    """
+    return any(x._backward_hooks or x._post_accumulate_grad_hooks for x in leaves)
+
+
 def in_backward_pass() -> bool:
     """Return whether this thread runs a backward pass of autograd.
 

@@ -11,12 +11,14 @@ All ranks of a pipeline go through the same events, so a name means the same on 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.errors import ShoalError
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
@@ -60,6 +62,21 @@ class StageDone(BaseException):
 
 class WalkRefusal(BaseException):
     """The reason why a function cannot be divided. Passes `except Exception` in user code too."""
+
+
+@contextmanager
+def absence_explained() -> Iterator[None]:
+    """Raise WalkRefusal for an error that comes where blocks are absent, and not without."""
+    try:
+        yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        raise WalkRefusal(
+            "pipeline: where blocks of other ranks are left out, compute_loss ends with "
+            f"{type(error).__name__}: {error}. Does code around the blocks use what a block keeps "
+            "in an attribute, a list or a counter? Return it from the block."
+        ) from error
 
 
 class ReceivedValues:

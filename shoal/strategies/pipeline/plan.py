@@ -18,7 +18,7 @@ from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import Colocation, FullModel
-from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.absent import WalkRefusal, absence_explained
 from shoal.strategies.pipeline.balance import balanced
 from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.observed_units import (
@@ -70,8 +70,8 @@ def plan(
     if world.rank == 0:
         try:
             sent = json.dumps(_plan(observed, request, function, full_model)._asdict())
-        except (StrategyRefused, WalkRefusal) as refusal:
-            sent = json.dumps({"refusal": str(refusal)})
+        except (WalkRefusal, Exception) as refusal:  # noqa: BLE001 - of the user's function
+            sent = json.dumps({"refusal": str(refusal) or repr(refusal)})
     received = json.loads(world.broadcast_str(sent))
     if "refusal" in received:
         raise StrategyRefused(received["refusal"])
@@ -83,7 +83,8 @@ def parameter_users(
 ) -> dict[str, set[int]]:
     """Return the parameters that code around units uses, with the stages in which it does."""
     dry = DryRun(observed.units, observed.forms, stage_map)
-    with preserve_rng_state([observed.units.device]), observed.units.watched():
+    device = observed.units.device
+    with preserve_rng_state([device]), observed.units.watched(), absence_explained():
         dry.run(function)
     return dry.parameter_users
 
@@ -158,7 +159,8 @@ def _crossing_bytes(observed: ObservedUnits, function: Callable[[], Any]) -> lis
     """
     every_place = observed.stage_map(range(1, len(observed.profile.calls)))
     dry = DryRun(observed.units, observed.forms, every_place)
-    with preserve_rng_state([observed.units.device]), observed.units.watched():
+    device = observed.units.device
+    with preserve_rng_state([device]), observed.units.watched(), absence_explained():
         dry.run(function)
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.platform.torch_private.module_state import replace_call
 from shoal.strategies.pipeline.executor import PipelineExecutor
 
 
@@ -45,5 +46,9 @@ class CopiedForward:
 
 
 def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
-    """Let a call of the model outside of a step go through all stages."""
+    """Let a call of the model outside of a step go through all stages.
+
+    A model that the script has compiled runs as it is written from now on.
+    """
+    replace_call(model, None)
     vars(model)["forward"] = RoutedForward(model.forward, executor)

@@ -12,7 +12,8 @@ fixed vector, so that two full sets of gradients need not be in memory at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.tensors import accumulation_dtype, dense
+from shoal.platform.torch_private.tensor_state import accumulation_hooks, gradient_hooks
 from shoal.strategies.module_snapshot import ModelSnapshot
-from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.absent import WalkRefusal, absence_explained
 from shoal.strategies.pipeline.division import DividedModel, shape_key
 from shoal.strategies.pipeline.stage_map import StageMap
 
@@ -66,7 +68,8 @@ def try_stages(
     key = shape_key(divided.units.model, sample)
     with torch.enable_grad(), preserve_rng_state([divided.units.device]):
         expected = _forward_backward(whole, function, loss_of, key)
-        found = _forward_backward(divided, function, loss_of, key)
+        with absence_explained():
+            found = _forward_backward(divided, function, loss_of, key)
     _compare(expected, found)
     return expected.mutated_buffers
 
@@ -77,7 +80,7 @@ def _forward_backward(
     model = divided.units.model
     saved = ModelSnapshot(model)
     try:
-        with divided.units.watched():
+        with divided.units.watched(), _without_hooks(model):
             crossing = divided.crossing(function, key, SEED)
             values: tuple[Tensor, ...] = ()
             result: Any = None
@@ -91,6 +94,20 @@ def _forward_backward(
         return _TrialRun(float(loss.detach()), sums, saved.mutated())
     finally:
         saved.restore()
+
+
+@contextmanager
+def _without_hooks(model: nn.Module) -> Iterator[None]:
+    """Let no hook on a parameter run in this context: the script would see passes of a trial."""
+    tables = [t for p in model.parameters() for t in (gradient_hooks(p), accumulation_hooks(p))]
+    saved = [(table, dict(table)) for table in tables if table]
+    for table, _ in saved:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in saved:
+            table.update(hooks)
 
 
 def _summarize(gradient: Tensor) -> tuple[float, float]:

@@ -9,8 +9,9 @@ Layers of torch.nn are not, and modules without parameters belong to the glue.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -99,7 +100,8 @@ class Units:
             for name, module in self.modules.items():
                 replaced.append((module, vars(module).get("forward")))
                 vars(module)["forward"] = partial(self._called, name, module.forward)
-            yield
+            with uncompiled():
+                yield
         finally:
             self.is_watching = False
             for module, forward in replaced:
@@ -128,6 +130,17 @@ class Units:
         if self.observer is not None:
             return self.observer.call(name, forward, args, kwargs)
         return self.run(name, forward, args, kwargs, draw_seed())
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which what the script has compiled runs as it is written.
+
+    torch would compile the calls of units, and what stands in their place, with the code around.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled yet
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 def find_units(
