@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -135,6 +135,11 @@ bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (
 bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL.
 	$(BENCH)/bin/python -m benchmarks.restart.measure
 	$(BENCH)/bin/python -m benchmarks.restart.report
+
+# torchft takes part where it is installed: build/bench-venv/bin/python -m pip install torchft-nightly
+bench-recovery: $(BENCH)/.done  ## Measure how soon a step follows on a kill, against torchrun and torchft.
+	PATH=$(CURDIR)/$(BENCH)/bin:$$PATH $(BENCH)/bin/python -m benchmarks.recovery.measure
+	$(BENCH)/bin/python -m benchmarks.recovery.report
 
 bench-server: $(BENCH)/.done  ## Measure push and pull of parameter servers against other libraries.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m benchmarks.server.measure
