@@ -8,17 +8,20 @@ in the tensors as they did in earlier batches.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.comm.axis import Axis
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
+from shoal.run.tensor_digest import as_bytes
 
 BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
@@ -50,6 +53,9 @@ class BatchSizes:
     def __init__(self, loaders: Sequence[ShardedLoader]) -> None:
         self._loaders = loaders
         self._shared = SharedBatches()
+        # Of the batches that were shared before the first step, which compares it.
+        self._shared_hash = hashlib.sha256()
+        self._is_shared_checked = False
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
         # The last batch that `_learn_layout` has seen: (yielded by the loader, samples, shapes).
@@ -62,7 +68,36 @@ class BatchSizes:
 
         Raises: UsageError: the number of samples cannot be told.
         """
+        if not self._is_shared_checked and ranks > 1:
+            for tensor in tensors_in(batch):
+                if tensor.layout is torch.strided and not tensor.is_nested:
+                    self._shared_hash.update(as_bytes(tensor.detach().cpu()).numpy().data)
         return self._shared.rows_of(batch, rank, ranks)
+
+    def check_shared(self, data: Axis) -> None:
+        """Compare the batches that ranks have given to `share` so far. Collective, and only once.
+
+        Ranks of the data axis draw numbers of their own in the loop, so a permutation that is
+        drawn there differs: rows of one rank may then be rows of another rank's batch too.
+
+        Raises: UsageError: on every rank, if the batches differ.
+        """
+        if self._is_shared_checked or data.size == 1:
+            return
+        self._is_shared_checked = True
+        # Six bytes, for a float64 holds integers up to 2^53.
+        digest = int.from_bytes(self._shared_hash.digest()[:6])
+        value = torch.tensor([digest, -digest], dtype=torch.float64, device=data.device)
+        largest, negated_smallest = data.all_reduce_max(value).tolist()
+        if largest + negated_smallest:
+            raise UsageError(
+                "run.share was given a batch that is not the same on all ranks. Of one global "
+                "batch it gives each rank its rows, so some samples would come twice, and others "
+                "never. After run.prepare, torch draws other numbers on each data rank. Draw what "
+                "chooses samples with a generator of its own, the same on all ranks: "
+                "torch.randperm(n, generator=torch.Generator().manual_seed(epoch)). Draw noise "
+                "after run.share."
+            )
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""

@@ -37,6 +37,7 @@ class StepTrials:
             return batch
         if self._trial is not None:
             return self._tried(self._trial, batch)
+        self._prepared.sizes.check_shared(self._prepared.mesh.data)
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
             return self._tried(self._trial, batch)

@@ -182,7 +182,8 @@ def _whole_of_strides() -> bool:
 
 
 def _halves(_: Any) -> bool:
-    from shoal.platform.torch_private.pipelining import stage_backward_input, stage_backward_weight
+    from shoal.platform.torch_private.pipelining import stage_backward_input
+    from shoal.strategies.pipeline.parameter_groups import add_weight_gradients
 
     layer, x = nn.Linear(2, 2).double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     layer(x).sum().backward()
@@ -190,7 +191,7 @@ def _halves(_: Any) -> bool:
     x.grad = layer.weight.grad = layer.bias.grad = None
     (of_x,), groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
     nothing_yet = layer.weight.grad is None
-    stage_backward_weight(layer.parameters(), groups)
+    add_weight_gradients(groups)
     found = of_x, layer.weight.grad
     return nothing_yet and all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
 
@@ -264,5 +265,4 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fsdp.forget_module": _over(2, _takes_a_module_twice),
     "fsdp._reset": _over(2, _is_gathered_until_reset),  # where torch has none of its own
     "pipelining.stage_backward_input": _halves,
-    "pipelining.stage_backward_weight": _halves,
 }

@@ -2,7 +2,10 @@
 
 import torch
 
+import shoal
+from shoal.errors import UsageError
 from shoal.run.batch_size import BatchSizes
+from shoal.testing import world
 
 
 def test_rows_of_a_shared_batch_are_known_also_on_another_device() -> None:
@@ -31,3 +34,26 @@ def test_lists_of_images_are_known_by_their_length() -> None:
     assert sizes.resolve([copies, own_boxes], None, 2)[:2] == (2, 3)
     unknown = BatchSizes([]).resolve([images, boxes], None, 2)
     assert (unknown.rows, unknown.is_known) == (3, False)
+
+
+def share_permuted_rows() -> list[str]:
+    """Share rows in an order that each rank draws, and in one that all ranks draw alike."""
+    run = shoal.init("ddp", announce=lambda _: None)
+    x = torch.arange(24.0).view(12, 2)
+    messages = []
+    for generator in (None, torch.Generator().manual_seed(1)):
+        model = torch.nn.Linear(2, 1)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = run.share(x[torch.randperm(12, generator=generator)])
+        try:
+            run.forward_backward(lambda x, model=model: model(x).mean(), rows)
+            messages.append("")
+        except UsageError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_a_shared_batch_that_is_not_the_same_on_all_ranks_is_refused_on_all() -> None:
+    for alone, together in world.run(2, share_permuted_rows):
+        assert alone.startswith("run.share was given a batch that is not the same on all ranks.")
+        assert not together

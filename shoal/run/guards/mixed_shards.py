@@ -35,8 +35,23 @@ _OF_SHARDS = tuple(
     f"__{side}{name}__"
     for name in ("add", "sub", "mul", "truediv", "matmul", "pow")
     for side in ("", "r", "i")
-) + ("__setitem__", "add", "sub", "mul", "div", "matmul", "lerp", "where", "masked_fill_")
-_OF_TORCH = ("cat", "stack", "add", "sub", "mul", "div", "lerp", "where", "matmul", "dot")
+) + (
+    "__setitem__",
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "matmul",
+    "mm",
+    "mv",
+    "lerp",
+    "where",
+    "masked_fill_",
+)
+_OF_TORCH = (
+    *("cat", "stack", "add", "sub", "mul", "div", "lerp", "where"),
+    *("matmul", "dot", "mm", "addmm", "bmm", "mv", "outer", "einsum", "tensordot"),
+)
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "different device mesh"
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.p2p import StageComm
-from shoal.strategies.pipeline.parameter_groups import disjoint_groups
+from shoal.strategies.pipeline.parameter_groups import add_weight_gradients, disjoint_groups
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.trace.recorder import BACKWARD, FORWARD
@@ -185,16 +185,11 @@ class ScheduleExecutor:
 
     def _backward_weights(self, action: Action) -> None:
         """Compute gradients of weights: the rest of the backward pass."""
-        from shoal.platform.torch_private.pipelining import stage_backward_weight
-
         roots, groups = self._weight_backwards.pop(action[1:])
         if roots:
             # Both calls may go through values that were computed from parameters alone.
             torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
-        if groups:
-            # Weights before a cross attention share a part of their way to the loss.
-            parameters = iter(self._trainable_of(action.stage))
-            stage_backward_weight(parameters, groups, retain_graph=True)
+        add_weight_gradients(groups)
 
     def _trainable_of(self, stage: int) -> list[nn.Parameter]:
         """Return the trainable parameters of a stage. Cached: the look-up takes as long as a

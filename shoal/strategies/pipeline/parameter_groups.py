@@ -10,9 +10,12 @@ and ranks of a tensor group exchange gradients in the order of groups.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 
 
 def disjoint_groups(
@@ -49,3 +52,38 @@ def _union(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "intermediates": [*grads],
         "grads": [*grads.values()],
     }
+
+
+def add_weight_gradients(groups: Sequence[dict[str, Any]]) -> None:
+    """Compute the gradients of each group's parameters, and add them to `.grad`.
+
+    torch's own `stage_backward_weight` counts a module that is called twice too often before torch
+    2.13: the node of one call may lie behind that of the other, which has its gradient already.
+
+    Args: groups: disjoint; they keep their part of the graph.
+    """
+    for group in groups:
+        edges: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            for node, of_node in zip(group["intermediates"], group["grads"], strict=True):
+                # Whatever else flows into this node is a part of what it got in the first half.
+                hook = node.register_prehook(lambda _, of_node=of_node: of_node)
+                stack.callback(hook.remove)
+                for index, gradient in enumerate(of_node):
+                    if gradient is not None:
+                        edges.append(GradientEdge(node, index))
+                        gradients.append(gradient)
+            if not edges:
+                continue
+            # The graph stays: weights before a cross attention share a part of their way.
+            accumulators = list(group["params"])
+            found = torch.autograd.grad(
+                edges,
+                [GradientEdge(node, 0) for node in accumulators],
+                grad_outputs=gradients,
+                retain_graph=True,
+            )
+        for node, gradient in zip(accumulators, found, strict=True):
+            weight = node.variable
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient

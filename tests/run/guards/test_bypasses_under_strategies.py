@@ -202,6 +202,11 @@ class Script:
             if type(mine) is Tensor and not mine.is_meta:
                 assert torch.allclose(mine, whole, rtol=1e-10)
 
+    def product(self) -> None:
+        weight = self.model[0].weight.detach()
+        found = torch.mm(data()[:4][0], weight.T)
+        assert torch.allclose(found, torch.mm(data()[:4][0], self.plain[0].weight.detach().T))
+
     def other_weights(self) -> None:
         other = {name: torch.zeros_like(value) for name, value in self.plain.named_parameters()}
         with torch.no_grad():
@@ -218,7 +223,10 @@ class Script:
 
 READS = ("clip_norm", "clip_largest", "clip_groups", "own_norm", "own_numbers", "clip_values")
 WRITES = ("clamp", "clamp_data", "clamp_in_edit", "load", "load_in_edit", "load_optimizer")
-STATES = ("model_state", "submodule_state", "optimizer_state", "read_weights", "other_weights")
+STATES = (
+    *("model_state", "submodule_state", "optimizer_state", "read_weights"),
+    *("product", "other_weights"),
+)
 
 
 def results(strategy: str) -> dict[str, str]:
@@ -245,6 +253,7 @@ SHARDS = REFUSED | {
     "model_state": r"model\.state_dict\(\).*shard of 0\.weight.*run\.save.*run\.weights",
     "optimizer_state": r"optimizer\.state_dict\(\).*shards of the state.*run\.state",
     "other_weights": r"functional_call.*another tensor.*Use ddp",
+    "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
 }
 ABSENT = r"gradient of \d\.\w+ is not on this rank.*run\.clip_gradients.*run\.gradients"
 STAGES = REFUSED | {
@@ -282,6 +291,8 @@ def test_each_bypass_is_exact_or_refused_by_its_true_reason(
         for act, result in found.items():
             if strategy == "pipeline=2" and act == "submodule_state" and rank == 0:
                 assert re.search("another rank's stage", result)
+            elif strategy == "pipeline=2" and act == "product":
+                assert result == "exact" if rank == 0 else re.search(r"run\.weights", result)
             elif act in refused:
                 assert re.search(refused[act], result), (act, result)
             else:
