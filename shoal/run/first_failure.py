@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch.distributed as dist
+
 from shoal.comm.mesh import Mesh
 from shoal.errors import (
     CollectiveFailed,
@@ -41,7 +43,8 @@ class FirstFailure:
         self._calls = 0
         self._has_raised = False
         self._run = 0
-        self._alone = mesh.size == 1
+        # A replay has the worker of each rank in one process, without a group.
+        self._alone = mesh.size == 1 or not dist.is_initialized()
         if not self._alone:  # a program may make several runs
             self._run = default_store().add(f"shoal/runs of rank {mesh.rank}", 1)
 

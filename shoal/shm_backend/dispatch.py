@@ -32,7 +32,7 @@ from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
 
 if TYPE_CHECKING:
-    from shoal.shm_backend._native import CompiledCalls
+    from shoal.shm_backend import _native
 
 logger = logging.getLogger("shoal.comm")
 # The keys are the integers of the enum: a lookup by them takes half the time.
@@ -68,7 +68,7 @@ class CollectiveDispatch(Base):
     _board: PhaseBoard
     _inter_host: InterHost | None
     _native_calls: NativeCalls | None
-    _plain_calls: CompiledCalls | None
+    _plain_calls: _native.CompiledCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False

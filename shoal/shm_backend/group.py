@@ -36,7 +36,7 @@ from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 if TYPE_CHECKING:
-    from shoal.shm_backend._native import CompiledCalls
+    from shoal.shm_backend import _native
 
 logger = logging.getLogger("shoal.comm")
 GLOO = dist.ProcessGroup.BackendType.GLOO
@@ -84,7 +84,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
         self._native_calls: NativeCalls | None = None
-        self._plain_calls: CompiledCalls | None = None
+        self._plain_calls: _native.CompiledCalls | None = None
         self._host_ranks: Sequence[int] = ()
         if shared_memory:
             topology = rendezvous(PrefixStore("meeting", store), rank, size)

@@ -27,16 +27,18 @@ from shoal.shm_backend.phase_board import CALLS, PhaseBoard
 from shoal.watchdog.progress_writer import own_progress
 
 if TYPE_CHECKING:
-    from shoal.shm_backend._native import CompiledCalls, NativeAllReduce
+    from shoal.shm_backend import _native
 
 
-def plain_calls(queue: CallQueue, native: NativeCalls, board: PhaseBoard) -> CompiledCalls | None:
+def plain_calls(
+    queue: CallQueue, native: NativeCalls, board: PhaseBoard
+) -> _native.CompiledCalls | None:
     """Return the plain calls of a group; None if this torch shows operations in another way."""
     if board.progress is None or not _operations_are_readable():
         return None
-    from shoal.shm_backend._native import CompiledCalls
+    from shoal.shm_backend import _native
 
-    return CompiledCalls(
+    return _native.CompiledCalls(
         LARGE_BYTES,
         CALLS,
         CallSignature("all_reduce", torch.uint8, 0, "sum").encoded - _dtype_bits(torch.uint8),
@@ -66,8 +68,8 @@ def plain_calls(queue: CallQueue, native: NativeCalls, board: PhaseBoard) -> Com
 def _go_on(
     queue: CallQueue,
     native: NativeCalls,
-    plain: CompiledCalls,
-    steps: NativeAllReduce,
+    plain: _native.CompiledCalls,
+    steps: _native.NativeAllReduce,
     tensors: list[Tensor],
     opts: Any,
     *call: int,

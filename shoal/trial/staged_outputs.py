@@ -41,7 +41,7 @@ def record_in_stages(batch: Any, models: Sequence[nn.Module], call: Any) -> Stag
     Returns: None where this rank is not that of the last stage.
     """
     given = {id(tensor) for tensor in tensors_in([batch.args, batch.kwargs])}
-    recording = _OutputsOfStages(
+    recording = _PassThroughStages(
         batch.compute_loss, OutputRecorder(models), given, devices_of(models)
     )
 
@@ -52,8 +52,8 @@ def record_in_stages(batch: Any, models: Sequence[nn.Module], call: Any) -> Stag
     return recording.record(values)
 
 
-class _OutputsOfStages:
-    """One forward pass. A stage that is not the last one leaves the function before its end.
+class _PassThroughStages:
+    """A forward pass. A stage that is not the last one leaves the function before its end.
 
     Args: given: ids of the batch's own tensors, which every rank has.
     """
