@@ -247,7 +247,8 @@ def test_a_pickle_that_would_run_something_is_refused_and_runs_nothing(tmp_path)
     write(tmp_path, contents)
     with pytest.raises(
         DataError,
-        match=r"data_batch_1 is damaged: it asks for pathlib(\._local)?\.Path\.touch|it asks for .*getattr",
+        match=r"data_batch_1 is damaged: it asks for pathlib(\._local)?\.Path\.touch"
+        r"|it asks for .*getattr",
     ):
         cifar10(tmp_path)
     assert not trace.exists()
