@@ -75,14 +75,16 @@ class BatchSizes:
         return self._shared.rows_of(batch, rank, ranks)
 
     def check_shared(self, data: Axis) -> None:
-        """Compare the batches that ranks have given to `share` so far. Collective, and only once.
+        """Compare the batches that ranks have given to `share` so far. Collective if there are any.
+
+        Only the first call compares.
 
         Ranks of the data axis draw numbers of their own in the loop, so a permutation that is
         drawn there differs: rows of one rank may then be rows of another rank's batch too.
 
         Raises: UsageError: on every rank, if the batches differ.
         """
-        if self._is_shared_checked or data.size == 1:
+        if self._is_shared_checked or data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
         # Six bytes, for a float64 holds integers up to 2^53.

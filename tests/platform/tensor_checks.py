@@ -88,6 +88,26 @@ def _gradient_hooks(gradient_hooks: Any) -> bool:
     return empty and silent and len(seen) == 1
 
 
+def _accumulation_hooks(accumulation_hooks: Any) -> bool:
+    leaf, seen = torch.zeros(1, requires_grad=True), []
+    empty = accumulation_hooks(leaf) == {}
+    leaf.register_post_accumulate_grad_hook(seen.append)
+    hooks = dict(accumulation_hooks(leaf))
+    accumulation_hooks(leaf).clear()
+    (2 * leaf).sum().backward()
+    silent = not seen
+    accumulation_hooks(leaf).update(hooks)
+    (2 * leaf).sum().backward()
+    return empty and silent and len(seen) == 1
+
+
+def _with_hook_tables(with_hook_tables: Any) -> bool:
+    plain, early, late = (torch.zeros(1, requires_grad=True) for _ in range(3))
+    early.register_hook(lambda gradient: None)
+    late.register_post_accumulate_grad_hook(lambda parameter: None)
+    return [with_hook_tables([plain, leaf]) for leaf in (plain, early, late)] == [False, True, True]
+
+
 def _disables_modes(disable: Any) -> bool:
     class Counting(_python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -270,6 +290,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.is_view": _is_view,
     "tensor_state.has_hooks": _has_hooks,
     "tensor_state.gradient_hooks": _gradient_hooks,
+    "tensor_state.accumulation_hooks": _accumulation_hooks,
+    "tensor_state.with_hook_tables": _with_hook_tables,
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.schema_of": _schema_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",

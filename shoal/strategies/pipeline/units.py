@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shoal.platform.torch_private import DYNAMO
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
@@ -137,7 +138,7 @@ def uncompiled() -> AbstractContextManager[Any]:
 
     torch would compile the calls of units, and what stands in their place, with the code around.
     """
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled yet
+    if DYNAMO not in sys.modules:  # nothing was compiled yet
         return nullcontext()
     context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return context
