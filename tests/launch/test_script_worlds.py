@@ -66,6 +66,7 @@ dist.init_process_group("gloo")
 ones = torch.ones(1)
 dist.all_reduce(ones)
 print("sum", int(ones))
+dist.destroy_process_group()
 """
 
 
