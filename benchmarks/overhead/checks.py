@@ -8,7 +8,9 @@ rows, of which every gradient is as dear as it gets.
     round 2   all off  all on  no guards  not judged
 
 All candidates live in the same processes and take single steps in turn, so that a disturbance that
-is longer than a round falls on all of them. The first figure is the ratio of the fastest tenths,
+is longer than a round falls on all of them. While one steps, the guards of the others take no part:
+theirs would look for the parameters of the others in its backward pass, which no run alone does.
+The first figure is the ratio of the fastest tenths,
 which tells what the code costs on a machine that others use too; then the median of the rounds'
 ratios, with the spread of the medians of ten parts of the rounds. What is no part of each step is
 timed alone: the comparison of replicas, every `train.check_replicas` steps, and the fingerprint of
@@ -25,6 +27,7 @@ import json
 import random
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -55,26 +58,37 @@ Step = Callable[[], object]
 
 
 def measured(model: str, rounds: int) -> dict[str, Any]:
-    """Return seconds of each step on the slower rank, by candidate. Collective."""
+    """Return seconds of each step on the slower rank, by candidate. Collective.
+
+    Beside them those of the processor in the thread that steps, on this rank: a machine that others
+    use too changes them less. On several ranks they hold the spinning for each other.
+    """
     torch.set_num_threads(1)
     steps = {name: stepping(model, checks) for name, checks in CANDIDATES.items()}
     chance = random.Random(0)
     times_s: dict[str, list[float]] = {name: [] for name in steps}
+    cpu_s: dict[str, list[float]] = {name: [] for name in steps}
     gc.collect()
     gc.freeze()
     gc.disable()
     for number in range(WARM_UP + rounds):
         for name in chance.sample(list(steps), len(steps)):
-            started_s = time.perf_counter()
-            steps[name][0]()
+            with ExitStack() as others:
+                for other in steps.keys() - {name}:
+                    others.enter_context(steps[other][1]._prepared.in_step())
+                started_s, began_s = time.perf_counter(), time.thread_time()
+                steps[name][0]()
+                ended_s, worked_s = time.perf_counter(), time.thread_time() - began_s
             if number >= WARM_UP:
-                times_s[name].append(time.perf_counter() - started_s)
+                times_s[name].append(ended_s - started_s)
+                cpu_s[name].append(worked_s)
     slower = torch.tensor([times_s[name] for name in steps], dtype=torch.float64)
     if dist.get_world_size() > 1:
         dist.all_reduce(slower, dist.ReduceOp.MAX)
     run, data = steps["all checks"][1:]
     return {
         "step_s": dict(zip(steps, slower.tolist(), strict=True)),
+        "cpu_s": cpu_s,
         "check_replicas_s": fastest(run.check_replicas),
         "fingerprint_s": fastest(lambda: fingerprint(data)),
     }
@@ -143,8 +157,12 @@ def share(step_s: dict[str, list[float]], on: str, off: str) -> tuple[float, flo
 
 def share_of_fastest(step_s: dict[str, list[float]], on: str, off: str) -> float:
     """Return the same of the steps that took longer than a tenth of all."""
-    tenths = [sorted(step_s[name])[len(step_s[name]) // 10] for name in (on, off)]
-    return 100 * (tenths[0] / tenths[1] - 1)
+    return 100 * (tenth(step_s[on]) / tenth(step_s[off]) - 1)
+
+
+def tenth(times_s: list[float]) -> float:
+    """Return the time that a tenth of all stay below."""
+    return sorted(times_s)[len(times_s) // 10]
 
 
 def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
@@ -160,6 +178,9 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
         middle, low, high = share(step_s, on, off)
         best = share_of_fastest(step_s, on, off)
         lines.append((name, f"**{best:.2f} %**; {middle:.2f} % ({low:.2f} to {high:.2f})"))
+    cpu_us = {name: 1e6 * tenth(times_s) for name, times_s in found["cpu_s"].items()}
+    more_us = cpu_us["all checks"] - cpu_us["no checks"]
+    lines.append(("all checks of a step, processor time", f"{more_us:.0f} us"))
     every = TrainConfig().check_replicas or 1
     of_a_step = found["check_replicas_s"] / step
     lines.append(

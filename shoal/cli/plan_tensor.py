@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli import argument_types, job_options
+from shoal.errors import ConfigError
 
 HELP = "list which module of a model tensor=T cuts how, and what stays whole"
 EXAMPLES = """\
@@ -19,15 +20,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-t",
         "--tensor",
         type=argument_types.integer(1, 1 << 20),
-        default=2,
         metavar="T",
-        help="ranks in a tensor group (default: 2)",
+        help="ranks in a tensor group (default: those of --strategy, or 2)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. The options of `tensor` are those of the experiment, if it has them."""
     settings, line, _ = job_options.settings(options, 1)
+    from shoal.train import job_precheck
+
+    if problems := job_precheck.problems(settings.job):  # before torch, which takes seconds
+        raise ConfigError(problems)
     from dataclasses import replace
 
     import torch
@@ -38,7 +42,8 @@ def run(options: argparse.Namespace) -> int:
 
     given = [spec.options for spec in line.specs if isinstance(spec.options, TensorOptions)]
     tensor_options = given[0] if given else TensorOptions()
-    strategy = TensorParallel(**vars(replace(tensor_options, degree=options.tensor)))
+    degree = options.tensor or tensor_options.degree
+    strategy = TensorParallel(**vars(replace(tensor_options, degree=degree)))
     model = build(settings.job, torch.device("cpu")).model
     print("\n".join(describe(tensor_plan(model, strategy), strategy.sequence)))
     return 0

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
+import tokenize
 import traceback
+from pathlib import Path
 
 from shoal.cli import argument_types, job_options
+from shoal.config.job import is_path
 from shoal.errors import ConfigError, ShoalError, UsageError, printable
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
@@ -103,6 +107,7 @@ def _script_verdict(options: argparse.Namespace) -> int:
             f"--{others[0]}: no option of `shoal verify` for a script. The script's own words come "
             f"after --: shoal verify {options.source[0]} -- --{others[0]} ..."
         )
+    _check_script(options.source[0])
     strategy = dict(options.settings).get("strategy")
     if options.allreduce is not None:
         from shoal.strategies import add_allreduce_option, parse_line
@@ -131,3 +136,14 @@ def _script_verdict(options: argparse.Namespace) -> int:
         divergence_plot.save(report, options.plot)
         print(options.plot, file=sys.stderr)
     return report.exit_code
+
+
+def _check_script(name: str) -> None:
+    """Raise UsageError, before any process starts, if a script is no Python file."""
+    if not is_path(name) or not Path(name).is_file():
+        raise UsageError(f"verify: there is no script {name}. Give the path of a Python file.")
+    try:
+        with tokenize.open(name) as file:
+            ast.parse(file.read(), name)
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"verify: {name} is no Python file: {error}") from error

@@ -6,7 +6,11 @@
 
 A host is a machine since its last boot, seen from one process namespace: containers that do not see
 each other's processes are several hosts. SHOAL_HOST overrides the host, to try several hosts on one
-machine. Collective."""
+machine. Collective.
+
+Under torchrun, srun and mpirun whoever reaches the port of the store writes into it. So entries are
+read as those of a stranger: what is no entry ends the rank by an error, and what this rank knows
+itself is never read back."""
 
 from __future__ import annotations
 
@@ -20,10 +24,15 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
+from shoal.errors import CollectiveFailed, printable
 from shoal.platform.processes import boot_id
 from shoal.shm_backend import native
 from shoal.shm_backend.phase_board import SIZE_BYTES
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
+
+LONGEST_ENTRY_BYTES = 1 << 16
+LONGEST_PROBLEM = 1000
+LARGEST_PID = 1 << 22  # of Linux
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     description = memory.description if memory is not None else {}
     record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
     entries = _all_gather(store, "here", rank, size, record)  # [1]
-    records = [_RendezvousRecord(*fields) for fields in entries]
+    records = [_checked_record(peer, entry) for peer, entry in enumerate(entries)]
     neighbours = [
         peer
         for peer, entry in enumerate(records)
@@ -76,7 +85,8 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     ]
     attached = _attach_peers(records, neighbours)  # [2]
     problem = problem or _attach_problem(rank, records, neighbours, attached)
-    problems = _all_gather(store, "reached", rank, size, problem)  # [3]
+    answers = _all_gather(store, "reached", rank, size, problem)  # [3]
+    problems = [_checked_problem(peer, answer) for peer, answer in enumerate(answers)]
     if memory is not None:
         memory.close()  # all ranks have attached it by now
     reason = next(filter(None, problems), "")
@@ -91,9 +101,61 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
 
 
 def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Return the JSON value of every rank, in the order of ranks. Collective."""
+    """Return the JSON value of every rank, in the order of ranks. Collective.
+
+    Raises: CollectiveFailed: an entry is no JSON.
+    """
     store.set(f"{key}/{rank}", json.dumps(value))
-    return [json.loads(store.get(f"{key}/{peer}")) for peer in range(size)]
+    return [
+        value if peer == rank else _parsed(peer, store.get(f"{key}/{peer}")) for peer in range(size)
+    ]
+
+
+def _parsed(peer: int, entry: bytes) -> Any:
+    if len(entry) > LONGEST_ENTRY_BYTES:
+        raise _not_by_shoal(peer, f"it has {len(entry)} bytes")
+    try:
+        return json.loads(entry)
+    except (ValueError, RecursionError) as error:
+        raise _not_by_shoal(peer, "it is no JSON") from error
+
+
+def _checked_record(peer: int, entry: Any) -> _RendezvousRecord:
+    """Return the entry of a rank as a record.
+
+    Raises: CollectiveFailed: it is none.
+    """
+    if not isinstance(entry, Sequence) or len(entry) != len(_RendezvousRecord._fields):
+        raise _not_by_shoal(peer, "it is no record")
+    record = _RendezvousRecord(*entry)
+    # Exact kinds, for True is an int.
+    kinds = (type(record.host_id), type(record.pid), type(record.memory), type(record.compiled))
+    if kinds != (str, int, dict, int):
+        raise _not_by_shoal(peer, "it is no record")
+    if not 0 < record.pid <= LARGEST_PID:
+        raise _not_by_shoal(peer, f"it names process {record.pid}")
+    # The kernel vouches for the process whose memory it is; the same process is watched.
+    if record.memory and record.memory.get("pid") != record.pid:
+        raise _not_by_shoal(peer, "it names two processes")
+    return record
+
+
+def _checked_problem(peer: int, answer: Any) -> str:
+    """Return the problem that a rank has told, fit for a log; empty if it has none.
+
+    Raises: CollectiveFailed: it is no text.
+    """
+    if not isinstance(answer, str):
+        raise _not_by_shoal(peer, "it is no text")
+    return printable(answer[:LONGEST_PROBLEM])
+
+
+def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
+    return CollectiveFailed(
+        f"the entry of rank {peer} in the store of the ranks was not written by Shoal: {fact}. "
+        "Either ranks run different versions of Shoal, or a stranger writes into the store; "
+        "docs/security.md tells who can."
+    )
 
 
 def _attach_peers(

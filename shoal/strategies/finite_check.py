@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.platform.tensors import flatten_tensors
+from shoal.platform.torch_private.kernels import flatten_dense_tensors
 
 JOINED_ELEMENTS = 1 << 15
 """Largest tensor that is joined with others. To copy a larger one takes longer than a call."""
@@ -71,7 +71,7 @@ def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
             sums.append(_sum(local))
         else:
             small.setdefault((local.device, local.dtype), []).append(local)
-    sums += [_sum(flatten_tensors(joined)) for joined in small.values()]
+    sums += [_sum(flatten_dense_tensors(joined)) for joined in small.values()]
     if not all(cmath.isfinite(value.item()) for value in sums if value.is_cpu):
         return False
     on_device = [torch.isfinite(value) for value in sums if not value.is_cpu]

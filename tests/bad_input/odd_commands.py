@@ -58,6 +58,8 @@ def make_files(directory: Path) -> None:
         "importsmap.yaml": "imports: {a: b}\n",
         "deepoption.yaml": f"model: {{options: {{a: {'[' * 40}{']' * 40}}}}}\n",
         "script.py": "print(1)\n",
+        "evaluated.yaml": "MODEL:\n  ARCH: resnet18\nTEST:\n  DATASET: nowhere\n",
+        "broken.pth.tar": "PK\x03\x04 no archive",
         "broken.py": "models = {\n",
         "nothing.py": "x = 1\n",
         "cfg.yaml": "MODEL: {ARCH: resnet18}\n",
@@ -107,6 +109,8 @@ def commands() -> Iterator[Command]:
     yield from _of_flags()
     yield from _of_runs()
     yield from _of_tools()
+    yield from _of_hosts_and_clusters()
+    yield from _of_evaluations()
 
 
 def _of_files() -> Iterator[Command]:
@@ -336,6 +340,50 @@ def _of_tools() -> Iterator[Command]:
     yield "doctor", "now"
     yield "config", "nonsense"
     yield "config", "digits", "all"
+
+
+def _of_hosts_and_clusters() -> Iterator[Command]:
+    for hosts in (
+        "",
+        ",",
+        "a:0",
+        "a:-1",
+        "a:x",
+        "a:1,a:1",
+        f"a:{HUGE}",
+        "-oProxyCommand=touch x:1",
+    ):
+        yield "train", "digits", "--hosts", hosts
+    yield "train", "digits", "--hosts", "a:2,b:2", "-n", "3"
+    for limit in ("nan", "-1", "1e400", "x", ""):
+        yield "train", "digits", "--hang-limit", limit
+    for variable in ("=3", "A B=3", "RANK=3", "A=\x01"):
+        yield "train", "digits", "--env", variable
+    yield "train", "digits", "--slurm", "x"
+    yield "train", "digits", "--slurm", "--kubernetes"
+    yield "launch", "--hosts", "a:1", "missing.py"
+    yield "launch", "--hang-limit", "nan", "script.py"
+    yield "launch", "-n", "2", "/dev/zero"
+    yield "launch", "-n", "2", "a\nb.py"
+    yield "agent", "x"
+
+
+def _of_evaluations() -> Iterator[Command]:
+    eval_cfg = ("eval", "--cfg", "evaluated.yaml")
+    yield eval_cfg
+    yield *eval_cfg, "MODEL.WEIGHTS"
+    for weights in ("missing", "directory", "broken.pth.tar", "pipe.yaml", LONG):
+        yield *eval_cfg, "MODEL.WEIGHTS", weights
+    for key, value in (("TEST.BATCH_SIZE", "-3"), ("NOPE.X", "3"), ("TEST.IM_SIZE", "x")):
+        yield *eval_cfg, "MODEL.WEIGHTS", "broken.pth.tar", key, value
+    for cfg in ("pipe", "deep", "list", "missing"):
+        yield "eval", "--cfg", f"{cfg}.yaml", "MODEL.WEIGHTS", "broken.pth.tar"
+    yield "verify", "broken.py"
+    yield "verify", f"{LONG}.py"
+    for file in ("missing.py", "broken.py"):
+        yield "plan-tensor", "stdlib_gpt", "--import", file
+    yield "plan-tensor", "stdlib_gpt", "--model.weights", "missing"
+    yield "plan-tensor", "stdlib_gpt", "--model.name", "nope"
 
 
 def name_of(command: Command) -> str:

@@ -10,11 +10,19 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from strangers import PYTHON, STRANGER, as_stranger, needs_python, needs_root
+from strangers import (
+    PYTHON,
+    STRANGER,
+    as_stranger,
+    needs_python,
+    needs_root,
+    python_of_stranger,
+)
 
 from shoal.launch.private_store import VARIABLE
 from shoal.shm_backend.segment import NAME, TOKEN_BYTES, SharedSegment, attach
 from shoal.testing import world
+from shoal.watchdog.progress_memory import ProgressMemory
 
 OWNS_MEMORY = """
 import os, sys
@@ -32,6 +40,7 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
+READS = OPENS.replace("r+b", "rb")
 TOKEN = "a" * TOKEN_BYTES
 SIZE = 1 << 16
 
@@ -116,3 +125,18 @@ def test_ranks_of_one_machine_meet_in_memory_that_no_other_user_can_open() -> No
     assert (port, total, other) == ("none", 2.0, 2.0)
     if os.geteuid() == 0 and PYTHON is not None:
         assert opened == "PermissionError"
+
+
+@needs_root
+@needs_python
+def test_progress_and_stacks_of_ranks_can_be_opened_by_no_other_user() -> None:
+    memory = ProgressMemory(ranks=1)
+    try:
+        for path in (memory.path, memory.stacks_path):
+            assert path is not None
+            with open(path, "r+b"):  # this user can
+                pass
+            assert python_of_stranger(OPENS, path).stdout.strip() == "PermissionError"
+            assert python_of_stranger(READS, path).stdout.strip() == "PermissionError"
+    finally:
+        memory.close()

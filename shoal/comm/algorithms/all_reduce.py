@@ -13,7 +13,7 @@ from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.deterministic import rank_order_mean
-from shoal.errors import CollectiveFailed, PeerLost
+from shoal.errors import CollectiveFailed, PeerLost, printable
 from shoal.platform.torch_private.c10d import default_store
 
 PAIRWISE = {
@@ -22,6 +22,7 @@ PAIRWISE = {
     "halving-doubling": halving_doubling.all_reduce,
 }
 """Algorithms whose only arguments are a tensor and a `PairwiseLink`."""
+LONGEST_ERROR = 4000
 
 
 class NamedAllReduce:
@@ -127,7 +128,13 @@ class NamedAllReduce:
         assert self._group is not None
         with suppress(RuntimeError):  # the store may have died with its rank
             store, key = default_store(), f"shoal/lost/{self._group.group_name}"
-            first = store.compare_set(key, "", f"{type(local).__name__} {local}").decode()
-            kind, _, text = first.partition(" ")
-            return (PeerLost if kind == "PeerLost" else CollectiveFailed)(text)
+            first = store.compare_set(key, "", f"{type(local).__name__} {local}")
+            return _error_of_entry(first)
         return local
+
+
+def _error_of_entry(entry: bytes) -> CollectiveFailed:
+    """Return the error that a store holds: text only, for a stranger may have written it."""
+    text = printable(entry[:LONGEST_ERROR].decode(errors="replace"))
+    kind, _, message = text.partition(" ")
+    return (PeerLost if kind == "PeerLost" else CollectiveFailed)(message)

@@ -13,6 +13,10 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
+# Why: one call that makes many small tensors one, where `flatten` takes a call each; the check of
+# each step does it. Without: 25 us more for 64 tensors. Checked: 2.13.
+flatten_dense_tensors = torch._C._nn.flatten_dense_tensors
+
 # Why: averages of weights call them with tensors of two kinds, and torch's error is to be put in
 # our words. Without: torch's words. Checked: 2.11, 2.13, 2.15.
 FUNCTIONS_OF_LISTS = ("_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_")
