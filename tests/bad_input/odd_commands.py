@@ -62,6 +62,7 @@ def make_files(directory: Path) -> None:
         "broken.pth.tar": "PK\x03\x04 no archive",
         "broken.py": "models = {\n",
         "nothing.py": "x = 1\n",
+        "needs.py": "import a_package_that_is_absent\nmodels = {}\n",
         "cfg.yaml": "MODEL: {ARCH: resnet18}\n",
         "cfgodd.yaml": "MODEL: {ARCHITECTURE: resnet18}\n",
         "file": "text\n",
@@ -380,7 +381,7 @@ def _of_evaluations() -> Iterator[Command]:
         yield "eval", "--cfg", f"{cfg}.yaml", "MODEL.WEIGHTS", "broken.pth.tar"
     yield "verify", "broken.py"
     yield "verify", f"{LONG}.py"
-    for file in ("missing.py", "broken.py"):
+    for file in ("missing.py", "broken.py", "needs.py"):
         yield "plan-tensor", "stdlib_gpt", "--import", file
     yield "plan-tensor", "stdlib_gpt", "--model.weights", "missing"
     yield "plan-tensor", "stdlib_gpt", "--model.name", "nope"
