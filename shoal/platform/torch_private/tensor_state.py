@@ -73,7 +73,7 @@ def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
     """Return the table of the hooks that are called once a gradient was added to `.grad`.
 
     Why: as `gradient_hooks`. Without: hooks of a script would see the gradient of one micro-batch.
-    Checked: 2.13.
+    Checked: 2.11, 2.13, 2.15.
     """
     hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
@@ -83,7 +83,7 @@ def with_hook_tables(leaves: list[Any]) -> bool:
     """Return whether any leaf has or had hooks.
 
     Why: as `gradient_hooks`; a step asks, so in one go. Without: each step would look into the
-    tables of all parameters. Checked: 2.13.
+    tables of all parameters. Checked: 2.11, 2.13, 2.15.
     """
     return any(x._backward_hooks or x._post_accumulate_grad_hooks for x in leaves)
 
