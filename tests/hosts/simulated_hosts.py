@@ -1,7 +1,6 @@
 """A driver and agents in simulated time: messages that come late, processes that stop or die.
 
-Only the sessions are real. The bodies around them are the simplest that use them as the real ones
-do: an agent reads, then looks at its clock. Everything follows from one seed.
+Only the sessions are real: a simulated agent reads, then looks at its clock. One seed decides all.
 """
 
 from __future__ import annotations
@@ -217,10 +216,12 @@ class Simulation:
         return self.random.uniform(0, 0.95 * TIMES.kill_s)
 
     def kill_ranks(self, agent: Agent) -> None:
+        epoch = agent.session.epoch  # its ranks may end by themselves before they are killed
+
         def killed() -> None:
             if self.now_s < agent.stopped_until_s:
                 self.at(agent.stopped_until_s, killed)
-            elif agent.is_alive and agent.session.is_running:
+            elif agent.is_alive and agent.session.is_running and agent.session.epoch == epoch:
                 agent.epoch = 0
                 agent.session.stopped()
                 self.agent_sends(agent)
