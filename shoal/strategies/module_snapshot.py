@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.norm import to_local
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.tensor_state import version
@@ -113,12 +114,16 @@ class _ModuleSnapshot:
         ]
 
     def _changed_tensors(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the tensors that have changed, and their values before."""
+        """Return the tensors that have changed, and their values before.
+
+        Of a DTensor the local shards are compared: torch.equal of DTensors is a collective of the
+        whole world, and other stages of a pipeline have other tensors.
+        """
         return [
             (tensor, values)
             for tensor, values, version_before in self.tensors
             if (
-                not torch.equal(tensor, values)
+                not torch.equal(to_local(tensor), to_local(values))
                 if self.by_value and not tensor.is_meta
                 else version(tensor) != version_before
             )
