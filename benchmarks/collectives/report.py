@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-OURS, YARDSTICK, ALONE = "shoal", "Gloo", "DDP alone"
+OURS, YARDSTICK, ALONE, NONE = "shoal", "Gloo", "DDP alone", "none"
 CALL_PARTS = HERE / "call_parts.json"
 GOALS = {1 << 16: 30.0, 1 << 22: 8.0, 1 << 26: 2.5}
 
@@ -19,6 +19,7 @@ def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     parts = [_part(int(ranks), part) for ranks, part in result["ranks"].items()]
     parts += [_steps(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
+    parts += [_above_none(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
     parts += _call_parts()
     text = "\n\n".join([*parts, told(result["circumstances"])])
     fill(HERE / "README.md", text)
@@ -73,7 +74,7 @@ def _part(ranks: int, part: dict[str, Any]) -> str:
 
 def _steps(ranks: int, networks: dict[str, Any]) -> str:
     measured = next(iter(networks.values()))
-    names = [name for name in (OURS, ALONE, "none") if name in measured]
+    names = [name for name in (OURS, ALONE, NONE) if name in measured]
     kinds = {"clock": "", "computing": ", computing"}
     head = [f"{ranks} ranks: step of DDP / over Gloo"]
     head += [f"{name}{told_as}" for told_as in kinds.values() for name in names]
@@ -85,6 +86,20 @@ def _steps(ranks: int, networks: dict[str, Any]) -> str:
             for name in names
         ]
         rows.append([f"{network} (Gloo: {_time(median(found[YARDSTICK]['clock']))})", *cells])
+    return table(head, rows)
+
+
+def _above_none(ranks: int, networks: dict[str, Any]) -> str:
+    """The table of what a step takes of the same step without exchange, and what of it is torch's:
+    `shoal over DDP alone` is all that a backend could still save."""
+    head = [f"{ranks} ranks: step of DDP / without exchange", OURS, ALONE, f"{OURS} / {ALONE}"]
+    pairs = [(OURS, NONE), (ALONE, NONE), (OURS, ALONE)]
+    rows = []
+    for network, found in networks.items():
+        if ALONE not in found:
+            return ""
+        ratios = [median(_each(found[a]["clock"], found[b]["clock"])) for a, b in pairs]
+        rows.append([network, *(f"{ratio:.2f}" for ratio in ratios)])
     return table(head, rows)
 
 

@@ -2,7 +2,7 @@
 turns. Writes backends.json. Run it by `make bench-overhead`.
 
       world over Gloo     by hand over Gloo │ Shoal over Gloo
-      world over shoal    by hand over Gloo │ Shoal over shoal │ by hand over shoal
+      world over shoal    by hand over Gloo │ Shoal over shoal │ by hand over shoal │ no exchange
 
 Ratios are formed within a round. A process has one world, so these are two runs; each has the
 hand-written step over Gloo among its candidates."""
@@ -55,6 +55,8 @@ def main() -> None:
             f"by hand over {name}": by_hand(group)
             for name, group in zip(BACKENDS, made, strict=False)
         }
+        if options.backend == "shoal" and task.startswith("ddp"):
+            hands["no exchange"] = by_hand(None)  # what no backend can save
         epochs: Mapping[str, Any] = {f"Shoal over {options.backend}": shoals(), **hands}
         found[task] = in_turns(epochs, count, options.rounds)
     if dist.get_rank() == 0:

@@ -84,8 +84,8 @@ def over_backends(measured: dict[str, Any]) -> str:
     for task in next(iter(measured.values()))["step_s"]:
         cells = []
         for run, name in columns:
-            steps = measured[run]["step_s"].get(task)
-            cells.append("" if steps is None else _ratio(steps[name], steps[BY_HAND]))
+            steps = measured[run]["step_s"].get(task, {})
+            cells.append(_ratio(steps[name], steps[BY_HAND]) if name in steps else "")
         rows.append([task, *cells])
     facts = "\n\n".join(
         f"World over {run}: {told(found['circumstances'])}" for run, found in measured.items()
