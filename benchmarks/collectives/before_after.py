@@ -70,7 +70,8 @@ def _start(checkout: Path, here: Path, ranks: int) -> dict[str, float]:
             subprocess.Popen(command, env=variables | {"RANK": str(rank)}, cwd=folder)
             for rank in range(ranks)
         ]
-        if any([process.wait() for process in processes]):
+        codes = [process.wait() for process in processes]
+        if any(codes):
             raise SystemExit(f"a rank of {checkout} failed")
         times_s: dict[str, float] = json.loads(result.read_text())
         return times_s
