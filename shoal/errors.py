@@ -135,8 +135,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
 
 
-BAD_INPUT = (ConfigError, EnvironmentConflict, UsageError)
-"""Errors in what was given; a command that ends with one has exit status 2."""
+BAD_INPUT = (ConfigError, EnvironmentConflict, StrategyRefused, UsageError)
+"""Errors in what was given; a command that ends with one, or whose rank does, has exit status 2."""
 LONGEST_WORD = 200
 
 

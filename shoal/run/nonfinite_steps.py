@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
 from shoal.strategies import base
-from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
+from shoal.strategies.finite_check import nonfinite_names, seem_finite
 
 Nonfinite = Literal["skip", "stop", "ignore"]
 """Reaction to a step that is not finite: leave it out, end the run, or take it."""
@@ -126,7 +126,7 @@ class NonfiniteSteps:
             return
         self.steps += 1
         # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
-        skip_earlier = self._skip_next and not sums_are_finite(earlier)
+        skip_earlier = self._skip_next and not seem_finite(earlier)
         if numbers is None:  # on a GPU this waits for the step
             numbers = totals.tolist()
         loss_is_finite = math.isfinite(numbers[base.LOSS_SUM]) and math.isfinite(
@@ -150,7 +150,7 @@ class NonfiniteSteps:
         if not self.enabled or self._local_model is None:  # no step was taken yet
             return
         weights = {name: p.detach() for name, p in self._model.trainable_params.items()}
-        names = [] if sums_are_finite(weights.values()) else nonfinite_names(weights)
+        names = [] if seem_finite(weights.values()) else nonfinite_names(weights)
         flag = torch.tensor([bool(names)], dtype=torch.float32, device=self._mesh.device)
         if not self._mesh.all_reduce_max(flag).item():
             return
@@ -171,7 +171,7 @@ class NonfiniteSteps:
         check = self._model.finite_check
         finite = loss_is_finite and not was_sent and not check.found
         if finite and check.enabled and not check.has_looked:
-            finite = sums_are_finite(self._reduced_values())
+            finite = seem_finite(self._reduced_values())
         if self._ranks_agree():
             return finite
         flag = torch.tensor([not finite], dtype=torch.float32, device=self._mesh.device)
@@ -190,7 +190,8 @@ class NonfiniteSteps:
         parameters = self._model.trainable_params.values()
         if self._in_backward:
             return [parameter.detach() for parameter in parameters]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+        # To ask for a gradient takes as long as to look at a small one: once is enough.
+        return [gradient for p in parameters if (gradient := p.grad) is not None]
 
     def _problems(self, loss_is_finite: bool) -> list[str]:
         """Return a phrase for each rank on which something is not finite. Collective.

@@ -1,8 +1,9 @@
 """Looks for NaN and infinities in what one rank has computed, in a few microseconds.
 
-A sum is not finite if a term is not, so one sum takes the place of a test of each value. Small
-tensors are joined first. A sum of finite values may overflow too: `is_exact` decides then, and as
-that is rare it may take its time.
+Compiled code looks at each value that lies in the CPU's memory. For other tensors, and without
+a compiler, a sum takes the place of that: it is not finite if a term is not. Small tensors are
+joined first. A sum of finite values may overflow too: `nonfinite_names` decides then, and as that
+is rare it may take its time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
+from shoal.platform.finite_values import first_look
 from shoal.platform.torch_private.kernels import flatten_dense_tensors
 
 JOINED_ELEMENTS = 1 << 15
@@ -51,17 +53,23 @@ class FiniteCheck:
 
     def look(self, tensors: Iterable[Tensor]) -> bool:
         """Look at gradients of this rank. Return True if one is not finite, or their sum."""
-        if not sums_are_finite(tensors):
+        if not seem_finite(tensors):
             self.found = True
         return self.found
 
 
-def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return False if a value is not finite, or if values are so large that their sum is not.
+def seem_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return False if a value is not finite, or perhaps if only a sum of values is not.
 
     A DTensor counts with its shard on this rank. With offload some tensors lie on the CPU and some
     on a device. Waits for the device, once.
     """
+    finite, others = first_look(list(tensors))
+    return finite and (not others or sums_are_finite(others))
+
+
+def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return False if the sum of the values is not finite; `seem_finite` says of which tensors."""
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shoal.config.job import Job, is_path
 from shoal.errors import did_you_mean
+from shoal.train import library_models
 
 SOURCES = ("digits", "cifar10", "cifar100", "imagefolder", "stdlib", "dummy")
 OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt")
@@ -109,8 +110,14 @@ def _optimizer(job: Job) -> Iterator[str]:
 
 
 def _model(job: Job) -> Iterator[str]:
-    """Refuse a name that cannot be any library's. Ranks know the names of timm, which are many."""
+    """Refuse a name that no file of a library has. Ranks know which of them are models."""
     name = job.model.name
+    if name in OUR_MODELS:
+        return
+    known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
     if re.fullmatch(r"(timm:)?[A-Za-z_][\w.\-]{0,99}", name, re.ASCII) is None:
-        known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
+        yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"
+    elif not library_models.is_mentioned(name.removeprefix("timm:")):
+        near = library_models.names_like(name.removeprefix("timm:"))
+        known = [*OUR_MODELS, *near] if near else known
         yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"

@@ -384,7 +384,9 @@ def _of_evaluations() -> Iterator[Command]:
     for file in ("missing.py", "broken.py", "needs.py"):
         yield "plan-tensor", "stdlib_gpt", "--import", file
     yield "plan-tensor", "stdlib_gpt", "--model.weights", "missing"
-    yield "plan-tensor", "stdlib_gpt", "--model.name", "nope"
+    for name in ("nope", "resnet19", "timm:nope", "timm:resnet19x", "__init__"):
+        yield "plan-tensor", "stdlib_gpt", "--model.name", name
+        yield "train", "digits", "-n", "2", "--model.name", name
 
 
 def name_of(command: Command) -> str:

@@ -56,6 +56,17 @@ def test_what_so_many_ranks_cannot_do_is_said_without_torch_or_a_directory(
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unknown_model_is_refused_before_torch_is_imported() -> None:
+    program = (
+        "import sys\nfrom shoal import cli\n"
+        "try: cli.main(['plan-tensor', 'stdlib_gpt', '--model.name', 'nope'])\n"
+        "finally: assert 'torch' not in sys.modules\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "there is no model 'nope'; known: botnet50" in ended.stderr
+
+
 def test_all_bad_settings_are_named_at_once_with_file_line_and_guess(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -176,10 +187,40 @@ def test_a_directory_that_cannot_be_made_is_said_at_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     status, _, err = shoal(
-        capsys, "train", "digits", "--model.name", "strange", "--out", tmp_path / "file" / "run"
+        capsys, "train", "digits", "--model.name", "resnet18", "--out", tmp_path / "file" / "run"
     )
     assert status == 2
     assert (
         f"{tmp_path / 'file/run'} cannot be written: {tmp_path / 'file'} is no directory. Choose "
         "another --out" in err
     )
+
+
+NOT_DIVISIBLE = """\
+import torch
+from torch import nn
+class Bare(nn.Module):
+    def __init__(self, num_classes, input_shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(num_classes, 64))
+    def forward(self, x):
+        return x.flatten(1) @ self.weight.t()
+models = {"bare": Bare}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [("tensor=2", "nothing of this model can be cut"), ("pipeline=2", "places between blocks")],
+)
+def test_a_model_that_a_strategy_refuses_on_the_ranks_ends_with_status_2(
+    tmp_path: Path, strategy: str, message: str
+) -> None:
+    (tmp_path / "bare.py").write_text(NOT_DIVISIBLE)
+    words = ("train", "digits", "-n", "2", "--strategy", strategy, "--import", "bare.py")
+    command = [sys.executable, "-m", "shoal", *words, "--model.name", "bare", "--out", "run"]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count(message) == 1
+    assert "Traceback" not in ended.stderr

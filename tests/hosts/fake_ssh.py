@@ -1,8 +1,9 @@
 """A stand-in for the ssh client: it runs the remote command here, as sshd would, in a new session.
 
 `SHOAL_SSH="python fake_ssh.py"` makes one machine look like several hosts. The name of a host says
-how it behaves: `noisy...` prints before the command, `unknown...` has a changed host key. A host is
-down while there is a file of its name in the directory FAKE_SSH_DOWN.
+how it behaves: `noisy...` prints before the command, `unknown...` has a changed host key, and
+`nowhere...` has no address. A host is down while there is a file of its name in the directory
+FAKE_SSH_DOWN.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ def main() -> None:
     host, command = words[end + 1 :]
     if host.startswith("unknown"):
         print("Host key verification failed.", file=sys.stderr)
+        raise SystemExit(255)
+    if host.startswith("nowhere"):
+        print(f"ssh: Could not resolve hostname {host}: Name not known", file=sys.stderr)
         raise SystemExit(255)
     if host.startswith("noisy"):
         print("Welcome to this host!\nSHOAL of fish", flush=True)

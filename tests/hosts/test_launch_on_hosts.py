@@ -90,6 +90,20 @@ def test_all_problems_of_all_hosts_are_told_before_any_rank_starts(folder: Path)
         )
 
 
+def test_a_name_that_is_no_host_is_bad_input(folder: Path) -> None:
+    words = ["launch", "--hosts", "unknown-a,nowhere-b", "train.py"]
+    with hosts_command(folder, *words) as command:
+        assert command.end() == (
+            2,
+            "",
+            "shoal: The run cannot start on these hosts:\n"
+            "  host unknown-a: ssh says: Host key verification failed. "
+            "Log in once by hand: ssh unknown-a\n"
+            "  host nowhere-b: ssh says: ssh: Could not resolve hostname nowhere-b: Name not "
+            "known. Is the name right? An alias belongs into ~/.ssh/config\n",
+        )
+
+
 @pytest.mark.slow
 def test_the_first_failure_is_told_with_host_rank_code_and_last_lines(folder: Path) -> None:
     with hosts_command(folder, "launch", "--hosts", "a,b", "train.py", "--fail") as command:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import distributed as dist
 
-from shoal.errors import DataError
+from shoal.errors import DataError, StrategyRefused
 from shoal.launch import environment
 from shoal.launch.rank import EXIT_RESTART
 
@@ -75,6 +75,12 @@ def dies_in_rank_one(folder: str) -> None:
 def lacks_data(folder: str) -> None:
     if rank() == 1:
         raise DataError("data/x is not there; put it there")
+    time.sleep(1000)
+
+
+def refuses_the_model(folder: str) -> None:
+    if rank() == 1:
+        raise StrategyRefused("tensor: nothing of the model can be divided. Use ddp.")
     time.sleep(1000)
 
 

@@ -89,6 +89,12 @@ def test_an_error_with_a_cure_has_no_traceback(tmp_path, capfd):
     assert capfd.readouterr().err == "rank 1 of 2: data/x is not there; put it there\n"
 
 
+def test_a_model_that_a_strategy_refuses_is_bad_input(tmp_path, capfd):
+    assert local.run(launch_targets.refuses_the_model, (str(tmp_path),), 2) == 2
+    told = "rank 1 of 2: tensor: nothing of the model can be divided. Use ddp.\n"
+    assert capfd.readouterr().err == told
+
+
 @pytest.mark.parametrize(
     ("codes", "code"),
     [([0, 0], 0), ([0, 3], 3), ([75, 75], 75), ([75, 0], 75), ([75, 4], 4), ([-1, 0], 255)],

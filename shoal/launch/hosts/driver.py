@@ -32,7 +32,7 @@ def run_on_hosts(options: HostsOptions, work: RemoteWork, grace_s: float = 60.0)
 
     Raises:
         LaunchError: the hosts cannot be used; the message has all their problems.
-        UsageError: an option or the ssh client cannot be used.
+        UsageError: an option, the ssh client or the name of a host cannot be used.
     """
     try:
         with (

@@ -9,7 +9,7 @@ from contextlib import suppress
 from socket import socket
 from typing import Any
 
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UsageError
 from shoal.launch.hosts.host_checks import (
     ANSWER_S,
     Meeting,
@@ -22,6 +22,7 @@ from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.launch.hosts.ssh_command import is_unknown_name
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 PREPARE_S = 300.0
@@ -57,12 +58,15 @@ class HostsJob:
 
         Raises:
             LaunchError: the message has all problems of all hosts.
-            UsageError: the run directory is not shared, and must be.
+            UsageError: the same where a name stands for no host; the run directory is not shared,
+                and must be.
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
         if problems := host_problems(self.connections, self.work.request, failed):
-            raise LaunchError("\n  ".join(["The run cannot start on these hosts:", *problems]))
+            # A name that stands for no host is a wrong word in the command; a host may come back.
+            kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
+            raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
         for note in host_notes(self.connections):
             _print_note(note)
         directory, reason = self.work.request.run_directory, self.work.shared_disk_reason

@@ -29,8 +29,9 @@ THROTTLED = (
 QUOTED_LINES = 3
 SILENT = "ssh lost the connection without a word, or the login shell was killed"
 BY_HAND = "Log in once by hand"
+UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a name
 CURES = (
-    ("could not resolve", "Is the name right? An alias belongs into ~/.ssh/config"),
+    (UNRESOLVED, "Is the name right? An alias belongs into ~/.ssh/config"),
     ("connection refused", "Is an ssh server running there, at that port?"),
     ("timed out", "Is the host up, and does a firewall let ssh through?"),
     ("no route to host", "Is the host up, and is this machine in its network?"),
@@ -122,6 +123,11 @@ def is_throttled(stderr_lines: Sequence[str]) -> bool:
     """
     text = "\n".join(stderr_lines).lower()
     return any(reason in text for reason in THROTTLED)
+
+
+def is_unknown_name(problem: str) -> bool:
+    """Return True for a problem of `describe_ssh_failure` with a name that has no address."""
+    return UNRESOLVED in problem.lower()
 
 
 def describe_ssh_failure(

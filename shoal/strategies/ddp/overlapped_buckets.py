@@ -36,7 +36,7 @@ from shoal.strategies.base import (
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_bucket import BucketWorker, GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
-from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
+from shoal.strategies.finite_check import nonfinite_names, seem_finite
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 
 
@@ -140,7 +140,7 @@ class OverlappedBuckets(GradientLayout):
             member.name: parameter.grad
             for member, parameter in zip(bucket.members, bucket.parameters, strict=True)
         }
-        if not sums_are_finite([g for g in gradients.values() if g is not None]):
+        if not seem_finite([g for g in gradients.values() if g is not None]):
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
             check.names += names

@@ -26,7 +26,7 @@ from shoal.comm.compression import Compression
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import dense
-from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, sums_are_finite
+from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, seem_finite
 from shoal.strategies.grad_checks import accumulated_twice_error
 
 
@@ -149,7 +149,7 @@ class GradientPusher:
             for segment in self.client.parts[number].segments
             if segment.start == 0
         }
-        if not sums_are_finite([g for g in gradients.values() if g is not None]):
+        if not seem_finite([g for g in gradients.values() if g is not None]):
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
             check.names += names

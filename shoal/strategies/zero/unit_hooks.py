@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
 from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
-from shoal.strategies.finite_check import nonfinite_names, sums_are_finite
+from shoal.strategies.finite_check import nonfinite_names, seem_finite
 from shoal.strategies.zero.unit_order import END_OF_STEP
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class UnitHooks:
             return
         check.has_looked = True
         gradients = {name: getattr(owner, key).grad for name, owner, key in self.owners}
-        if not sums_are_finite(gradients.values()):
+        if not seem_finite(gradients.values()):
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
             check.names += names

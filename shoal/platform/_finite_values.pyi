@@ -1,0 +1,16 @@
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+VERSION: int
+
+def are_finite(
+    tensors: list[Tensor],
+    others: list[Tensor],
+    tensor_type: type,
+    strided: Any,
+    kinds: Mapping[Any, int],
+    max_bytes: int,
+    /,
+) -> bool: ...

@@ -1,0 +1,47 @@
+"""Looks for NaN and infinities at the speed of memory (finite_values.c), with a compiler."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shoal.platform import _finite_values as compiled
+else:
+    try:
+        from shoal.platform import _finite_values as compiled
+    except ImportError:  # there was no compiler when Shoal was installed
+        compiled = None
+
+VERSION = 1
+"""Version of the compiled module's arguments: raise it here and in finite_values.c."""
+KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
+"""Numbers of finite_values.c for the dtypes that it looks at."""
+ONE_THREAD_BYTES = 4 << 20
+"""Largest tensor that is not left to torch's threads, where there are several."""
+ANY_BYTES = 1 << 62
+
+
+def has_compiled_look() -> bool:
+    """Return True if the compiled module is there. SHOAL_COMPILED=0 disables it."""
+    is_usable = compiled is not None and compiled.VERSION == VERSION
+    return is_usable and os.environ.get("SHOAL_COMPILED") != "0"
+
+
+_is_usable = has_compiled_look()
+
+
+def first_look(tensors: list[Tensor]) -> tuple[bool, list[Tensor]]:
+    """Look at all values that lie dense in the CPU's memory, once.
+
+    Returns: False if one is not finite, and the tensors that were not looked at.
+    """
+    if not _is_usable:
+        return True, tensors
+    others: list[Tensor] = []
+    max_bytes = ANY_BYTES if torch.get_num_threads() == 1 else ONE_THREAD_BYTES
+    finite = compiled.are_finite(tensors, others, Tensor, torch.strided, KINDS, max_bytes)
+    return finite, others
