@@ -11,8 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.norm import to_local
+from shoal.errors import CollectiveFailed
 from shoal.shm_backend.group import ShoalGroup
 from shoal.shm_backend.registration import GLOO_BACKEND_NAME
+
+MOST_MESSAGE_BYTES = 1 << 30
+"""The longest message of `all_gather_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +139,15 @@ def all_gather_bytes(
         size: number of ranks of the group.
         device: one that the group's backend can send from.
         group: None for the default group.
+
+    Raises:
+        CollectiveFailed: a rank tells a length below 0, or above MOST_MESSAGE_BYTES: its numbers
+            came from elsewhere, or were altered on the way.
     """
     lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
     dist.all_gather(lengths, torch.tensor([len(message)], device=device), group=group)
-    longest = max(int(length) for length in lengths)
+    check_lengths(told := [int(length) for length in lengths])
+    longest = max(told)
     if longest == 0:
         return [b""] * size
     padded = torch.frombuffer(bytearray(message.ljust(longest, b"\0")), dtype=torch.uint8)
@@ -148,6 +157,20 @@ def all_gather_bytes(
         row[: int(length)].cpu().numpy().tobytes()
         for row, length in zip(rows, lengths, strict=True)
     ]
+
+
+def check_lengths(told: Sequence[int]) -> None:
+    """Raise CollectiveFailed for a length, told by a rank, that no message has.
+
+    Memory of that size would be taken, and whoever reaches a port of Gloo can send numbers.
+    """
+    for rank, length in enumerate(told):
+        if not 0 <= length <= MOST_MESSAGE_BYTES:
+            raise CollectiveFailed(
+                f"rank {rank} of a group tells of a message of {length:,} bytes, and the longest has "
+                f"{MOST_MESSAGE_BYTES:,}. The ranks do not make the same calls, or somebody else "
+                "sends to the port of a rank."
+            )
 
 
 def new_group(all_groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.comm.axis import check_lengths
 from shoal.comm.mesh import Mesh
 from shoal.platform.files import atomic_write
 from shoal.train.checkpoint.host_disks import HostDisks
@@ -78,6 +79,7 @@ class MetricsCopies:
         length = torch.tensor([len(contents)], device=self._mesh.device)
         dist.broadcast(length, source)
         size_bytes = int(length)
+        check_lengths([size_bytes])
         if size_bytes == 0:
             return b""
         data = torch.empty(size_bytes, dtype=torch.uint8, device=self._mesh.device)

@@ -2,10 +2,12 @@
 
 import contextlib
 import ipaddress
+import os
 import socket
 import threading
 
 import pytest
+from hosts_command import until
 
 from shoal.errors import UsageError
 from shoal.launch.hosts import reach
@@ -139,6 +141,35 @@ def test_a_stranger_is_not_answered_and_not_connected_to(monkeypatch):
         with pytest.raises(BlockingIOError):
             victim.accept()
         assert try_reach(listener.ports, NONCE)[0].problem == ""
+
+
+def test_many_strangers_take_neither_the_descriptors_nor_the_answer(monkeypatch):
+    monkeypatch.setattr(reach, "AT_ONCE", 4)
+    with ReachListener(["127.0.0.1"], NONCE) as listener, contextlib.ExitStack() as strangers:
+        port = listener.ports["127.0.0.1"]
+        for _ in range(40):
+            strangers.enter_context(socket.create_connection(("127.0.0.1", port)))
+        until(lambda: accepted_at(port) >= 4)
+        assert accepted_at(port) == 4
+        strangers.close()
+        assert try_reach(listener.ports, NONCE)[0].problem == ""
+
+
+def accepted_at(port: int) -> int:
+    """Return how many connections of this process were accepted at a port: it is their own side."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            found += one.family == socket.AF_INET and one.getsockname()[1] == port
+    return found - 1  # the listener itself
+
+
+def test_a_connection_back_is_found_behind_those_of_strangers():
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as others:
+        for said in (b"wrong\n", b"x" * 2000, NONCE.encode() + b"\n"):
+            one = others.enter_context(socket.create_connection(listener.getsockname()))
+            one.sendall(said)
+        assert reach._came_back(listener, NONCE) == ""
 
 
 def test_another_program_at_the_address_is_told(monkeypatch):

@@ -1,11 +1,13 @@
 """The file by which hosts find out whether they see one file system."""
 
 import os
+import stat
 import threading
 from pathlib import Path
 
 import pytest
 
+from shoal.launch.hosts import shared_directory
 from shoal.launch.hosts.shared_directory import (
     existing_directory,
     remove_probe,
@@ -29,16 +31,26 @@ def test_a_host_that_sees_the_file_shares_the_directory(tmp_path: Path):
 
 
 def test_a_file_that_comes_late_is_seen(tmp_path: Path):
-    late = threading.Timer(0.3, write_probe, (str(tmp_path), NONCE))
+    place = tmp_path / "late"
+    late = threading.Timer(0.3, place.write_text, (NONCE,))
     late.start()
-    assert sees_probe(str(tmp_path / f".shoal-probe-{NONCE}"), NONCE, 30.0)
+    assert sees_probe(str(place), NONCE, 30.0)
     late.join()
 
 
-def test_no_file_is_written_where_another_one_lies(tmp_path: Path):
-    (tmp_path / f".shoal-probe-{NONCE}").symlink_to(tmp_path / "target")
+def test_no_file_is_written_where_another_one_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shared_directory.secrets, "token_hex", lambda size: "taken")
+    (tmp_path / ".shoal-probe-taken").symlink_to(tmp_path / "target")
     assert write_probe(str(tmp_path), NONCE) is None
     assert not (tmp_path / "target").exists()
+
+
+def test_another_user_can_neither_read_the_nonce_nor_take_it_from_the_name(tmp_path: Path):
+    probe = write_probe(str(tmp_path), NONCE)
+    assert probe is not None
+    assert NONCE not in probe.name
+    assert stat.S_IMODE(probe.stat().st_mode) == 0o600
+    remove_probe(probe)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")

@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.platform.ownership import open_own
 
 
 class RankLogs:
     """Appends what each rank prints to `DIRECTORY/rank-N.log`, stdout and stderr as they come.
+
+    The directory may be one that other users can write: nothing is written through a link, into a
+    pipe, or into another user's file.
 
     Args:
         directory: made where it does not exist.
@@ -58,4 +62,4 @@ class RankLogs:
 
     def _open(self, rank: int) -> int:
         path = self._directory / f"rank-{rank}.log"
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        return open_own(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

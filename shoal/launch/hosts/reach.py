@@ -26,8 +26,10 @@ from shoal.launch.hosts.checked_json import CheckedJson
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
 LINE_BYTES = 512
-AT_ONCE = 64  # answers at a time; others wait in the queue of the socket
+AT_ONCE = 64  # connections at a time; others wait in the queue of the socket
+CLOSING_S = 0.1  # between two looks, while all are open, for the end of the listener
 BACKLOG = 256
+STRANGER_S = 1.0  # for the line of a connection back, which was sent before it is read
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class ReachListener:
     """Sockets at which other hosts can try to reach this one, answered by threads of their own.
 
     A context; leaving it closes the sockets and ends the threads. A connection that does not begin
-    with the nonce is closed without an answer.
+    with the nonce is closed without an answer. While AT_ONCE are open none is accepted, so that
+    strangers cannot take all the descriptors of this process.
 
     Args:
         addresses: of this host; those that it cannot listen on are left out of `ports`.
@@ -64,6 +67,8 @@ class ReachListener:
         self._nonce = nonce.encode()
         self._listeners: list[socket.socket] = []
         self._wake, self._woken = socket.socketpair()
+        self._open = threading.BoundedSemaphore(AT_ONCE)
+        self._is_closing = False
         self.ports: Mapping[str, int] = self._listen(addresses)
         self._answers = ThreadPoolExecutor(AT_ONCE, "reach")
         self._thread = threading.Thread(target=self._accept, name="reach-listener", daemon=True)
@@ -78,6 +83,7 @@ class ReachListener:
     def close(self) -> None:
         """Close all sockets and wait for the threads. A second call changes nothing."""
         if self._thread.is_alive():
+            self._is_closing = True
             self._wake.close()
             self._thread.join()
             self._woken.close()
@@ -106,13 +112,30 @@ class ReachListener:
                     return
                 for listener in ready:
                     assert isinstance(listener, socket.socket)
-                    with suppress(OSError):  # the other end may have gone again
-                        connection, _ = listener.accept()
-                        self._answers.submit(self._answer, connection)
+                    self._accept_one(listener)
+
+    def _accept_one(self, listener: socket.socket) -> None:
+        """Accept a connection, once fewer than AT_ONCE are open."""
+        while not self._open.acquire(timeout=CLOSING_S):
+            if self._is_closing:
+                return
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the other end may have gone again
+            self._open.release()
+        else:
+            self._answers.submit(self._answer, connection)
 
     def _answer(self, connection: socket.socket) -> None:
+        """Answer a connection, and make room for another one."""
+        try:
+            self._reach_back_to(connection)
+        finally:
+            self._open.release()
+
+    def _reach_back_to(self, connection: socket.socket) -> None:
         """Connect back to the host that has connected, and tell it how that went."""
-        with connection, suppress(OSError, ValueError, EOFError):
+        with connection, suppress(OSError, ValueError, EOFError, OverflowError):
             connection.settimeout(REACH_S)
             nonce, _, port = _line(connection).partition(b" ")
             if hmac.compare_digest(nonce, self._nonce):
@@ -158,16 +181,19 @@ def _try_address(address: str, port: int, nonce: str, timeout_s: float) -> Reach
 
 
 def _came_back(listener: socket.socket, nonce: str) -> str:
-    """Return an empty text if the first host's connection lies in the queue of `listener`."""
-    listener.settimeout(REACH_S)
-    try:
-        connection, _ = listener.accept()
-        with connection:
-            connection.settimeout(REACH_S)
-            if hmac.compare_digest(_line(connection), nonce.encode()):
-                return ""
-    except (OSError, EOFError):
-        pass
+    """Return an empty text if the first host's connection lies in the queue of `listener`.
+
+    Connections of others may lie there before it.
+    """
+    end_s = time.monotonic() + REACH_S
+    while (left_s := end_s - time.monotonic()) > 0:
+        listener.settimeout(left_s)
+        with suppress(OSError, EOFError):
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(min(left_s, STRANGER_S))
+                if hmac.compare_digest(_line(connection), nonce.encode()):
+                    return ""
     return "the connection back came from another program"
 
 

@@ -7,6 +7,7 @@ system may be mounted from two servers.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from shoal.platform.ownership import read_text_of_file
 LOOK_S = 2.0
 """Seconds for which a host looks for the file of another; network file systems may be late."""
 PAUSE_S = 0.1
+NAME_BYTES = 8
 SERVERS_NEED_ONE = (
     "strategy server needs a run directory that all hosts share: the servers' key and the record "
     "of their updates are files that all workers read"
@@ -31,6 +33,9 @@ def existing_directory(directory: str) -> Path:
 def write_probe(directory: str, nonce: str) -> Path | None:
     """Write a file with the nonce where `directory` is, or would be made. The first host calls it.
 
+    Its name does not tell the nonce, which nobody else can read: a user who sees the name here
+    could otherwise make the same file on another host.
+
     Args:
         nonce: letters and digits that no other run has.
 
@@ -38,8 +43,7 @@ def write_probe(directory: str, nonce: str) -> Path | None:
         The file, which the caller must remove with `remove_probe`; None where nothing can be
         written there.
     """
-    assert nonce.isalnum()
-    probe = existing_directory(directory) / f".shoal-probe-{nonce}"
+    probe = existing_directory(directory) / f".shoal-probe-{secrets.token_hex(NAME_BYTES)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         with open(os.open(probe, flags, 0o600), "w") as file:

@@ -44,14 +44,21 @@ class CheckpointPart:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> CheckpointPart:
-        """Return the part that `to_json` described."""
-        return cls(
-            fields["name"],
-            fields["sha256"],
-            tuple(fields["listed"]),
-            tuple(fields["held"]),
-            fields["problem"],
-        )
+        """Return the part that `to_json` described on another rank.
+
+        Raises:
+            CheckpointError: no checkpoint has such a name or such files. Their names become paths,
+                and nothing that ranks send each other is authenticated.
+        """
+        name, sha256, problem = str(fields["name"]), str(fields["sha256"]), str(fields["problem"])
+        listed, held = (tuple(map(str, fields[key])) for key in ("listed", "held"))
+        if (
+            manifest.step_of(name) is None
+            or not manifest.DIGEST.fullmatch(sha256)
+            or not all(manifest.LISTED_NAME.fullmatch(file) for file in (*listed, *held))
+        ):
+            raise CheckpointError(f"a rank tells of what is no checkpoint: {fields!s:.200}")
+        return cls(name, sha256, listed, held, problem)
 
 
 Parts = Sequence[Sequence[CheckpointPart]]

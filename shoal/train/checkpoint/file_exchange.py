@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.errors import CheckpointError
 from shoal.platform.ownership import open_own
+from shoal.train.checkpoint.manifest import LISTED_NAME
 from shoal.train.checkpoint.rank_consensus import rank
 
 BUFFER_BYTES = 32 << 20  # for all messages of one rank that are under way
@@ -36,12 +38,20 @@ class FileTransfer:
         name: of the file, without its directory.
         source, target: ranks of the default group.
         size_bytes: its size, which the manifest lists.
+
+    Raises:
+        CheckpointError: no file of a checkpoint has such a name. Names come from other ranks, and
+            a received file is written before it is compared.
     """
 
     name: str
     source: int
     target: int
     size_bytes: int
+
+    def __post_init__(self) -> None:
+        if not LISTED_NAME.fullmatch(self.name) or self.size_bytes < 0:
+            raise CheckpointError(f"{self.name!r:.100} is no file of a checkpoint, and is not sent")
 
 
 def exchange(

@@ -30,6 +30,7 @@ MAX_BYTES = 1 << 26  # of a manifest; one of 4,096 ranks has some 2 MiB
 READERS = 4  # threads that compare files
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|index\.json")
+DIGEST = re.compile(r"[0-9a-f]{0,128}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,23 @@ def step_of(name: str) -> int | None:
 def name_of(step: int) -> str:
     """Return "step-00000012" for 12."""
     return f"step-{step:08d}"
+
+
+def told_file(name: object, fields: object) -> StoredFile:
+    """Return size and digests of a file as another rank has told them: a list of three.
+
+    A rank's words travel over Gloo, where nothing is authenticated: a name could lead elsewhere.
+
+    Raises:
+        CheckpointError: no checkpoint has such a file.
+    """
+    if isinstance(name, str) and LISTED_NAME.fullmatch(name):
+        match fields:
+            case [int(size_bytes), str(sha256), str(blocks)] if (
+                size_bytes >= 0 and DIGEST.fullmatch(sha256) and DIGEST.fullmatch(blocks)
+            ):
+                return StoredFile(size_bytes, sha256, blocks)
+    raise CheckpointError(f"a rank tells of a file that no checkpoint contains: {name!r:.100}")
 
 
 def write(directory: Path, manifest: Manifest) -> None:

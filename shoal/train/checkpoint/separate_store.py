@@ -180,7 +180,7 @@ class SeparateCheckpoints(Checkpoints):
         written = self.consensus.on_rank_zero(
             failed, lambda: self._write_index(tmp_path, held, shares)
         )
-        small = {name: StoredFile(*stored) for name, stored in written.items()}
+        small = {name: manifest.told_file(name, fields) for name, fields in written.items()}
         self._send(failed, tmp_path, small, self._to_all_disks(small))
         text = self.consensus.on_rank_zero(
             failed,
@@ -224,12 +224,15 @@ class SeparateCheckpoints(Checkpoints):
         tmp_path: Path,
         held: Sequence[tensor_index.HeldChunks],
         shares: Sequence[Mapping[str, Any]],
-    ) -> dict[str, tuple[int, str]]:
-        """Write the index on rank 0. Return size and SHA-256 of its files."""
+    ) -> dict[str, tuple[int, str, str]]:
+        """Write the index on rank 0. Return size and digests of its files."""
         files = tensor_index.write(tmp_path, held, [share["chunks"] for share in shares])
         found = (manifest.defect(tmp_path, name, stored) for name, stored in files.items())
         raise_for_defects([line for line in found if line])
-        return {name: (stored.size_bytes, stored.sha256) for name, stored in files.items()}
+        return {
+            name: (stored.size_bytes, stored.sha256, stored.blocks)
+            for name, stored in files.items()
+        }
 
     def _rename(self, tmp_path: Path) -> None:
         fsync_directory(tmp_path)

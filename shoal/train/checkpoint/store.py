@@ -315,9 +315,15 @@ def raise_for_defects(defects: Sequence[str]) -> None:
 
 
 def stored_files(shares: Sequence[Mapping[str, Any]]) -> dict[str, StoredFile]:
-    """Return the files that all ranks have written, by name, from what they have sent."""
+    """Return the files that all ranks have written, by name, from what they have sent.
+
+    Raises:
+        CheckpointError: a rank tells of a file that no checkpoint contains.
+    """
     return {
-        name: StoredFile(*stored) for share in shares for name, stored in share["files"].items()
+        name: manifest.told_file(name, fields)
+        for share in shares
+        for name, fields in share["files"].items()
     }
 
 
