@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from shoal.comm.assembly import gather_named_tensors
 from shoal.comm.norm import full_tensor
+from shoal.comm.unshared import unshared
 from shoal.strategies.base import LocalModel
 from shoal.strategies.local_step import gradient_norm, scale_gradients
 
@@ -51,7 +52,7 @@ def clip_gradients(local_model: LocalModel, max_norm: float) -> Tensor:
 def gather_gradients(local_model: LocalModel) -> dict[str, Tensor | None]:
     """Return the full gradient of every trainable parameter of the full model. Collective.
 
-    A parameter without a gradient has None.
+    A parameter without a gradient has None. The others are copies.
     """
     if local_model.remote_optimizer is not None:
         return local_model.remote_optimizer.gradients()
@@ -59,4 +60,6 @@ def gather_gradients(local_model: LocalModel) -> dict[str, Tensor | None]:
         name: None if parameter.grad is None else full_tensor(parameter.grad)
         for name, parameter in local_model.trainable_params.items()
     }
-    return gather_named_tensors(local_model.pipeline.axis, stage_gradients)
+    full = gather_named_tensors(local_model.pipeline.axis, stage_gradients)
+    held = (p.grad for p in local_model.trainable_params.values())
+    return unshared(full, (gradient for gradient in held if gradient is not None))

@@ -39,6 +39,9 @@ NEED_FULL_TENSORS = {
 whole tensors are found by a trial.
 """
 
+FUSED_TAKES_NO_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
+"""Optimizers whose fused kernels fail on shards; those of Adam and AdamW take them."""
+
 
 @runtime_checkable
 class QuantizedOptimizer(Protocol):
@@ -162,6 +165,9 @@ def _reason_for_full_tensors(optimizer: Optimizer, owned: Sequence[Tensor]) -> s
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         return NEED_FULL_TENSORS[kind.__name__]
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    if is_fused and kind in FUSED_TAKES_NO_SHARDS:
+        return "torch's fused=True takes no shards of it; without it, it does"
     dims = {dim for p in owned if _is_sharded(p) for dim in _sharded_dims(p)}
     for dim in sorted({min(dim, 1) for dim in dims}):
         answer = optimizer_is_elementwise(optimizer, dim)

@@ -224,7 +224,7 @@ class Run(StatefulRun):
         return clip_gradients(local_model, max_norm)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the full gradient of every trainable parameter, under its name. Collective."""
+        """Return copies of the full gradients of all trainable parameters, by name. Collective."""
         reason = "they have been used and freed"
         checks.check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
         local_model = self._local_model()

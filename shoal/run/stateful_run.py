@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
 from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
@@ -39,12 +40,14 @@ class StatefulRun:
     def weights(self) -> dict[str, Tensor]:
         """Return the full model's `state_dict`, under the model's own names. Collective.
 
-        Buffers are those of rank 0, as in the file that `save` writes.
+        Buffers are those of rank 0, as in the file that `save` writes. The tensors are copies,
+        which later steps leave as they are.
         """
         local_model = self._local_model()
         self.synchronize()
         self.mesh.data.broadcast_buffers(local_model.module)
-        return train_state.full_state_dict(local_model)
+        full = train_state.full_state_dict(local_model)
+        return unshared(full, train_state.tensors_of(local_model.module).values())
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters, under the full model's names. Shards are DTensors."""
@@ -85,12 +88,17 @@ class StatefulRun:
         self.synchronize()
         train_state.save_model(local_model, self.mesh, path)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    def state(
+        self, copies: bool = True
+    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """Return all that the rest of the run depends on: (tensors, info, private). Collective.
 
         `tensors` are the same on every rank, `info` consists of JSON values, `private`
         is this rank's random state. After `load_state` the run goes on bit for bit at the same
         number of ranks.
+
+        Args: copies: False returns this run's own tensors, which the next step changes: enough for
+            writing them at once, without the memory of copies.
 
         Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
             `nonfinite="ignore"`.
@@ -98,7 +106,11 @@ class StatefulRun:
         resumable = self._train_state()
         self.synchronize()
         self._prepared.nonfinite_steps.check_weights()
-        return resumable.state()
+        tensors, info, private = resumable.state()
+        if copies:
+            tensors = unshared(tensors, tensors.values())
+            private = unshared(private, private.values())
+        return tensors, info, private
 
     def layout_of(self) -> Callable[[str], Tensor | None]:
         """Return a function from a name in `state`'s tensors to this rank's tensor, or None.

@@ -124,7 +124,7 @@ class TrainingState:
         Raises:
             TrainingDiverged: the weights are not finite.
         """
-        tensors, info, private = self._run.state()
+        tensors, info, private = self._run.state(copies=False)
         tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
         info |= {
             "step": self.step,

@@ -150,6 +150,31 @@ def _replaces_backward_call(replace: Any) -> bool:
     return len(calls) == 2
 
 
+def _replaces_unscaling(replace: Any) -> bool:
+    calls = []
+
+    def noting(original: Any) -> Any:
+        def noted(*args: Any) -> Any:
+            calls.append(1)
+            return original(*args)
+
+        return noted
+
+    x = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([x], lr=0.5)
+    put_back = replace(noting)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    try:
+        scaler.scale(x.sum()).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    finally:
+        put_back()
+    scaler.update()
+    scaler.unscale_(optimizer)
+    return len(calls) == 1 and x.item() == 0.5
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.BatchNormBase": lambda kind: (
         all(issubclass(layer, kind) for layer in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
@@ -178,6 +203,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "replaced_functions.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
     "replaced_functions.USES_LISTS": lambda name: _clipping_calls(name) > 0,
     "replaced_functions.replace_clipping": lambda _: _clipping_calls("_get_total_norm") == 1,
+    "replaced_functions.replace_unscaling": _replaces_unscaling,
     "replaced_functions.replace_functional_call": _replaces_functional_call,
     "replaced_functions._PLACES": lambda found: all(
         hasattr(place, "_engine_run_backward") for place in found

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from unusual_samples import rows
 
 import shoal
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UsageError
 from shoal.run.supervised import supervised
 from shoal.testing import world
 
@@ -85,6 +85,44 @@ def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
         LaunchError, match=r"layer\..*: its gradient came in two pieces.*use_reentrant=False"
     ):
         world.run(2, trained, strategy, Twice)
+
+
+class TwiceInBlocks(nn.Module):
+    """Blocks that are called twice, which under zero are units of their own."""
+
+    def __init__(self, reentrant: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)])
+        self.head, self.reentrant = nn.Linear(6, 1), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        for block in (*self.blocks, *self.blocks):
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        found: Tensor = self.head(x)
+        return found
+
+
+class TwiceWithoutReentrance(TwiceInBlocks):
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+
+
+def refused_and_trained_after(strategy: str) -> tuple[str, dict[str, Tensor]]:
+    try:
+        trained(strategy, TwiceInBlocks)
+    except UsageError as error:
+        return str(error), trained(strategy, TwiceWithoutReentrance)[0]
+    return "it was not refused", {}
+
+
+def test_zero_refuses_a_unit_that_is_recomputed_twice_and_trains_another_model_after() -> None:
+    expected, _ = trained("single", TwiceWithoutReentrance)
+    for error, weights in world.run(2, refused_and_trained_after, "zero3"):
+        assert "its gradient came in two pieces" in error
+        assert "use_reentrant=False" in error
+        for name, value in expected.items():
+            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
 
 
 @pytest.mark.parametrize("strategy", ["local=1", "ddp"])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.autograd
 import torch.autograd.graph
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad, stateless
 
@@ -72,6 +73,22 @@ def replace_functional_call(make: Callable[[Any], Any]) -> Callable[[], None]:
 
     def put_back() -> None:
         stateless._functional_call = original
+
+    return put_back
+
+
+def replace_unscaling(make: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace what a GradScaler does with an optimizer's gradients; return as above.
+
+    Why: `unscale_` and `step` of every GradScaler lead to it, and `step` looks at the gradients of
+    this rank alone. Without: torch's kernel takes no shards beside whole tensors, and an infinite
+    gradient in one rank's part would make that rank alone skip the step. Checked: 2.13.
+    """
+    original = GradScaler._unscale_grads_
+    GradScaler._unscale_grads_ = make(original)  # type: ignore[method-assign]
+
+    def put_back() -> None:
+        GradScaler._unscale_grads_ = original  # type: ignore[method-assign]
 
     return put_back
 

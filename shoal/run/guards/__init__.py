@@ -7,6 +7,9 @@
       mean.lerp_(p, 0.1)                       mixed_shards.py
       p.clamp_(), p.data, load_state_dict      weight_writes.py, full_state.py
       model.state_dict()                       full_state.py
+      optimizer.state[p], deepcopy(optimizer)  optimizer_state.py
+      for p in group["params"]                 stage_groups.py
+      torch.amp.GradScaler                     grad_scaling.py
       weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
       optimizers that were not prepared        optimizer_guards.py

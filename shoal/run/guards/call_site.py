@@ -6,11 +6,12 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 _LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[2]}/")
-_WRAPPERS = ("contextlib.py", "functools.py", "threading.py")
+_WRAPPERS = ("contextlib.py", "functools.py", "threading.py", "/copy.py")
 _GUARDS = f"{Path(__file__).parent}/"
 
 
@@ -29,9 +30,7 @@ def is_called_by_shoal() -> bool:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_LIBRARIES[0], _GUARDS, "<")) and not file.endswith(
-            (*_WRAPPERS, "copy.py")
-        ):
+        if not file.startswith((_LIBRARIES[0], _GUARDS, "<")) and not file.endswith(_WRAPPERS):
             return file.startswith(_LIBRARIES[1])
         frame = frame.f_back
     return True
@@ -41,6 +40,15 @@ def is_called_outside(depth: int) -> bool:
     """Return whether the caller `depth` frames above this function's is neither torch nor Shoal."""
     file = sys._getframe(depth + 1).f_code.co_filename
     return not file.startswith((*_LIBRARIES, "<"))
+
+
+def is_in_step(frame: FrameType | None, optimizer: Any) -> bool:
+    """Return whether a frame belongs to a call of the optimizer's own `step`."""
+    while frame is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

@@ -124,7 +124,7 @@ def cut_given_optimizer_state(guarded: GuardedModels) -> Iterator[Removable]:
             partial(_cut_optimizer_state, guarded, names)
         )
         if guarded.local_model.remote_optimizer is not None:
-            yield optimizer.register_load_state_dict_post_hook(partial(_push, guarded))
+            yield optimizer.register_load_state_dict_post_hook(partial(push_state, guarded))
 
 
 def _cut_optimizer_state(
@@ -161,7 +161,7 @@ def _cut_optimizer_state(
     return {**state, "state": values, "param_groups": groups}
 
 
-def _push(guarded: GuardedModels, optimizer: Optimizer) -> None:
+def push_state(guarded: GuardedModels, optimizer: Optimizer) -> None:
     """Send loaded state to the servers. Collective."""
     if not is_access_by_shoal():
         guarded.local_model.strategy_state.synchronize()

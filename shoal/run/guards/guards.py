@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from shoal.run.guards.full_state import (
     cut_given_optimizer_state,
     cut_given_weights,
     guard_state_requests,
+    push_state,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
+from shoal.run.guards.grad_scaling import guard_grad_scalers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.loss_watch import LossWatch
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
@@ -32,7 +35,9 @@ from shoal.run.guards.optimizer_guards import (
     guard_group_numbers,
     named_parameters,
 )
+from shoal.run.guards.optimizer_state import OptimizerStates, guard_optimizer_copies
 from shoal.run.guards.saved_modules import guard_saved_modules
+from shoal.run.guards.stage_groups import guard_stage_groups
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
@@ -64,6 +69,7 @@ class Guards:
         self._guarded: GuardedModels | None = None
         self._absent: AbsentGradients | None = None
         self._weights: WeightWatch | None = None
+        self._states: OptimizerStates | None = None
 
     def remember(self, models: Mapping[str, nn.Module]) -> None:
         """Note the full parameters, before strategies replace them.
@@ -107,12 +113,15 @@ class Guards:
         handles += guard_state_requests(guarded)
         handles += guard_saved_modules(guarded)
         handles += guard_clipping(guarded)
+        handles += guard_grad_scalers(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
         handles += guard_new_tensors(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names)
+        handles += guard_optimizer_copies(guarded)
+        handles += guard_stage_groups(guarded)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
             handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
         if not self.enabled:
@@ -125,6 +134,9 @@ class Guards:
         if local_model.remote_optimizer is not None:
             self._weights = WeightWatch(guarded)
             handles.append(self._weights)
+        if local_model.remote_optimizer is not None or local_model.is_partial:
+            self._states = OptimizerStates(guarded, partial(push_state, guarded))
+            handles.append(self._states)
 
     def remove(self) -> None:
         """Remove all hooks, and put back all that was replaced."""
@@ -133,13 +145,15 @@ class Guards:
         for handle in reversed(self._handles):
             handle.remove()
         self._handles = []
-        self._absent = self._weights = self._guarded = None
+        self._absent = self._weights = self._states = self._guarded = None
 
     def before_step(self) -> None:
         """Check what was done since the last step. Call it first in `forward_backward`.
 
-        Raises: UsageError: weights were written that would be lost.
+        Raises: UsageError: weights or optimizer state were written that would be lost.
         """
+        if self._states is not None:
+            self._states.check()
         if self._absent is not None:
             self._absent.hide()
         self.check_weights()

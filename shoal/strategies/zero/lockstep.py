@@ -193,7 +193,7 @@ class Lockstep:
         if with_gradients:
             self.token = torch.zeros((), device=self.data.device, requires_grad=True)
         for hooks in self.hooks:
-            hooks.will_reduce = False
+            hooks.will_reduce = hooks.recomputed = False
             hooks.stays = not self.frees
         return self.root_hooks
 

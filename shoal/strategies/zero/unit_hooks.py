@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
 from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
+from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.finite_check import nonfinite_names, seem_finite
+from shoal.strategies.grad_checks import accumulated_twice_error
 from shoal.strategies.zero.unit_order import END_OF_STEP
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ class UnitHooks:
         has_token: the token goes through the run that computes.
         inputs: of the module, while the engine sees the token in their place.
         stays: the unit stays gathered between its runs of this pass.
+        recomputed: a reentrant checkpoint has computed it again, and so its gradients are reduced.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class UnitHooks:
         self.has_token = False
         self.inputs: tuple[Any, Any] = ((), {})
         self.stays = False
+        self.recomputed = False
 
     def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
         """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
@@ -116,6 +120,10 @@ class UnitHooks:
         tensors, replaced = differentiable((inputs, options))
         if not tensors:
             return None
+        if in_backward_pass() and self.owners and not self.will_reduce:
+            if self.recomputed:
+                raise accumulated_twice_error(self.owners[0][0])
+            self.recomputed = True
         return replaced(call_on_gradients(partial(self._fill, True), tensors))
 
     def post_compute(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:

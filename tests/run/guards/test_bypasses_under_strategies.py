@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import ShoalError
 from shoal.testing import world
+from tests.run.guards.optimizer_acts import OPTIMIZER_READS, OPTIMIZER_WRITES, OptimizerActs
 
 
 def net() -> nn.Module:
@@ -31,7 +32,7 @@ def data() -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 4, (32,), generator=generator))
 
 
-class Script:
+class Script(OptimizerActs):
     """A prepared script and a plain one beside it, which takes the same steps on all samples."""
 
     def __init__(self, strategy: str) -> None:
@@ -55,13 +56,15 @@ class Script:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def backward(self) -> None:
+    def backward(self, scaled: Callable[[Tensor, bool], Tensor] = lambda loss, _: loss) -> None:
         self.optimizer.zero_grad()
         self.plain_optimizer.zero_grad()
         x, y = next(self.plain_batches)
-        F.cross_entropy(self.plain(x), y).backward()
+        scaled(F.cross_entropy(self.plain(x), y), True).backward()
         x, y = next(self.batches)
-        self.run.forward_backward(lambda x, y: F.cross_entropy(self.model(x), y), x, y)
+        self.run.forward_backward(
+            lambda x, y: scaled(F.cross_entropy(self.model(x), y), False), x, y
+        )
 
     def step(self) -> None:
         self.optimizer.step()
@@ -225,20 +228,21 @@ READS = ("clip_norm", "clip_largest", "clip_groups", "own_norm", "own_numbers", 
 WRITES = ("clamp", "clamp_data", "clamp_in_edit", "load", "load_in_edit", "load_optimizer")
 STATES = (
     *("model_state", "submodule_state", "optimizer_state", "read_weights"),
-    *("product", "other_weights"),
+    *("product", "other_weights", *OPTIMIZER_READS),
 )
 
 
 def results(strategy: str) -> dict[str, str]:
     script = Script(strategy)
     found = {}
-    for act in ("train", *READS, *STATES, *WRITES, "bare_backward", "stray_step"):
+    writes = (*OPTIMIZER_WRITES, *WRITES)
+    for act in ("train", *READS, *STATES, *writes, "bare_backward", "stray_step"):
         found[act] = script.result(getattr(script, act))
         if found[act] == "exact":
             continue
         if act in READS and act != "clip_values":
             script.step()  # the gradients are as they were, and on both sides the same
-        elif act in (*WRITES, "clip_values"):
+        elif act in (*writes, "clip_values"):
             script = Script(strategy)
             script.train()
     return found
@@ -254,7 +258,12 @@ SHARDS = REFUSED | {
     "optimizer_state": r"optimizer\.state_dict\(\).*shards of the state.*run\.state",
     "other_weights": r"functional_call.*another tensor.*Use ddp",
     "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
+    "optimizer_copied": r"a copy of the optimizer \(optimizer_acts.py:\d+\).*run\.state",
+    "weights_of_groups": r"item\(\).*part of this number",
 }
+OF_SERVERS = r"optimizer\.state.*\(\w*(acts|strategies)\.py:\d+\) under server.*servers hold"
+OF_STAGES = r"optimizer\.state.*\(\w*acts\.py:\d+\) under pipeline.*own stage.*run\.state\(\)"
+STATE_READS = ("momentum_norms", "momentum_of_groups", "states_counted", "state_looked_for")
 ABSENT = r"gradient of \d\.\w+ is not on this rank.*run\.clip_gradients.*run\.gradients"
 STAGES = REFUSED | {
     "clip_norm": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
@@ -265,12 +274,20 @@ STAGES = REFUSED | {
     "optimizer_state": r"its own stage.*run\.state",
     "other_weights": r"functional_call.*Use ddp",
     "bare_backward": "does not require grad",
+    **dict.fromkeys(STATE_READS, OF_STAGES),
+    "optimizer_copied": r"a copy of the optimizer",
+    "weights_of_groups": r"values of \d\.\w+ are on another rank.*run\.weights",
+    "clipped_by_groups": ABSENT,
 }
 SERVERS = REFUSED | {
     **dict.fromkeys(READS, ABSENT),
     **dict.fromkeys(("clamp", "clamp_data", "load"), r"0\.weight was written.*with run\.edit\(\)"),
     "optimizer_state": r"servers hold the state.*run\.state",
     "other_weights": r"functional_call.*Use ddp",
+    **dict.fromkeys((*STATE_READS, "state_replaced"), OF_SERVERS),
+    "optimizer_copied": r"a copy of the optimizer",
+    "clipped_by_groups": ABSENT,
+    "scaled_by_hand": r"GradScaler \(.*servers have the gradients.*enabled=False.*bf16",
 }
 
 
@@ -279,7 +296,7 @@ SERVERS = REFUSED | {
     [
         ("ddp", REFUSED),
         ("zero3", SHARDS | {"submodule_state": "shard of 4"}),
-        ("tensor=2", SHARDS),
+        ("tensor=2", SHARDS | {"clipped_by_groups": "mul .*a part of a parameter"}),
         ("pipeline=2", STAGES),
         ("server=1", SERVERS),
     ],

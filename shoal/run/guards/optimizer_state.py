@@ -1,0 +1,203 @@
+"""`optimizer.state` where other processes hold it, or other stages hold a part of it.
+
+optimizer.state[p]["exp_avg"], len(), .values()   an error, which names `run.state()`
+optimizer.state.clear()                           works: moments begin anew
+optimizer.state[p] = ..., .pop(p)                 an error
+optimizer.state = defaultdict(dict)               found at the next call of `forward_backward`
+copy.deepcopy(optimizer), pickle                  an error, where parameters are divided too
+
+Without these a script would find no state, or that of one stage, and go on. torch and Shoal
+themselves see what this rank has. So does the optimizer's own `step`.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, Never
+
+from torch.optim import Optimizer
+
+from shoal.errors import UsageError
+from shoal.run.guards.call_site import call_site, is_called_outside, is_in_step
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.state_access import is_access_by_shoal
+
+_READS = (
+    *("__getitem__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__or__"),
+    *("__ror__", "__reversed__", "__repr__", "get", "keys", "values", "items", "copy"),
+)
+_WRITES = (*("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update"),)
+
+
+class GuardedState(defaultdict[Any, Any]):
+    """An optimizer's state on this rank, which only torch, Shoal and the optimizer may look at.
+
+    Args: refuse: raises the error about a call of the user's, given its words.
+
+    Attributes: on_clear: called when the user has cleared it, on all ranks.
+    """
+
+    def __init__(
+        self,
+        values: Any,
+        optimizer: Optimizer,
+        refuse: Callable[[str], Never],
+        on_clear: Callable[[], None],
+    ) -> None:
+        super().__init__(dict)
+        self.optimizer = weakref.ref(optimizer)
+        self.refuse = refuse
+        self.on_clear = on_clear
+        super().update(values)
+
+    def clear(self) -> None:
+        """Forget all state. Collective where the user calls it."""
+        super().clear()
+        if _is_called_by_user(2, self.optimizer()):
+            self.on_clear()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.refuse("a copy or a pickle of optimizer.state")
+
+    def __deepcopy__(self, memo: Any) -> Never:
+        self.refuse("a copy of optimizer.state")
+
+    def __copy__(self) -> Never:
+        self.refuse("a copy of optimizer.state")
+
+
+def _guarded_method(name: str) -> Callable[..., Any]:
+    inherited = dict.__len__ if name == "__bool__" else getattr(defaultdict, name)
+    words = f"optimizer.state{'' if name.startswith('__') else f'.{name}()'}"
+
+    def method(self: GuardedState, *args: Any, **kwargs: Any) -> Any:
+        if _is_called_by_user(2, self.optimizer()):
+            self.refuse(words)
+        result = inherited(self, *args, **kwargs)
+        return bool(result) if name == "__bool__" else result
+
+    method.__name__ = name
+    return method
+
+
+for _name in (*_READS, *_WRITES):
+    setattr(GuardedState, _name, _guarded_method(_name))
+
+
+def _is_called_by_user(depth: int, optimizer: Optimizer | None) -> bool:
+    """Return whether the caller `depth` frames up is neither torch, Shoal nor the optimizer's step.
+
+    An optimizer of the user's own reads its state in `step`, and in what that calls.
+    """
+    return is_called_outside(depth) and not is_in_step(sys._getframe(depth), optimizer)
+
+
+class OptimizerStates:
+    """Guards the states of all optimizers of a run.
+
+    Args:
+        guarded: the state of their optimizers is remote, or they have that of one stage.
+        push: sends an optimizer's state to those who own it. Collective.
+    """
+
+    def __init__(self, guarded: GuardedModels, push: Callable[[Optimizer], None]) -> None:
+        self._guarded = guarded
+        self._push = push
+        self._is_remote = guarded.local_model.remote_optimizer is not None
+        self._hooks: list[Removable] = []
+        for optimizer in guarded.optimizers:
+            self._wrap(optimizer)
+            self._hooks.append(optimizer.register_load_state_dict_post_hook(self._wrap))
+
+    def check(self) -> None:
+        """Raise UsageError if another state was put in the place of one that servers have."""
+        for optimizer in self._guarded.optimizers:
+            if type(optimizer.state) is GuardedState:
+                continue
+            if self._is_remote:
+                self._refuse("optimizer.state = ...")
+            self._wrap(optimizer)
+
+    def remove(self) -> None:
+        """Give the optimizers plain dicts again."""
+        for hook in self._hooks:
+            hook.remove()
+        for optimizer in self._guarded.optimizers:
+            if type(optimizer.state) is GuardedState:
+                optimizer.state = defaultdict(dict, dict.items(optimizer.state))
+
+    def _wrap(self, optimizer: Optimizer) -> None:
+        values = [*dict.items(optimizer.state)]
+        optimizer.state = GuardedState(
+            values, optimizer, self._refuse, lambda: self._on_clear(optimizer)
+        )
+
+    def _on_clear(self, optimizer: Optimizer) -> None:
+        if not self._is_remote:
+            return
+        if self._guarded.phase.has_gradients:
+            raise UsageError(
+                f"optimizer.state.clear(){call_site()}{self._guarded.under}: the servers have "
+                "gradients that are not stepped yet. Call it after optimizer.step()."
+            )
+        self._push(optimizer)
+
+    def _refuse(self, call: str) -> Never:
+        where = (
+            "the servers hold the optimizer's state"
+            if self._is_remote
+            else "this rank has the optimizer's state of its own stage"
+        )
+        raise UsageError(
+            f"{call}{call_site()}{self._guarded.under}: {where}. run.state() returns all of it, "
+            "and run.load_state(...) or optimizer.load_state_dict(...) sets it, on all ranks; "
+            "optimizer.state.clear() begins anew; or use ddp, where every rank has all state."
+        )
+
+
+def guard_optimizer_copies(guarded: GuardedModels) -> Iterator[Removable]:
+    """Refuse copies and pickles of optimizers where no rank has all they hold; yield handles."""
+    local_model = guarded.local_model
+    if (
+        local_model.remote_optimizer is None
+        and not local_model.is_partial
+        and not local_model.has_sharded_params
+    ):
+        return
+    for optimizer in guarded.optimizers:
+        yield _NoCopies(optimizer, guarded.under)
+
+
+class _NoCopies:
+    """An optimizer that the user cannot copy until this is removed."""
+
+    def __init__(self, optimizer: Optimizer, under: str) -> None:
+        self._optimizer = optimizer
+
+        def copied(memo: Any) -> Any:
+            if not (is_access_by_shoal() or not is_called_outside(2)):
+                refuse()
+            self.remove()
+            try:
+                return copy.deepcopy(optimizer, memo)
+            finally:
+                self._install(copied)
+
+        def refuse() -> Never:
+            raise UsageError(
+                f"a copy of the optimizer{call_site()}{under}: this rank has a part of its "
+                "parameters or of its state only. run.state() and run.load_state(...), on all "
+                "ranks, take it back to where it was; run.weights() has whole weights."
+            )
+
+        self._install(copied)
+
+    def _install(self, copied: Callable[[Any], Any]) -> None:
+        self._optimizer.__deepcopy__ = copied  # type: ignore[attr-defined]
+
+    def remove(self) -> None:
+        vars(self._optimizer).pop("__deepcopy__", None)

@@ -1,0 +1,133 @@
+"""What a script does with an optimizer's state, groups and scale, beside a plain script."""
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class OptimizerActs:
+    """Acts of a script; each does the same to the plain one. `Script` has the attributes."""
+
+    run: Any
+    model: nn.Module
+    plain: nn.Module
+    optimizer: torch.optim.Optimizer
+    plain_optimizer: torch.optim.Optimizer
+    backward: Any
+    step: Any
+    train: Any
+
+    def _both(self) -> list[torch.optim.Optimizer]:
+        return [self.optimizer, self.plain_optimizer]
+
+    def momentum_norms(self) -> None:
+        found, expected = (
+            sum(state["momentum_buffer"].norm() ** 2 for state in optimizer.state.values())
+            for optimizer in self._both()
+        )
+        assert abs(float(found) / float(expected) - 1) < 1e-10
+
+    def momentum_of_groups(self) -> None:
+        for optimizer in self._both():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["momentum_buffer"].mul_(0.5)
+        self.train()
+
+    def states_counted(self) -> None:
+        found, expected = (len(optimizer.state) for optimizer in self._both())
+        assert found == expected
+
+    def state_looked_for(self) -> None:
+        for optimizer, model in zip(self._both(), (self.model, self.plain), strict=True):
+            for parameter in model.parameters():
+                assert "momentum_buffer" in optimizer.state.get(parameter, {})
+
+    def state_cleared(self) -> None:
+        for optimizer in self._both():
+            optimizer.state.clear()
+        self.train()
+        self.train()
+
+    def state_replaced(self) -> None:
+        for optimizer in self._both():
+            optimizer.state = defaultdict(dict)
+        self.train()
+        self.train()
+
+    def optimizer_copied(self) -> None:
+        copied = copy.deepcopy(self.optimizer)
+        assert len(copied.state) == len(self.plain_optimizer.state)
+
+    def weights_of_groups(self) -> None:
+        found, expected = (
+            sum(p.detach().square().sum() for g in optimizer.param_groups for p in g["params"])
+            for optimizer in self._both()
+        )
+        assert abs(float(found) / float(expected) - 1) < 1e-10
+
+    def numbers_of_groups(self) -> None:
+        found, expected = (
+            sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+            for optimizer in self._both()
+        )
+        assert found == expected
+
+    def clipped_by_groups(self) -> None:
+        self.backward()
+        for optimizer in self._both():
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+            for parameter in parameters:
+                parameter.grad = parameter.grad * (0.01 / norm)
+        self.step()
+
+    def scaled_by_hand(self) -> None:
+        scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in self._both()]
+        self.backward(lambda loss, plain: scalers[plain].scale(loss))
+        for scaler, optimizer in zip(scalers, self._both(), strict=True):
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+
+    def kept_weights_loaded(self) -> None:
+        kept = self.run.weights()
+        was = {name: value.clone() for name, value in kept.items()}
+        expected = copy.deepcopy(self.plain.state_dict())
+        self.train()
+        assert all(torch.equal(kept[name], was[name]) for name in was)
+        with self.run.edit():
+            self.model.load_state_dict(kept)
+        self.plain.load_state_dict(expected)
+        assert all(torch.equal(value, was[name]) for name, value in self.run.weights().items())
+        self.train()
+
+    def kept_state_loaded(self) -> None:
+        kept = self.run.state()
+        expected = copy.deepcopy((self.plain.state_dict(), self.plain_optimizer.state_dict()))
+        self.train()
+        self.run.load_state(*kept)
+        self.plain.load_state_dict(expected[0])
+        self.plain_optimizer.load_state_dict(expected[1])
+
+    def kept_gradients(self) -> None:
+        self.backward()
+        kept = self.run.gradients()
+        was: dict[str, Tensor] = {name: value.clone() for name, value in kept.items()}
+        self.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        assert all(torch.equal(kept[name], was[name]) for name in was)
+
+
+OPTIMIZER_READS = (
+    *("momentum_norms", "states_counted", "state_looked_for", "optimizer_copied"),
+    *("weights_of_groups", "numbers_of_groups"),
+)
+"""Acts that only look: one rank alone may be refused."""
+OPTIMIZER_WRITES = (
+    *("momentum_of_groups", "state_cleared", "state_replaced", "clipped_by_groups"),
+    *("scaled_by_hand", "kept_weights_loaded", "kept_gradients", "kept_state_loaded"),
+)
