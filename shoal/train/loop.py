@@ -83,7 +83,9 @@ class Training:
             job, mesh, self._pause, lambda text: self.log.note(text), self.disks
         )
         self.checkpoints = self.saver.checkpoints
-        self.snapshots = open_snapshots(job, mesh, self._pause, lambda text: self.log.note(text))
+        self.snapshots = open_snapshots(
+            job, self.run, self._pause, lambda text: self.log.note(text)
+        )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
@@ -109,9 +111,7 @@ class Training:
         notes = list(self.weights_notes)
         if self.job.checkpoint.resume:
             layout = layout_with_averages(self.run.layout_of())
-            found = load_newest(
-                self.checkpoints, self.snapshots, self.run.mesh, notes.append, layout
-            )
+            found = load_newest(self.checkpoints, self.snapshots, notes.append, layout)
             if found.saved is not None:
                 notes += self._load(found.saved, found.is_snapshot)
                 notes.append(f"resumed from {found.describe()}")

@@ -17,16 +17,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, UsageError
 from shoal.launch.snapshot_memory import VARIABLE, share_lock
+from shoal.run import Run
 from shoal.train.checkpoint import AsyncSaver, Checkpoints, Saved, tensor_files
 from shoal.train.checkpoint.host_disks import HostDisks, numbered
 from shoal.train.checkpoint.separate_store import SeparateCheckpoints
 from shoal.train.job_precheck import NO_LAUNCHER
 from shoal.train.run_directory import last_saved
 from shoal.train.run_saver import RunSaver, State
+from shoal.train.snapshot_room import check_room
 
 KEPT = 1
 """Whole snapshots between two saves; while one is written, there are two."""
@@ -81,15 +82,19 @@ class Snapshots:
 
 def open_snapshots(
     job: Job,
-    mesh: Mesh,
+    run: Run,
     pause: Callable[[str], AbstractContextManager[None]],
     note: Callable[[str], None],
 ) -> Snapshots:
     """Return the snapshots of a job, which may have none. Collective.
 
+    Args: run: after `prepare`.
+
     Raises:
         UsageError: on every rank; no launcher of ours holds memory for them on a host.
+        ConfigError: on every rank; a host has too little memory.
     """
+    mesh = run.mesh
     every = job.snapshot.every
     if every is None:
         return Snapshots()
@@ -101,6 +106,7 @@ def open_snapshots(
     share_lock(Path(own))  # to the end of this process
     hosts = [places.index(place) for place in places]
     memories = HostDisks(numbered(hosts), job.snapshot.copies)
+    check_room(run.parameters().values(), memories, mesh, Path(own))
     asynchronous = job.snapshot.asynchronous
     group = mesh.new_group() if asynchronous else None
     directory = Path(own, "checkpoints")
@@ -142,7 +148,6 @@ class _NamedStore(NamedTuple):
 def load_newest(
     checkpoints: Checkpoints,
     snapshots: Snapshots,
-    mesh: Mesh,
     report: Callable[[str], None],
     like: tensor_files.LayoutLookup,
 ) -> Loaded:
@@ -154,10 +159,10 @@ def load_newest(
         CheckpointError: on every rank; nothing could be loaded, and the run directory has
             checkpoints.
     """
-    sources = [_NamedStore(checkpoints, False, _named_step(checkpoints, mesh))]
+    sources = [_NamedStore(checkpoints, False, _named_step(checkpoints))]
     if snapshots.saver is not None:
         store = snapshots.saver.checkpoints
-        sources.append(_NamedStore(store, True, _named_step(store, mesh)))
+        sources.append(_NamedStore(store, True, _named_step(store)))
     found = Loaded(None, False)
     problem: CheckpointError | None = None
     for source in sorted(sources, key=lambda one: -one.named_step):
@@ -180,7 +185,8 @@ def load_newest(
     return found
 
 
-def _named_step(store: Checkpoints, mesh: Mesh) -> int:
+def _named_step(store: Checkpoints) -> int:
     """Return the step of the newest checkpoint of any rank's directory, by its name."""
     own = last_saved(store.directory.parent)
-    return max(int(text) for text in mesh.all_gather_str(str(-1 if own is None else own)))
+    steps: list[int] = store.consensus.all_gather_objects(-1 if own is None else own)
+    return max(steps)

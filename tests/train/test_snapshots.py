@@ -11,10 +11,13 @@ import torch
 from tiny_jobs import EVERYTHING, Undrawn, assert_equal_to_the_bit, everything, tiny, trains
 from tiny_jobs import go as goes
 
+from shoal import cli
 from shoal.config.job import Job
 from shoal.launch import snapshot_memory
 from shoal.launch.snapshot_memory import SnapshotMemory
 from shoal.testing import world
+from shoal.train.checkpoint.host_disks import HostDisks
+from shoal.train.snapshot_room import room_problem
 
 
 class Lost(Exception):
@@ -73,6 +76,41 @@ def is_lost_and_goes_on(folder: Path) -> None:
 
 def job_in(folder: Path, every: int | None = None, **more: Any) -> Job:
     return tiny(folder, EVERYTHING, snapshot__every=every, log__tensorboard=False, **more)
+
+
+def test_a_host_with_too_little_memory_is_named_with_both_numbers() -> None:
+    hosts = HostDisks((0, 0, 1, 2), copies=1)
+    mib = float(1 << 20)
+    # Two snapshots: the first host holds those of its two ranks, and of the last host's.
+    assert room_problem(mib, hosts, 0, 6 << 20) == ""
+    problem = room_problem(mib, hosts, 0, 5 << 20)
+    assert "on the host of rank 0, two snapshots of 3 ranks' parts need 6 MiB" in problem
+    assert "5 MiB are free" in problem
+    assert "on the host of rank 2" in room_problem(mib, hosts, 1, 5 << 20)
+    assert room_problem(mib, HostDisks((0, 0, 1, 2), copies=0), 0, 4 << 20) == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--snapshot.every", "0", "-n", "2"], "snapshot.every"),
+        (["--snapshot.every", "-1", "-n", "2"], "must be greater than 0"),
+        (["--snapshot.copies", "-1", "-n", "2"], "must not be negative"),
+        (["--snapshot.every", "5"], "Start the run with `shoal train -n N` or --hosts"),
+        (["--snapshot.every", "5", "-n", "2", "--record"], "keeps no record of pushes"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    command = ["train", "digits", "--out", str(tmp_path / "run"), *words]
+    if "--record" in words:
+        command += ["--strategy", "server=1,staleness=1"]
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command)
+    assert stop.value.code == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def spoil(path: Path) -> None:
