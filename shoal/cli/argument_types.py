@@ -7,7 +7,7 @@ from collections.abc import Callable
 from math import inf
 from pathlib import Path
 
-from shoal.config.job import PATH
+from shoal.config.setting_fields import PATH
 from shoal.watchdog import hang_limit
 
 MAX_PROCESSES = 1024

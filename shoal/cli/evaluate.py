@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types, execution
-from shoal.config.job import is_path
+from shoal.config.setting_fields import is_path
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from shoal.cli import argument_types, job_options
-from shoal.config.job import is_path
+from shoal.config.setting_fields import is_path
 from shoal.errors import ConfigError, ShoalError, UsageError, printable
 
 HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.config.job import is_path
 from shoal.config.layers import Layer, SourcedValue, file_layer
+from shoal.config.setting_fields import is_path
 from shoal.config.yaml_subset import LocatedValue, parse_file
 from shoal.errors import ConfigError, did_you_mean
 from shoal.platform.ownership import read_text_of_file, untrusted_reason

@@ -7,7 +7,8 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache, reduce
 from typing import Any, get_origin, get_type_hints
 
-from shoal.config.job import Check, Job
+from shoal.config.job import Job
+from shoal.config.setting_fields import Check
 
 
 @dataclass(frozen=True)

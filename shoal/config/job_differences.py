@@ -33,6 +33,7 @@ NON_SEMANTIC = (
     "evaluation.every",
     "evaluation.batch_size",
     "checkpoint",
+    "snapshot",
     "log",
 )
 

@@ -55,6 +55,12 @@ def _training(job: Job) -> Iterator[Violation]:
             "may choose other kernels in every run, which train.deterministic forbids; turn one of "
             "them off",
         )
+    if train.record and job.snapshot.every is not None:
+        yield (
+            ("snapshot.every", "train.record"),
+            "keeps no record of pushes, which train.record needs up to the step that is resumed; "
+            "turn one of them off",
+        )
 
 
 def _optimizer(job: Job) -> Iterator[Violation]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.platform.files import atomic_write
 from shoal.plotting.metrics_reader import Curve, Floats, RunMetrics, read_runs
 
@@ -76,6 +76,14 @@ def plot(runs: Sequence[Path], output: Path) -> None:
 
     with rc_context(STYLE):
         write_figure(_draw(metrics), output)
+
+
+def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
+    """Draw one run as `plot` does. A failure is a note."""
+    try:
+        plot([run], output)
+    except (ShoalError, OSError) as error:
+        note(f"no curves were drawn: {error}")
 
 
 def refuse_suffix(output: Path) -> None:

@@ -6,6 +6,7 @@ Importing this module does not import torch, so that a launcher on a login node 
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -32,10 +33,12 @@ def train_settings(settings: str) -> None:
 
 
 def last_saved(directory: str) -> int | None:
-    """Return the step of a run's newest checkpoint; None if there is no checkpoint."""
+    """Return the step of a run's newest checkpoint or snapshot here; None if there is none."""
+    from shoal.launch.snapshot_memory import VARIABLE
     from shoal.train.run_directory import last_saved as last_saved_here
 
-    return last_saved_here(Path(directory))
+    memory = os.environ.get(VARIABLE)
+    return last_saved_here(Path(directory), *([Path(memory)] if memory else []))
 
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:

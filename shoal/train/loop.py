@@ -16,22 +16,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.config.job import Job
-from shoal.errors import CleanupFailed, ConfigError, RecordError, ShoalError, TrainingDiverged
+from shoal.errors import CleanupFailed, RecordError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
-from shoal.plotting.curves import plot
+from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs
-from shoal.train.checkpoint import newest
+from shoal.train.checkpoint import Saved, newest
 from shoal.train.ema import layout_with_averages
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.metrics_copies import MetricsCopies
 from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again
+from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again_and_note
 from shoal.train.run_disks import describe_disks, find_disks
-from shoal.train.run_saver import open_saver
+from shoal.train.run_saver import State, open_saver
+from shoal.train.snapshots import load_newest, open_snapshots
 from shoal.train.training_state import TrainingState
 from shoal.watchdog.progress_writer import own_progress
 
@@ -82,11 +83,14 @@ class Training:
             job, mesh, self._pause, lambda text: self.log.note(text), self.disks
         )
         self.checkpoints = self.saver.checkpoints
+        self.snapshots = open_snapshots(
+            job, self.run, self._pause, lambda text: self.log.note(text)
+        )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
-        self.lines += describe_disks(self.disks)
+        self.lines += describe_disks(self.disks) + self.snapshots.describe()
 
     @property
     def step(self) -> int:
@@ -105,23 +109,24 @@ class Training:
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
-        saved = None
         if self.job.checkpoint.resume:
-            saved = self.checkpoints.load(
-                notes.append, like=layout_with_averages(self.run.layout_of())
-            )
-        if saved is not None:
-            accept_data = self.job.train.accept_data == "changed"
-            notes += self.state.load(saved, accept_data)
-            try:
-                self.saver.resume(saved.step, saved.info["best"])
-            except CleanupFailed as error:
-                notes.append(f"{error}; training goes on")
-            notes.append(f"resumed from {saved.path}")
+            layout = layout_with_averages(self.run.layout_of())
+            found = load_newest(self.checkpoints, self.snapshots, notes.append, layout)
+            if found.saved is not None:
+                notes += self._load(found.saved, found.is_snapshot)
+                notes.append(f"resumed from {found.describe()}")
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
         self.state.begin_interval()
+
+    def _load(self, saved: Saved, is_snapshot: bool) -> list[str]:
+        notes = self.state.load(saved, self.job.train.accept_data == "changed")
+        try:
+            self.saver.resume(None if is_snapshot else saved.step, saved.info["best"])
+        except CleanupFailed as error:
+            notes.append(f"{error}; training goes on")
+        return notes
 
     def run_all(self) -> None:
         """Train all remaining epochs, and end the run. Collective."""
@@ -131,6 +136,7 @@ class Training:
             self._finish()
         finally:
             self.saver.close()
+            self.snapshots.close()
             self.progress.close()
             self.log.close()
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -150,12 +156,14 @@ class Training:
                 self._stop()
             if self._is_save_due():
                 self._save()
+            self._snapshot()
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
         # A stop saves here: the evaluation belongs to this step, and is not made again.
         if ended or stopping or best or due:
             self._save(best, must_succeed=ended)
+        self._snapshot()
         if stopping and not ended:
             self._stop()
 
@@ -226,37 +234,40 @@ class Training:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.saver.wait()
         self._keep_directory()
-        self.state.synchronize()
-        if self.job.train.check_replicas:
-            self._check_replicas()
-        try:
-            state = self.state.collect(self.saver.best)
-        except TrainingDiverged as error:
-            if must_succeed:
-                raise
+        state = self._collect(must_succeed)
+        if state is None:
             self.saver.skip()
-            self.log.note(f"{error} Nothing is saved at step {self.step}")
             return
         self._save_record()
         self.metrics_copies.update()
         self.saver.save(self.step, state, best, must_succeed)
 
+    def _snapshot(self) -> None:
+        """Keep the state in memory if it is due, and not in a checkpoint already. Collective."""
+        if self.snapshots.is_due(self.step):
+            self.saver.wait_for_best()
+            if self.saver.saved_step != self.step:
+                self.metrics_copies.update()
+                self.snapshots.take(self.step, self._collect)
+
+    def _collect(self, must_succeed: bool = False) -> State | None:
+        """Return what a checkpoint holds; None, with a note, if that is not finite. Collective."""
+        self.state.synchronize()
+        if self.job.train.check_replicas:
+            self._check_replicas()
+        try:
+            return self.state.collect(self.saver.best)
+        except TrainingDiverged as error:
+            if must_succeed:
+                raise
+            self.log.note(f"{error} Nothing is saved at step {self.step}")
+            return None
+
     def _keep_directory(self) -> None:
         """Make the run directory again, and tell, if somebody has removed it. Once a disk."""
-        if not acts_for_disk(self.run.rank, self.disks):
-            return
-        try:
-            lock = make_again(self.job)
-        except ConfigError as error:
-            self.log.note(str(error))
-            return
-        if lock is not None:
-            self._locks.append(lock)
-            self.log.reopen()
-            self.log.note(
-                f"{self.directory} was removed or moved while the run trains. It is made again; "
-                "earlier checkpoints and records are gone from there"
-            )
+        if acts_for_disk(self.run.rank, self.disks):
+            lock = make_again_and_note(self.job, self.log)
+            self._locks += [] if lock is None else [lock]
 
     def _save_record(self) -> None:
         try:
@@ -323,11 +334,8 @@ class Training:
         if self.run.rank == 0:
             for line in self.run.report():
                 self.log.note(line)
-            try:
-                with self._pause("drawing"):
-                    plot([self.directory], curves)
-            except (ShoalError, OSError) as error:
-                self.log.note(f"no curves were drawn: {error}")
+            with self._pause("drawing"):
+                plot_or_note(self.directory, curves, self.log.note)
         self.progress.close()
         self.log.close(
             {

@@ -29,6 +29,7 @@ from shoal.train.console import warn
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
     from shoal.train.checkpoint.host_disks import HostDisks
+    from shoal.train.log import Log
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -95,6 +96,25 @@ def make_again(job: Job) -> IO[str] | None:
     return lock(job)
 
 
+def make_again_and_note(job: Job, log: Log) -> IO[str] | None:
+    """Make the run directory again if it was removed, open its log again, and tell.
+
+    For one process. Returns: the new lock; None if the directory is there, or cannot be made.
+    """
+    try:
+        lock = make_again(job)
+    except ConfigError as error:
+        log.note(str(error))
+        return None
+    if lock is not None:
+        log.reopen()
+        log.note(
+            f"{job.directory} was removed or moved while the run trains. It is made again; "
+            "earlier checkpoints and records are gone from there"
+        )
+    return lock
+
+
 def claim_for_all(
     job: Job, mesh: Mesh, disks: HostDisks | None = None
 ) -> AbstractContextManager[Any]:
@@ -140,12 +160,13 @@ def job_of(directory: Path) -> Job:
     return read(directory / CONFIG).job
 
 
-def last_saved(directory: Path) -> int | None:
-    """Return the step of a run's newest checkpoint; None if there is no checkpoint.
+def last_saved(*directories: Path) -> int | None:
+    """Return the step of the newest checkpoint in run directories; None if there is none.
 
     Only its name is read: ranks verify the checkpoint before they load it.
     """
-    names = [path.name.removeprefix("step-") for path in (directory / "checkpoints").glob("step-*")]
+    found = [path for place in directories for path in (place / "checkpoints").glob("step-*")]
+    names = [path.name.removeprefix("step-") for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
 

@@ -77,15 +77,19 @@ class RunSaver:
         self._pause = pause
         self._note = note
 
-    def resume(self, step: int, best: Report | None) -> None:
+    def resume(self, step: int | None, best: Report | None) -> None:
         """Go on from a checkpoint, and finish a cleanup that a kill has prevented. Collective.
+
+        Args:
+            step: None if it is not one of these checkpoints.
 
         Raises:
             CleanupFailed: on every rank; training may go on.
         """
         self.best = best
         self._best_saved = best
-        self.checkpoints.complete(step, None if best is None else best["step"])
+        if step is not None:
+            self.checkpoints.complete(step, None if best is None else best["step"])
 
     def save(self, step: int, state: State, is_best: bool, must_succeed: bool) -> None:
         """Save the state of `step`. Collective; call it after `wait`.
@@ -155,6 +159,14 @@ class RunSaver:
         step = self.in_flight
         self.in_flight = -1
         self._complete(step, self._async_saver.wait, must_succeed=False)
+
+    def wait_for_best(self) -> None:
+        """Wait for a save in the background of the best checkpoint so far. Collective.
+
+        Until it has succeeded, nothing else that is saved may name it as the best one.
+        """
+        if self.best is not self._best_saved:
+            self.wait()
 
     def _complete(self, step: int, action: Callable[[], object], must_succeed: bool) -> None:
         """Run `action`, which ends a save.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from shoal.config import to_yaml
 from shoal.config.job import Job
+from shoal.launch import snapshot_memory
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.driver import run_on_hosts_with_restarts
 from shoal.launch.hosts.host_facts import FactsRequest
@@ -20,6 +21,7 @@ from shoal.launch.hosts.shared_directory import SERVERS_NEED_ONE
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts
+from shoal.launch.snapshot_memory import SnapshotMemory
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
@@ -51,12 +53,18 @@ def train(
     # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
     resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
     check = partial(check_job, job, line)
-    saved_step = partial(last_saved, directory)
-    with ControlServer(directory, CONFIG) as control, _server_directory() as folder:
-        environment = {
-            "SHOAL_SERVER_DIRECTORY": folder,
-            hang_limit.VARIABLE: f"{hang_limit_s:g}",
-        }
+    environment = {hang_limit.VARIABLE: f"{hang_limit_s:g}"}
+    places = [directory]
+    with (
+        ControlServer(directory, CONFIG) as control,
+        _server_directory() as folder,
+        nullcontext() if job.snapshot.every is None else SnapshotMemory() as memory,
+    ):
+        environment["SHOAL_SERVER_DIRECTORY"] = folder
+        if memory is not None:
+            environment[snapshot_memory.VARIABLE] = str(memory.path)
+            places.append(memory.path)
+        saved_step = partial(last_saved, *places)
         spec = JobSpec(entry.train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
         return run_with_restarts(spec, processes, control, restarts)
 
@@ -88,6 +96,7 @@ def train_on_hosts(
         preload=PRELOAD,
         request=FactsRequest(directory, run_directory=job.directory),
         saved_step=("shoal.train.entry:last_saved", [job.directory]),
+        has_snapshots=job.snapshot.every is not None,
         problems=partial(check_job, job, line),
         shared_disk_reason=SERVERS_NEED_ONE if has_servers else None,
     )

@@ -179,6 +179,29 @@ def test_servers_without_a_shared_disk_are_refused_before_the_start(hosts: Hosts
     assert hosts.leftovers() == {}
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_host_that_starts_again_without_disk_and_memory_resumes_from_a_snapshot(
+    hosts: Hosts, tmp_path: Path, strategy: str
+) -> None:
+    expected = undisturbed(tmp_path, strategy)
+    path = Path(write_job(hosts, strategy))
+    path.write_text(
+        to_yaml(tiny(Path(RUN), settings(strategy), snapshot__every=1, checkpoint__every_steps=20))
+    )
+    node1, node2, _ = hosts.nodes
+    with training(hosts, str(path), *LISTED) as process:
+        until(lambda: process.poll() is not None or has_saved(hosts, node2))
+        lose_disk_and_processes(hosts, node2)
+        hosts.run(node2, ["sh", "-c", "rm -rf /dev/shm/*"]).check_returncode()
+        _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0, stderr
+    assert "resumed from" in stderr
+    assert left(hosts, node1)["tensors"].keys() == expected["tensors"].keys()
+    assert tiny_jobs.differing(left(hosts, node1)["tensors"], expected["tensors"]) == []
+    assert hosts.run(node2, ["ls", "/dev/shm"]).stdout.strip() == ""
+    assert hosts.leftovers() == {}
+
+
 def test_a_run_goes_on_without_a_host_that_is_gone_with_its_disk(tmp_path: Path) -> None:
     words = ["--hosts", "node1,node2,node3", "--min-hosts", "2"]
     with Hosts(tmp_path, 3) as hosts:

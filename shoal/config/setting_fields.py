@@ -1,0 +1,63 @@
+"""Fields of the sections of a job, and the checks of single values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+from shoal.config import trace_window
+
+Check = tuple[Callable[[Any], bool], str]
+"""A predicate of a value, and the sentence for the user where it is False."""
+POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
+NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
+SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
+BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
+UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
+SEED: Check = (lambda v: 0 <= v < 1 << 63, "must be from 0 to 2^63 - 1")
+NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
+STEPS: Check = (trace_window.is_window, trace_window.MEANING)
+SIZES: Check = (
+    lambda v: len(v) > 0 and all(size > 0 for size in v),
+    "must be one or more sizes greater than 0",
+)
+
+
+def _is_name(text: str) -> bool:
+    """Return True for a relative path that stays below the directory in which it begins."""
+    return is_path(text) and text[0] != "/" and ".." not in text.split("/")
+
+
+def is_path(text: str) -> bool:
+    """Return True for a path that a file system of today can hold."""
+    parts = os.fsencode(text).split(b"/")
+    return (
+        bool(text.strip())
+        and all(character >= " " and character != "\x7f" for character in text)
+        and len(os.fsencode(text)) < 1024
+        and all(len(part) <= 200 for part in parts)
+    )
+
+
+NAME: Check = (
+    _is_name,
+    "must be a name of a directory in runs/: not empty, at most 200 bytes, without control "
+    "characters, and not leading out by / or ..",
+)
+PATH: Check = (
+    is_path,
+    "must be a path: not empty, at most 1,023 bytes and 200 for each name, without control "
+    "characters",
+)
+
+
+def setting(default: Any, help: str, check: Check | None = None) -> Any:
+    """Return a field with its help text and, where a type is not enough, a check of its value."""
+    return field(default=default, metadata={"help": help, "check": check})
+
+
+def section(kind: type[Any], help: str) -> Any:
+    """Return a field for the settings of a section, with its help text."""
+    return field(default_factory=kind, metadata={"help": help})
