@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.host_generators import HostGenerators
+
 T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
@@ -82,7 +84,8 @@ def preserve_rng_state(
 class MicrobatchSeeds:
     """The seeds of a step's micro-batches, so that every pass draws the same random numbers.
 
-    They are drawn from the generators when this object is made.
+    They are drawn from torch's generator when this object is made. Numbers of Python and NumPy
+    count for the whole batch: each micro-batch begins in the state of that moment.
 
     Args: devices: whose generators the passes use, beside the CPU.
     """
@@ -90,16 +93,17 @@ class MicrobatchSeeds:
     def __init__(self, devices: set[torch.device]) -> None:
         self._devices = devices
         self._torch = int(torch.randint(2**62, ()))
-        # Equal on all ranks, as the generators of Python and NumPy are.
-        self._python = random.getrandbits(31)
+        self._host = HostGenerators.now()
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Draw the numbers of one micro-batch in this context."""
-        with preserve_rng_state(self._devices):
+        """Draw the numbers of one micro-batch in this context.
+
+        The generators of Python and NumPy remain as it leaves them.
+        """
+        self._host.restore()
+        with preserve_rng_state(self._devices, beyond_torch=False):
             torch.manual_seed(derive_seed(self._torch, microbatch))
-            random.seed(derive_seed(self._python, microbatch))
-            np.random.seed(derive_seed(self._python, microbatch) & 0xFFFFFFFF)
             yield
 
 

@@ -206,7 +206,7 @@ def check_some_gradient(local_model: LocalModel) -> None:
     )
 
 
-def single_sample_error(error: ValueError, batch: LocalBatch) -> UsageError | None:
+def single_sample_error(error: Exception, batch: LocalBatch) -> UsageError | None:
     """Return what to raise in place of torch's error of a BatchNorm that was given one sample.
 
     None for another error, or where the whole batch is one sample.

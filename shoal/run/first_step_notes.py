@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
+from shoal.data.host_generators import HostGenerators
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
@@ -115,6 +116,10 @@ def _checksum(buffer: Tensor) -> Tensor:
     return torch.nan_to_num(buffer.detach().double()).sum().cpu()
 
 
+HOST_DRAWS = (
+    "numbers from Python's or NumPy's generator count for the whole batch, as on one device: every "
+    "rank and every micro-batch draws the same ones. Draw numbers for each sample with torch."
+)
 LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 """Folders of files that are not the user's."""
 
@@ -162,12 +167,18 @@ def noting_draws(module: nn.Module, announce: Callable[[str], None]) -> Iterator
     if any(map(is_compiled, module.modules())):
         yield
         return
+    before = HostGenerators.now()
     with RandomOperators(module) as operators:
         yield
+    sentences = []
     if operators.places:
         first, *others = operators.places
         more = f" and {len(others)} more" if others else ""
-        announce(
-            f"note: the first step draws random numbers ({first}{more}): a stream of its own on "
-            'every rank, so same law, other numbers. draws="global" draws those of one device.'
+        sentences.append(
+            f"the first step draws random numbers ({first}{more}): a stream of its own on every "
+            'rank, so same law, other numbers. draws="global" draws those of one device.'
         )
+    if before.has_moved():
+        sentences.append(HOST_DRAWS)
+    if sentences:
+        announce(f"note: {' '.join(sentences)}")

@@ -17,6 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import UsageError
 from shoal.run import checks
+from shoal.run.captured_batch import captured_batch_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.first_failure import FirstFailure
 from shoal.run.gradients import clip_gradients, gather_gradients
@@ -166,8 +167,9 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
-        except ValueError as error:
+        except (ValueError, RuntimeError, IndexError, UsageError) as error:
             explained = checks.single_sample_error(error, local_batch)
+            explained = explained or captured_batch_error(error, local_batch, compute_loss)
             if explained is None:
                 raise
             raise explained from error

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.data.host_generators import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
@@ -119,10 +120,14 @@ class DividedModel:
                 found.append(getattr(self.units.model.get_submodule(owner), name))
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def crossing(self, function: Callable[[], Any], key: Hashable, seed: int) -> Crossing:
+    def crossing(
+        self, function: Callable[[], Any], key: Hashable, seed: int, begin: HostGenerators
+    ) -> Crossing:
         """Return what crosses the cuts: from a dry run, or from an earlier one of the same key.
 
-        Args: key: what determines the shapes of all values; see `shape_key`.
+        Args:
+            key: what determines the shapes of all values; see `shape_key`.
+            begin: the generators of Python and NumPy, in which the function begins and stays.
 
         Raises: WalkRefusal: the function cannot be divided.
         """
@@ -132,8 +137,13 @@ class DividedModel:
         dry = DryRun(self.units, self.forms, self.stage_map)
         with self.units.watched(), seeded(seed, self.units.device):
             before = torch.get_rng_state()
-            found = dry.run(function)
-            if _draws_nothing(before, dry.num_seeds) and len(self._crossings) < MAX_CROSSINGS:
+            try:
+                found = dry.run(function)
+            finally:
+                if begin.has_moved():
+                    begin.restore()
+            is_constant = found.generators is None and _draws_nothing(before, dry.num_seeds)
+            if is_constant and len(self._crossings) < MAX_CROSSINGS:
                 self._crossings[key] = found
         return found
 
@@ -148,14 +158,19 @@ class DividedModel:
         crossing: Crossing,
         received: Sequence[Tensor],
         seed: int,
+        begin: HostGenerators,
     ) -> StageRun:
         """Run one stage of the function.
 
-        Args: seed: of the random numbers of this micro-batch; the same for all stages.
+        Args:
+            seed: of the random numbers of this micro-batch; the same for all stages.
+            begin: the generators of Python and NumPy, in which the function begins.
 
         Raises: WalkRefusal: the function does something else than in the dry run.
         """
         walk = Walk(self.units, self.forms, self.stage_map, stage, crossing, received)
+        if begin.has_moved():
+            begin.restore()
         try:
             with (
                 self.units.watched(),
@@ -166,6 +181,7 @@ class DividedModel:
                 result = function()
                 walk.end()
         except StageDone:
+            _check_generators(stage, crossing, begin)
             return StageRun(walk.values_to_send(), None)
         finally:
             walk.received.walking = False
@@ -205,6 +221,23 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing was assigned yet
         return None
+
+
+def _check_generators(stage: int, crossing: Crossing, begin: HostGenerators) -> None:
+    """Raise WalkRefusal if a stage has drawn other numbers from the generators of Python and NumPy
+    than the ranks of the stages after it believe.
+    """
+    if crossing.generators is None:
+        has_strayed = begin.has_moved()
+    else:
+        has_strayed = crossing.generators[stage] != HostGenerators.now()
+    if has_strayed:
+        raise WalkRefusal(
+            f"pipeline: blocks of stage {stage} draw numbers of Python or NumPy, and not "
+            "as many as on the first batch, so the ranks of later stages cannot know how "
+            "many. Draw equally many in each call, one for a layer and not one for each sample; "
+            "or draw them with torch."
+        )
 
 
 @contextmanager

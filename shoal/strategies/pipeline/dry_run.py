@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.data.host_generators import HostGenerators
 from shoal.strategies.pipeline.absent import (
     StageDone,
     ValueName,
@@ -40,6 +41,8 @@ class DryRun(Walk):
         self._size_bytes: dict[ValueName, int] = {}
         self._stage_used: dict[ValueName, int] = {}
         self._paths: list[tuple[int, str]] = []
+        self._before = HostGenerators.now()
+        self._generators: list[HostGenerators] = []
 
     def run(self, function: Callable[[], Any]) -> Crossing:
         """Run the function.
@@ -66,7 +69,12 @@ class DryRun(Walk):
         super()._refuse_look(label)
 
     def _is_behind_last_unit(self) -> bool:
-        return self._turns.total() >= len(self.stage_map.stages)
+        calls = self.stage_map.stages
+        if self._turns.total() >= len(calls):
+            return True
+        # A layer before it may have been left out by a random number.
+        *_, last = calls
+        return self._turns[last.unit] > last.turn
 
     def _event(self, label: str, used: Sequence[Any]) -> None:
         super()._event(label, used)
@@ -92,6 +100,8 @@ class DryRun(Walk):
 
     def _leave_stage(self, last: str) -> None:
         self._paths.append((self._path, last))
+        has_moved = self._before.has_moved()
+        self._generators.append(HostGenerators.now() if has_moved else self._before)
 
     def _crossing(self) -> Crossing:
         names = [
@@ -103,7 +113,8 @@ class DryRun(Walk):
             for cut in range(self.stage_map.last)
         ]
         makers = [[self.labels[name.event - 1] for name in of_cut] for of_cut in names]
-        return Crossing(names, makers, self._paths)
+        draws = self._before.has_moved()
+        return Crossing(names, makers, self._paths, self._generators if draws else None)
 
 
 def digest(crossing: Crossing) -> int:

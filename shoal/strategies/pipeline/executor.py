@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.data.seeds import derive_seed
-from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
 from shoal.strategies.base import (
     STOP,
@@ -25,7 +23,7 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.microbatch import split_microbatches
-from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.call_planner import CallPlanner, PlannedCall, StageCall
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
 from shoal.strategies.pipeline.division import (
     DividedModel,
@@ -34,14 +32,13 @@ from shoal.strategies.pipeline.division import (
     refusals_as_errors,
     shape_key,
 )
-from shoal.strategies.pipeline.dry_run import digest
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
+from shoal.strategies.pipeline.host_draws import HostDraws
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.p2p_link import P2PLink, downward_group
 from shoal.strategies.pipeline.random_streams import draw_seed
 from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
-from shoal.strategies.pipeline.stage_map import Crossing
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
@@ -51,26 +48,9 @@ SUM_COUNT_INDEX = TOTALS_LENGTH
 """Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
 EXTRAS_INDEX = TOTALS_LENGTH + 1
 """Index of another one: there are values beside the loss."""
-
-
-class _Call(NamedTuple):
-    """The user's function with the arguments of one micro-batch.
-
-    Attributes:
-        key: what determines the shapes of all values.
-        seed: of its random numbers.
-    """
-
-    function: Callable[[], Any]
-    key: Hashable
-    seed: int
-
-
-class _PlannedCall(NamedTuple):
-    """A call of which it is known what crosses the cuts."""
-
-    call: _Call
-    crossing: Crossing
+DRAWS_INDEX = TOTALS_LENGTH + 2
+"""Index of another one: the last stage has drawn from the generators of Python and NumPy."""
+NUM_FLAGS = 3
 
 
 class PipelineExecutor:
@@ -110,7 +90,9 @@ class PipelineExecutor:
         divided.units.on_run = self.batchnorm.on_call
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
-        self._planned: _PlannedCall | None = None
+        self._planned: PlannedCall | None = None
+        self.draws = HostDraws(axis, self.last_stage in self.stages)
+        self.planner = CallPlanner(divided, axis, self.draws)
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
@@ -136,14 +118,10 @@ class PipelineExecutor:
         microbatches = list(split_microbatches(single, count, min_count=count))
         seed = self._common_seed()
         calls = [
-            _Call(
-                partial(micro.compute_loss, *micro.args, **micro.kwargs),
-                (code_key(micro.compute_loss), shape_key(self.model, (micro.args, micro.kwargs))),
-                derive_seed(seed, index) % 2**31,
-            )
+            StageCall.of(self.model, micro, derive_seed(seed, index) % 2**31)
             for index, micro in enumerate(microbatches)
         ]
-        planned = self._plan_calls(calls)
+        planned = self.planner.plan(calls)
         outputs: list[ForwardOutput] = []
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:
@@ -157,13 +135,14 @@ class PipelineExecutor:
             outputs.append(output._replace(loss=output.step_totals))
             return StageOutput(output.values, output.loss)
 
-        comm = StageComm(self.link, self.table, lambda microbatch: calls[microbatch].key)
+        comm = StageComm(self.link, self.table, lambda microbatch: planned[microbatch].key)
         engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
         # Checkpoints in the user's code call units again in a backward pass.
         with self.divided.units.watched(), refusals_as_errors():
             for _ in engine.run():
                 pass
         self._planned = None
+        self.divided.units.forget_calls()
         self.batchnorm.commit()
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
@@ -175,77 +154,52 @@ class PipelineExecutor:
         Collective over the pipeline: all ranks call it with the same arguments.
         """
         with torch.no_grad():
-            call = _Call(
+            call = StageCall(
                 partial(function, *args, **kwargs),
                 ("evaluation", code_key(function), shape_key(self.model, (args, kwargs))),
                 self._common_seed(),
             )
-            [planned] = self._plan_calls([call])
+            [planned] = self.planner.plan([call])
             with refusals_as_errors():
-                return self._broadcast(self._run_stages(planned))
+                result = self._run_stages(planned)
+            self.draws.end_evaluation()
+            return self._broadcast(result)
 
-    def _run_stage(self, stage: int, planned: _PlannedCall, values: Sequence[Tensor]) -> StageRun:
+    def _run_stage(self, stage: int, planned: PlannedCall, values: Sequence[Tensor]) -> StageRun:
         call, crossing = planned
-        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
+        run = partial(
+            self.divided.run_stage,
+            stage,
+            call.function,
+            crossing,
+            values,
+            call.seed,
+            self.draws.begin,
+        )
         found: StageRun = self.home(run)
+        if stage == self.last_stage:
+            self.draws.end_last_stage()
         return found
 
     def _common_seed(self) -> int:
-        """Return a seed that is the same on all ranks of the pipeline. Collective.
+        """Begin a step: return a seed that is the same on all ranks of the pipeline. Collective.
 
         Code around the blocks must draw the same numbers on all of them, and a script may have
         drawn on one rank alone.
         """
         seed = torch.tensor([draw_seed()], device=self.axis.host_device)
         self.axis.broadcast_tensor(seed)
+        self.draws.begin_step()
         return int(seed)
 
-    def _plan_calls(self, calls: Sequence[_Call]) -> list[_PlannedCall]:
-        """Find what crosses the cuts, for each call. Collective if one needs a dry run.
-
-        Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
-        """
-        is_known = all(self.divided.knows(call.key) for call in calls)
-        crossings: list[Crossing] = []
-        failure: BaseException | None = None
-        try:
-            for call in calls:
-                crossings.append(self.divided.crossing(call.function, call.key, call.seed))
-        except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
-            failure = error
-        if not is_known:
-            self._compare_over_pipeline(crossings, failure)
-        if failure is not None:
-            with refusals_as_errors():
-                raise failure
-        return [_PlannedCall(*pair) for pair in zip(calls, crossings, strict=True)]
-
-    def _compare_over_pipeline(
-        self, crossings: Sequence[Crossing], failure: BaseException | None
-    ) -> None:
-        own = json.dumps([str(failure or ""), [digest(crossing) for crossing in crossings]])
-        found = [json.loads(text) for text in self.axis.all_gather_str(own)]
-        refusal = next((text for text, _ in found if text), "")
-        if failure is None and refusal:
-            raise StrategyRefused(f"another rank of the pipeline says: {refusal}")
-        if refusal:
-            return
-        for rank, (_, digests) in enumerate(found):
-            if digests != found[0][1]:
-                raise StrategyRefused(
-                    f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
-                    "function, for the same batch. It must not depend on the rank, the time or "
-                    "random numbers other than those of torch, Python and NumPy."
-                )
-
-    def _run_stages(self, planned: _PlannedCall) -> Any:
+    def _run_stages(self, planned: PlannedCall) -> Any:
         """Send the batch in one piece through all stages. Return the result on the rank of the
         last stage, None on others.
         """
         comm = StageComm(
             self.link,
             _as_single_microbatch(self.table),
-            lambda _: planned.call.key,
+            lambda _: planned.key,
             backward=False,
         )
         result = None
@@ -268,23 +222,30 @@ class PipelineExecutor:
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
         """Return the last stage's totals and extras and all stop requests, on every rank.
 
-        The sum is in float64: (TOTALS_LENGTH + 2,). Other ranks add zeros. From a GPU the last two,
-        which the host needs at once, go over the CPU.
+        The sum is in float64: (TOTALS_LENGTH + NUM_FLAGS,). Other ranks add zeros. From a GPU the
+        flags, which the host needs at once, go over the CPU.
         """
-        totals = torch.zeros(TOTALS_LENGTH + 2, dtype=torch.float64, device=self.axis.device)
+        totals = torch.zeros(
+            TOTALS_LENGTH + NUM_FLAGS, dtype=torch.float64, device=self.axis.device
+        )
         extras = tuple(output.extra for output in outputs if output.extra is not None)
         for output in outputs:
             totals[:TOTALS_LENGTH] += output.step_totals
-        flags = [any(output.is_sum_and_count for output in outputs), bool(extras)]
+        is_sum = any(output.is_sum_and_count for output in outputs)
+        flags = [is_sum, bool(extras), self.draws.has_drawn]
         totals[STOP] = batch.stop_requested * batch.grad_weight
         if self.axis.host_device == totals.device:
-            totals[SUM_COUNT_INDEX], totals[EXTRAS_INDEX] = flags
+            for index, flag in zip(
+                (SUM_COUNT_INDEX, EXTRAS_INDEX, DRAWS_INDEX), flags, strict=True
+            ):
+                totals[index] = flag
             totals = self.axis.all_reduce(totals)
             found = totals[TOTALS_LENGTH:].tolist()
         else:
             totals = self.axis.all_reduce(totals)
             found = self.axis.sum_of_host_numbers(flags)
-        is_sum_and_count, has_extras = map(bool, found)
+        is_sum_and_count, has_extras, has_drawn = map(bool, found)
+        self.draws.end_step(has_drawn)
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals

@@ -7,15 +7,18 @@ Every rank draws the seed of every unit, also of those that other stages compute
 units draws the same noise on all ranks, and a unit draws the same dropout masks in any stage. A
 checkpoint around a unit restores the stream around it, and so the seed, when it calls the unit
 again.
+
+The generators of Python and NumPy are one stream, as on one device: a number of theirs counts for
+the whole batch (`shoal/data/host_generators.py`). Every run for a stage or a micro-batch begins in
+the state in which the step began. In the place of a unit of another stage, as many words are drawn
+as it drew on the example.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
 from shoal.data.seeds import preserve_rng_state
@@ -31,17 +34,11 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device, beyond_torch: bool = True) -> Iterator[None]:
-    """Seed the generators for the block, and restore them after it.
-
-    Args: beyond_torch: False to leave out those of Python and NumPy, which takes a tenth as long.
-    """
-    with preserve_rng_state([device], beyond_torch):
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators for the block, and restore them after it."""
+    with preserve_rng_state([device], beyond_torch=False):
         # torch.manual_seed asks for every kind of device, which takes as long as a small layer.
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        if beyond_torch:
-            random.seed(seed)
-            np.random.seed(seed)
         yield

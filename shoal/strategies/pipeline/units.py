@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from shoal.data.host_generators import DrawnWords, HostGenerators
 from shoal.platform.torch_private import DYNAMO
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
@@ -56,7 +57,8 @@ class Units:
         observer: receives the calls of units; None to let them run as they are.
         on_run: is told the units that run, with their positional arguments; None for nobody.
         is_watching: calls of units are reported.
-        draws_beyond_torch: names of units that draw from Python's or NumPy's generator.
+        words_drawn: words that calls of units draw from the generators of Python and NumPy, where
+            they draw any; for a module in training mode, or not.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
         given_up: those of parameters of which this rank keeps no values, and a script may.
     """
@@ -70,7 +72,8 @@ class Units:
         }
         self.device = device
         self.observer: UnitObserver | None = None
-        self.draws_beyond_torch: set[str] = set()
+        self.words_drawn: dict[tuple[UnitCall, bool], DrawnWords] = {}
+        self._begun: dict[int, HostGenerators] = {}
         self.parameters: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
@@ -124,8 +127,34 @@ class Units:
         """Run a unit, with random numbers of its own."""
         if self.on_run is not None:
             self.on_run(self.modules[name], args)
-        with seeded(seed, self.device, name in self.draws_beyond_torch):
+        if self.words_drawn:
+            self._begin_as_before(seed)
+        with seeded(seed, self.device):
             return forward(*args, **kwargs)
+
+    def draw_words_of(self, name: str, turn: int) -> None:
+        """Draw as many words from the generators of Python and NumPy as a call of a unit does, that
+        another stage computes.
+        """
+        training = self.modules[name].training
+        for number in (turn, 0):
+            words = self.words_drawn.get((UnitCall(name, number), training))
+            if words is not None:
+                words.draw()
+                return
+
+    def _begin_as_before(self, seed: int) -> None:
+        """Begin in the state of Python's and NumPy's generators in which the same call has begun,
+        if a checkpoint around the unit repeats it.
+        """
+        if self.observer is not None:
+            self._begun[seed] = HostGenerators.now()
+        elif seed in self._begun:
+            self._begun[seed].restore()
+
+    def forget_calls(self) -> None:
+        """Note that no call of a unit will be repeated."""
+        self._begun.clear()
 
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self.observer is not None:

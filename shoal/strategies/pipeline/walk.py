@@ -164,7 +164,7 @@ class Walk(TorchFunctionMode):
         if self.is_computing:
             self._check_local(tensors)
             args, kwargs, target = tree_map(filled, (args, kwargs, target))
-            with nullcontext() if seed is None else seeded(seed, self.units.device, False):
+            with nullcontext() if seed is None else seeded(seed, self.units.device):
                 out = func(*args, **kwargs)
         else:
             if label in VALUE_FUNCTIONS:
@@ -214,6 +214,7 @@ class Walk(TorchFunctionMode):
                 f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
                 "unlike on the example. What the function does must not follow from values."
             )
+        turn = self._turns[name]
         self._turns[name] += 1
         self.pass_to(stage, name)
         leaves = tree_leaves((args, kwargs))
@@ -225,6 +226,8 @@ class Walk(TorchFunctionMode):
                 out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
         else:
             out = self._absent_results(name, args, kwargs)
+            if self.units.words_drawn:
+                self.units.draw_words_of(name, turn)
         self._name_results(out)
         return out
 

@@ -5,7 +5,8 @@
                                                                                one communication
 
 Memory for activations shrinks by the number of micro-batches. The gradients are those of the whole
-local batch.
+local batch. What is drawn from the generators of Python and NumPy counts for the whole batch, such
+as the choice to leave out a layer: each micro-batch begins in the same state of theirs.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shoal.comm.mesh import Mesh
+from shoal.data.host_generators import HostGenerators
 from shoal.strategies.base import Extra, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.microbatch import split_microbatches
 
@@ -37,7 +39,10 @@ class Accumulate(Strategy):
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
             result = None
             extras: tuple[Extra, ...] = ()
+            begin = HostGenerators.now()
             for microbatch in accumulated(batch, self.parts, model, mesh):
+                if begin.has_moved():
+                    begin.restore()
                 totals = None if result is None else result.step_totals
                 result = model.run(forward, microbatch._replace(previous_totals=totals))
                 extras += result.extras

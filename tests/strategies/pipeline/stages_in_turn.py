@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
+from shoal.data.host_generators import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
@@ -97,11 +98,12 @@ def difference(
     model.zero_grad()
     values: tuple[Tensor, ...] = ()
     result: Any = None
-    names = made.crossing(lambda: function(*args), shape_key(model, args), 1)
+    begin = HostGenerators.now()
+    names = made.crossing(lambda: function(*args), shape_key(model, args), 1, begin)
     if crossing is not None:
         crossing += names.makers
     for stage in range(num_stages):
-        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1)
+        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1, begin)
     result.backward()
     differences = [abs(float(result.detach()) - float(loss.detach())) / abs(float(loss.detach()))]
     for name, parameter in model.named_parameters():

@@ -1,0 +1,139 @@
+"""Layers that are left out by Python's or NumPy's generator: the choices of one device."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.testing import world
+
+GENERATOR = torch.Generator().manual_seed(0)
+ROWS = torch.randn(24, 8, generator=GENERATOR, dtype=torch.float64)
+CLASSES = torch.randint(0, 5, (24,), generator=GENERATOR)
+
+
+class Block(nn.Module):
+    """A block that leaves itself out, by a number of its own choice of generator."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.draw is not None and self.draw() < 0.4:
+            return x
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks that are left out, by themselves or by the loop around them."""
+
+    def __init__(self, in_blocks: Any, around: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList([Block(in_blocks) for _ in range(5)])
+        self.head = nn.Linear(8, 5)
+        self.around = around
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if not (self.training and self.around is not None and self.around() < 0.4):
+                x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def numpy_number() -> float:
+    return float(np.random.rand())
+
+
+NETS = {
+    "in blocks": (random.random, None),
+    "around": (None, numpy_number),
+    "both": (numpy_number, random.random),
+    "nowhere": (None, None),
+}
+
+
+def trained(strategy: str, name: str, accumulate: int = 1) -> dict[str, Any]:
+    """Return weights, losses and the next numbers after two epochs and an evaluation."""
+    torch.manual_seed(0)
+    lines: list[str] = []
+    run = shoal.init(strategy, accumulate=accumulate, precision="fp64", announce=lines.append)
+    net = Net(*NETS[name]).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(ROWS, CLASSES), batch_size=8)
+    net, optimizer, batches = run.prepare(net, optimizer, loader)
+    random.seed(5)
+    np.random.seed(6)
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        scale = 1 + float(np.random.beta(0.4, 0.4))
+        loss = F.cross_entropy(net(x * scale), y)
+        if loss.item() > 0:  # only the last stage comes here
+            loss = loss * (1 + random.gauss(0, 0.1))
+        return loss
+
+    found: dict[str, Any] = {"losses": []}
+    for _ in range(2):
+        for x, y in batches:
+            optimizer.zero_grad()
+            found["losses"].append(run.forward_backward(compute_loss, x, y).item())
+            optimizer.step()
+        net.eval()
+        found["evaluated"] = run.evaluate(lambda x, y: {"sum": net(x).sum()}, loader)["sum"]
+        net.train()
+    found |= run.weights()
+    found["next"] = [random.gauss(0, 1), random.random(), numpy_number()]
+    found["noted"] = any("count for the whole batch" in line for line in lines)
+    return found
+
+
+def trained_all(strategy: str, accumulate: int = 1) -> list[dict[str, Any]]:
+    return [trained(strategy, name, accumulate) for name in NETS]
+
+
+@pytest.fixture(scope="module")
+def one_device() -> list[dict[str, Any]]:
+    [found] = world.run(1, trained_all, "single")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "accumulate"),
+    [
+        ("pipeline=2,microbatches=4", 2, 1),
+        pytest.param("pipeline=2,schedule=gpipe,microbatches=2", 2, 2, marks=pytest.mark.slow),
+        pytest.param(
+            "pipeline=2,schedule=zero-bubble,microbatches=4", 2, 1, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "pipeline=2,schedule=interleaved,microbatches=4", 2, 1, marks=pytest.mark.slow
+        ),
+        pytest.param("pipeline=2,microbatches=2,ddp", 4, 1, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, 2, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, 1, marks=pytest.mark.slow),
+    ],
+)
+def test_layers_are_left_out_as_on_one_device(
+    one_device: list[dict[str, Any]], strategy: str, ranks: int, accumulate: int
+) -> None:
+    by_rank = world.run(ranks, trained_all, strategy, accumulate)
+    for rank, of_rank in enumerate(by_rank):
+        for name, expected, found in zip(NETS, one_device, of_rank, strict=True):
+            assert found.pop("noted") == (rank == 0), name
+            for key, value in expected.items():
+                if key != "noted":
+                    torch.testing.assert_close(
+                        found[key], value, rtol=1e-10, atol=1e-10, msg=f"{name} {key}"
+                    )
