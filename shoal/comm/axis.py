@@ -167,9 +167,9 @@ def check_lengths(told: Sequence[int]) -> None:
     for rank, length in enumerate(told):
         if not 0 <= length <= MOST_MESSAGE_BYTES:
             raise CollectiveFailed(
-                f"rank {rank} of a group tells of a message of {length:,} bytes, and the longest has "
-                f"{MOST_MESSAGE_BYTES:,}. The ranks do not make the same calls, or somebody else "
-                "sends to the port of a rank."
+                f"rank {rank} of a group tells of a message of {length:,} bytes, and the longest "
+                f"has {MOST_MESSAGE_BYTES:,}. The ranks do not make the same calls, or somebody "
+                "else sends to the port of a rank."
             )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from planted_lease_bugs import PLANTED
 from simulated_hosts import Simulation
 
+from shoal.launch.failure import Failure
 from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent, NameSlow
 from shoal.launch.hosts.driver_session import CREDIT, DriverSession, HostLost, HostSilent, HostSpoke
 from shoal.launch.hosts.lease import LeaseTimes
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 
 TIMES = LeaseTimes(6.0, 2.0)
 
@@ -92,10 +96,33 @@ def test_an_agent_ends_itself_after_a_message_that_it_does_not_know(line: bytes)
     assert isinstance(agent.received(line, 1.0)[0], EndAgent)
 
 
-@pytest.mark.parametrize("line", [b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * 70_000])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * 70_000, b'{"do": "out"}\n'),
+        *(b'{"do": "out", "rank": "0", "stream": "stdout", "text": ""}\n', b'{"do": "answer"}\n'),
+        *(b'{"do": "ended", "rank": 0}\n', b'{"do": "failed", "rank": 0}\n'),
+        *(b'{"do": "hello", "facts": 7}\n', b'{"do": "dropped", "lines": {}}\n'),
+    ],
+)
 def test_an_agent_that_sends_nonsense_counts_as_lost(line: bytes) -> None:
     driver, _ = connected()
     assert isinstance(driver.received(0, line, 1.0)[0], HostLost)
+
+
+@pytest.mark.parametrize("do", ["ended", "failed"])
+@pytest.mark.parametrize("rank", [1, 2, -1])
+def test_an_agent_that_tells_of_a_rank_of_another_host_counts_as_lost(do: str, rank: int) -> None:
+    session = SimpleNamespace(name_slow=None)
+    connections = SimpleNamespace(session=session, name=str, drop=lambda host: "")
+    ranks = RemoteRanks(
+        connections,  # type: ignore[arg-type]
+        [HostRanks(0, 0, 1), HostRanks(1, 1, 1)],
+    )
+    (failure,) = ranks._rank_events(HostSpoke(0, {"do": do, "rank": rank, "code": 0}))
+    assert isinstance(failure, Failure)
+    assert (failure.rank, failure.is_loss) == (0, True)
+    assert [rank.number for rank in ranks.alive] == [1]
 
 
 def test_a_slow_rank_is_told_to_ranks_of_the_present_epoch() -> None:

@@ -82,6 +82,21 @@ def test_this_client_takes_the_options(tmp_path):
     assert not [line for line in lines if line.startswith(("remotecommand", "localforward"))]
 
 
+@needs_ssh
+def test_the_client_forwards_nothing_and_asks_nothing(tmp_path):
+    config = tmp_path / "config"
+    forwards = ("ForwardAgent yes", "ForwardX11 yes", "DynamicForward 1080", "RemoteForward 9 c:80")
+    others = ("LocalCommand touch x", "ControlMaster yes")
+    config.write_text("\n ".join(("Host b", *forwards, *others)))
+    command = agent_command("b", PYTHON, 6.0, ["ssh", "-G", "-F", str(config)])
+    settings = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = settings.stdout.splitlines()
+    for line in ("forwardagent no", "forwardx11 no", "permitlocalcommand no", "batchmode yes"):
+        assert line in lines
+    assert not [line for line in lines if line.startswith(("dynamicforward", "remoteforward"))]
+    assert "controlmaster false" in lines
+
+
 def test_only_a_server_with_too_many_starts_is_asked_again():
     assert is_throttled(["kex_exchange_identification: read: Connection reset by peer"])
     assert is_throttled(

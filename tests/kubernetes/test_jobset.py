@@ -160,6 +160,18 @@ def test_the_parts_of_the_jobset_fit_together(
     assert limits == {"cpu": "6", "memory": "8Gi", "nvidia.com/gpu": "2"}
 
 
+def test_a_jobset_has_no_secret_no_variable_of_the_shell_and_no_right_on_its_node(
+    in_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "5dd0c7b8a1")
+    text = json.dumps(dry_run(capsys, *FULL)).lower()
+    assert '"mountpath": "/data/runs"' in text
+    for word in ("5dd0c7b8a1", "my_token", "secret", "hostnetwork", "hostport", "hostpath"):
+        assert word not in text
+    assert "privileged" not in text
+    assert "securitycontext" not in text
+
+
 def test_the_commands_of_all_pods_make_one_world(
     in_directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

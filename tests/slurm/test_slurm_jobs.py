@@ -151,6 +151,16 @@ def test_a_dry_run_prints_the_script_of_train_and_submits_nothing(
     assert subprocess.run(["bash", "-n"], input=out, text=True).returncode == 0
 
 
+def test_no_variable_of_the_shell_is_in_the_script(
+    slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "5dd0c7b8a1")
+    _, out, _ = shoal(capsys, "train", "digits", "--slurm", "--nodes", 2, "--dry-run")
+    assert "#SBATCH --nodes=2\n" in out
+    assert "5dd0c7b8a1" not in out
+    assert "MY_TOKEN" not in out
+
+
 def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,8 @@ class AgentQuestions:
         for listener in self.store_listeners.values():
             listener.close()
         self.store_listeners.clear()
+        self._woken.close()
+        self._waker.close()
 
     def _answer(self, number: int, find: Callable[[], Answer | None]) -> None:
         try:

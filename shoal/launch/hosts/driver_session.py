@@ -11,7 +11,7 @@ agent is over; `clear_at_s` says when. So no rank of one epoch meets one of the 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -22,6 +22,21 @@ from shoal.launch.hosts.lease import LeaseTimes
 
 CREDIT = 256 << 10
 """Characters of output that an agent may send before the driver has printed any."""
+NUMBER = (int, float)
+FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
+    "beat": {"n": (int,)},
+    "hello": {"facts": (dict,)},
+    "answer": {"number": (int,)},
+    "out": {"rank": (int,), "stream": (str,), "text": (str,)},
+    "dropped": {"lines": (int,)},
+    "ended": {"rank": (int,), "code": (int,)},
+    "failed": {
+        **{"rank": (int,), "age_s": NUMBER, "headline": (str,), "text": (str,)},
+        **{"is_secondary": (bool,), "code": (int,), "is_loss": (bool,)},
+    },
+    "refused": {"reason": (str,)},
+}
+"""The fields of an agent's messages that are read without a further look, and their types."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +231,7 @@ class DriverSession:
 
     def _on_message(self, host: int, message: Message, now_s: float) -> list[DriverEvent]:
         state = self.states[host]
+        _check_fields(message)
         if message["do"] == "beat":
             state.heard_s, state.is_silent = now_s, False
             self._send(host, "ok", n=int(message["n"]))
@@ -231,3 +247,10 @@ class DriverSession:
         if message["do"] in ("stopped", "refused"):
             state.epoch = 0
         return [HostSpoke(host, message)]
+
+
+def _check_fields(message: Message) -> None:
+    """Raise KeyError or ValueError for a message without its fields."""
+    for name, types in FIELDS.get(message["do"], {}).items():
+        if type(message[name]) not in types:
+            raise ValueError(f"'{message['do']}' with {name} = {message[name]!r:.80}")

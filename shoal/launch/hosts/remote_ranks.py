@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -99,8 +100,12 @@ class RemoteRanks:
             for share in placement
             for index in range(share.count)
         ]
+        ranks_of = {
+            share.host: range(share.first, share.first + share.count) for share in placement
+        }
+        self._ranks_of = defaultdict[int, range](lambda: range(0), ranks_of)
         self.progress = RemoteProgress(
-            {share.host: range(share.first, share.first + share.count) for share in placement},
+            ranks_of,
             hang_limit_s,
             connections.name,
             self._ask_stacks,
@@ -172,6 +177,10 @@ class RemoteRanks:
         match event:
             case HostLost(host, reason):
                 return self._on_lost(host, reason)
+            case HostSpoke(host, {"do": "ended" | "failed", "rank": rank}) if (
+                rank not in self._ranks_of[host]
+            ):
+                return self._on_lost(host, f"its agent told of rank {rank}, which it has not")
             case HostSpoke(_, {"do": "ended", "rank": rank, "code": code}):
                 self.all[rank].is_alive = False
                 return [RankExited(rank, code)]

@@ -1,0 +1,101 @@
+"""Another user at the sockets and directories that a run makes: nothing opens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+from strangers import needs_python, needs_root, python_of_stranger
+
+from shoal.launch.control_channel import NAME, ControlServer
+from shoal.launch.hosts.agent_questions import AgentQuestions
+from shoal.launch.hosts.lease_watcher import LeaseWord
+from shoal.launch.hosts.rank_logs import RankLogs
+from shoal.launch.hosts.shared_directory import remove_probe, write_probe
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.platform.files import make_private_directory
+
+CONNECTS = """
+import socket, sys
+try:
+    socket.socket(socket.AF_UNIX).connect(sys.argv[1])
+    print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+READS = """
+import sys
+try:
+    open(sys.argv[1], "rb")
+    print("read")
+except OSError as error:
+    print(type(error).__name__)
+"""
+REFUSED = "PermissionError"
+
+
+@needs_root
+@needs_python
+def test_another_user_cannot_ask_a_run_for_other_ranks(public: Path) -> None:
+    with ControlServer(public, "marker") as server:
+        assert server.open() == ""
+        assert python_of_stranger(CONNECTS, str(public / NAME)).stdout.strip() == REFUSED
+
+
+@needs_root
+@needs_python
+def test_another_user_reads_neither_logs_nor_probes_nor_the_lease(public: Path) -> None:
+    logs = RankLogs(public)
+    logs.close()
+    probe = write_probe(str(public), "5e2a9c")
+    assert probe is not None
+    lease = f"/proc/{os.getpid()}/fd/{LeaseWord()._descriptor}"
+    for path in (public / "rank-0.log", probe, lease):
+        assert python_of_stranger(READS, str(path)).stdout.strip() == REFUSED
+    remove_probe(probe)
+
+
+@needs_root
+@needs_python
+def test_no_log_is_written_into_a_file_of_another_user(public: Path) -> None:
+    (public / "rank-3.log").touch()
+    os.chown(public / "rank-3.log", 54321, 54321)
+    logs = RankLogs(public)
+    logs.write(3, "not here")
+    logs.close()
+    assert (public / "rank-3.log").read_text() == ""
+
+
+def test_temporary_directories_open_to_nobody_else(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        made = make_private_directory("shoal-test-", str(tmp_path))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+def test_the_store_of_several_hosts_listens_at_the_address_that_was_found_alone() -> None:
+    questions = AgentQuestions()
+    try:
+        address = questions._open_store({"address": "127.0.0.2"})
+        (listener,) = questions.store_listeners.values()
+        assert listener.getsockname() == ("127.0.0.2", address["port"])
+        with socket.socket() as other:
+            assert other.connect_ex(("127.0.0.1", address["port"])) != 0
+    finally:
+        questions.close()
+
+
+def test_servers_listen_on_loopback_or_at_the_address_that_leads_to_rank_0() -> None:
+    def listens_at(world: int, address: str | None) -> str:
+        place = SimpleNamespace(local_world=2, world=world, master_address=address)
+        launcher = SimpleNamespace(mesh=SimpleNamespace(place=place))
+        return ClusterLauncher._listen_host(launcher)  # type: ignore[arg-type]
+
+    assert listens_at(2, "192.0.2.1") == "127.0.0.1"
+    assert listens_at(4, None) == "127.0.0.1"
+    assert listens_at(4, "127.0.0.9") == "127.0.0.1"  # the way there begins at loopback
