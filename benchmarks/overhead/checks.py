@@ -66,7 +66,7 @@ FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (Guards, ("before_step", "after_step")),
     (StepPhase, ("__enter__", "__exit__")),
 )
-"""What a step calls of its checks."""
+"""Functions of the checks that a step calls."""
 Step = Callable[[], object]
 
 
