@@ -12,7 +12,9 @@ is longer than a round falls on all of them. While one steps, the guards of the 
 theirs would look for the parameters of the others in its backward pass, which no run alone does.
 The first figure is the ratio of the fastest tenths,
 which tells what the code costs on a machine that others use too; then the median of the rounds'
-ratios, with the spread of the medians of ten parts of the rounds. What is no part of each step is
+ratios, with the spread of the medians of ten parts of the rounds. Where the machine has more work
+than cores, differences of steps are lost in what the others do: so the checks' own functions are
+timed too, by the processor's clock, in a run that has them all. What is no part of each step is
 timed alone: the comparison of replicas, every `train.check_replicas` steps, and the fingerprint of
 the data, once in a run.
 
@@ -43,6 +45,10 @@ import shoal
 from benchmarks.report_page import circumstances
 from shoal.config.job import TrainConfig
 from shoal.data.fingerprint import fingerprint
+from shoal.run.guards.guarded_models import StepPhase
+from shoal.run.guards.guards import Guards
+from shoal.run.nonfinite_steps import NonfiniteSteps
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("checks.json")
@@ -54,6 +60,13 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "not judged": {"nonfinite": "ignore"},
     "no checks": {"guards": False, "nonfinite": "ignore"},
 }
+FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (NonfiniteSteps, ("begin", "judge", "_before_optimizer_step")),
+    (FiniteCheck, ("look",)),
+    (Guards, ("before_step", "after_step")),
+    (StepPhase, ("__enter__", "__exit__")),
+)
+"""Functions of the checks that a step calls."""
 Step = Callable[[], object]
 
 
@@ -92,6 +105,36 @@ def measured(model: str, rounds: int) -> dict[str, Any]:
         "check_replicas_s": fastest(run.check_replicas),
         "fingerprint_s": fastest(lambda: fingerprint(data)),
     }
+
+
+def spent(model: str, rounds: int) -> list[float]:
+    """Return seconds of the processor in the checks of each step, the clock's own included.
+
+    Collective. Of the thread that steps, on this rank. Not in them: what a hook of torch takes to
+    be called, and what the checks push out of the caches.
+    """
+    torch.set_num_threads(1)
+    spent_s = [0.0]
+    for owner, names in FUNCTIONS:
+        for name in names:  # in a process that measures nothing else
+            setattr(owner, name, _timed(getattr(owner, name), spent_s))
+    step, _, _ = stepping(model, {})
+    found = []
+    for _ in range(WARM_UP + rounds):
+        spent_s[0] = 0.0
+        step()
+        found.append(spent_s[0])
+    return found[WARM_UP:]
+
+
+def _timed(function: Callable[..., Any], spent_s: list[float]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        began_s = time.thread_time()
+        result = function(*args, **kwargs)
+        spent_s[0] += time.thread_time() - began_s
+        return result
+
+    return call
 
 
 def mlp() -> tuple[nn.Module, tuple[int, ...]]:
@@ -181,6 +224,9 @@ def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
     cpu_us = {name: 1e6 * tenth(times_s) for name, times_s in found["cpu_s"].items()}
     more_us = cpu_us["all checks"] - cpu_us["no checks"]
     lines.append(("all checks of a step, processor time", f"{more_us:.0f} us"))
+    spent_us = [1e6 * time_s for time_s in found["spent_s"]]
+    alone = f"{tenth(spent_us):.0f} us; {median(spent_us):.0f} us"
+    lines.append(("the same, in their own functions", alone))
     every = TrainConfig().check_replicas or 1
     of_a_step = found["check_replicas_s"] / step
     lines.append(
@@ -201,6 +247,7 @@ def main() -> None:
     result: dict[str, Any] = {"circumstances": circumstances(("torch", "shoal")), "found": {}}
     for ranks, model in product(options.ranks, MODELS):
         found = world.run(ranks, measured, model, options.rounds, timeout_s=600)[0]
+        found["spent_s"] = world.run(ranks, spent, model, options.rounds, timeout_s=600)[0]
         result["found"][f"{model}, {ranks} rank{'s' if ranks > 1 else ''}"] = found
         print(f"{model}, {ranks} rank{'s' if ranks > 1 else ''}")
         print("\n".join(f"  {name:45s}{value}" for name, value in rows_of(found)), flush=True)

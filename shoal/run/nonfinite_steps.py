@@ -80,6 +80,7 @@ class NonfiniteSteps:
         self._skip_next = False
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
+        self._agreed = False  # see `_ranks_agree`
         self.is_finite = True
         self.steps = 0
         self.skipped = 0
@@ -93,6 +94,7 @@ class NonfiniteSteps:
     def watch(self, local_model: base.LocalModel, optimizers: Sequence[Optimizer]) -> None:
         """Judge the steps of this local model and these optimizers from now on."""
         self._local_model = local_model
+        self._agreed = self._ranks_agree()  # once: it looks at each parameter
         local_model.finite_check.enabled = self.enabled and not self._scaled
         for optimizer in optimizers if self.enabled else ():
             if optimizer not in self._hooked:
@@ -172,7 +174,7 @@ class NonfiniteSteps:
         finite = loss_is_finite and not was_sent and not check.found
         if finite and check.enabled and not check.has_looked:
             finite = seem_finite(self._reduced_values())
-        if self._ranks_agree():
+        if self._agreed:
             return finite
         flag = torch.tensor([not finite], dtype=torch.float32, device=self._mesh.device)
         return not self._mesh.all_reduce_max(flag).item()
