@@ -9,7 +9,7 @@ in the tensors as they did in earlier batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,11 @@ BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
+SAME_ROWS = (
+    "note: all ranks were given the same rows in the first step, so each computes the whole batch: "
+    "the numbers of one device, in its time. Divide it: run.share(batch), or run.prepare(loader)."
+)
+"""Note about batches that nobody has divided among the ranks."""
 
 
 class StepSizes(NamedTuple):
@@ -87,11 +92,7 @@ class BatchSizes:
         if self._is_shared_checked or data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
-        # Six bytes, for a float64 holds integers up to 2^53.
-        digest = int.from_bytes(self._shared_hash.digest()[:6])
-        value = torch.tensor([digest, -digest], dtype=torch.float64, device=data.device)
-        largest, negated_smallest = data.all_reduce_max(value).tolist()
-        if largest + negated_smallest:
+        if not _is_same_on_all(self._shared_hash.digest(), data):
             raise UsageError(
                 "run.share was given a batch that is not the same on all ranks. Of one global "
                 "batch it gives each rank its rows, so some samples would come twice, and others "
@@ -100,6 +101,20 @@ class BatchSizes:
                 "torch.randperm(n, generator=torch.Generator().manual_seed(epoch)). Draw noise "
                 "after run.share."
             )
+
+    def note_same_rows(self, batch: Any, data: Axis, announce: Callable[[str], None]) -> None:
+        """Announce that all ranks compute one and the same batch. Collective.
+
+        Args: batch: the first of a run, a nest of tensors that no loader and no `share` has made.
+        """
+        digest = hashlib.sha256()
+        tensors = [t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_nested]
+        for tensor in tensors:
+            digest.update(as_bytes(tensor.detach().cpu()).numpy().data)
+        if not tensors:  # the other ranks wait
+            digest.update(str(data.rank).encode())
+        if data.size > 1 and _is_same_on_all(digest.digest(), data):
+            announce(SAME_ROWS)
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
@@ -182,6 +197,15 @@ class BatchSizes:
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)
         ]
+
+
+def _is_same_on_all(digest: bytes, data: Axis) -> bool:
+    """Return whether all ranks have the same digest. Collective."""
+    # Six bytes, for a float64 holds integers up to 2^53.
+    number = int.from_bytes(digest[:6])
+    value = torch.tensor([number, -number], dtype=torch.float64, device=data.device)
+    largest, negated_smallest = data.all_reduce_max(value).tolist()
+    return bool(largest + negated_smallest == 0)
 
 
 def _layouts(tensor: Tensor, num_samples: int) -> Layouts:

@@ -38,7 +38,10 @@ class StepTrials:
             return batch
         if self._trial is not None:
             return self._tried(self._trial, batch)
-        self._prepared.sizes.check_shared(self._prepared.mesh.data)
+        sizes, data = self._prepared.sizes, self._prepared.mesh.data
+        sizes.check_shared(data)
+        if not batch.sizes_known and data.size > 1:
+            sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
             return self._tried(self._trial, batch)

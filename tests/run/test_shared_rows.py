@@ -57,3 +57,24 @@ def test_a_shared_batch_that_is_not_the_same_on_all_ranks_is_refused_on_all() ->
     for alone, together in world.run(2, share_permuted_rows):
         assert alone.startswith("run.share was given a batch that is not the same on all ranks.")
         assert not together
+
+
+def notes_of_own_batches() -> list[list[str]]:
+    """Step on a batch that all ranks compute whole, and on rows that each rank has chosen."""
+    found = []
+    x = torch.arange(24.0).view(12, 2)
+    for is_divided in (False, True):
+        notes: list[str] = []
+        run = shoal.init("ddp", announce=notes.append)
+        model = torch.nn.Linear(2, 1)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        rows = x[run.rank :: 2] if is_divided else x
+        run.forward_backward(lambda x, model=model: model(x).mean(), rows)
+        found.append([note for note in notes if "the same rows" in note])
+    return found
+
+
+def test_a_batch_that_all_ranks_compute_whole_is_told_with_the_cure() -> None:
+    (whole, divided), _ = world.run(2, notes_of_own_batches)
+    assert [note.count("run.share(batch)") for note in whole] == [1]
+    assert divided == []
