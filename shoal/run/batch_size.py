@@ -9,7 +9,7 @@ in the tensors as they did in earlier batches.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +143,22 @@ class BatchSizes:
         # of all ranks are summed with the gradients. Until these are divided by the counts any
         # number would do, if it is the same on all ranks.
         return StepSizes(rows, ranks, is_known=False)
+
+    def full_batch_rows(self) -> int:
+        """Return the samples of a full global batch of the loaders in use; 0 if none is known.
+
+        The first batch of a resumed run may be the short one at the end of an epoch.
+        """
+        return max(
+            (
+                min(loader.batch_size, len(loader.dataset))
+                for loader in self._loaders
+                if loader.share is not None and loader.batch_size
+                # Streams have no length.
+                if isinstance(loader.dataset, Sized)
+            ),
+            default=0,
+        )
 
     @property
     def _sources(self) -> list[BatchSource]:

@@ -185,7 +185,8 @@ class Run(StatefulRun):
             checks.check_has_optimizer(prepared.optimizers)
             accumulate = self._settings.accumulate
             with prepared.in_step():
-                example = example_of(batch, prepared.models, self.mesh, accumulate)
+                full_rows = prepared.sizes.full_batch_rows()
+                example = example_of(batch, prepared.models, self.mesh, accumulate, full_rows)
             prepared.apply(example)
         assert prepared.step is not None
         return prepared.step

@@ -56,11 +56,17 @@ def make_batch(
 
 
 def example_of(
-    batch: base.LocalBatch, models: Sequence[nn.Module], mesh: Mesh, accumulate: int
+    batch: base.LocalBatch,
+    models: Sequence[nn.Module],
+    mesh: Mesh,
+    accumulate: int,
+    full_batch_rows: int = 0,
 ) -> base.ExampleBatch:
     """Return a few samples of a batch, and the calls of models that `compute_loss` makes on them.
 
     The models, with buffers and counters, and the random numbers are left as they were.
+
+    Args: full_batch_rows: samples of a full global batch, where `batch` may be a shorter one.
     """
     window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
     args = chunk_args(batch.args, window, batch.num_samples)
@@ -76,7 +82,7 @@ def example_of(
     # Rounded up: the largest micro-batch that any rank computes.
     share = batch.num_samples
     if batch.sizes_known:
-        share = -(-batch.global_batch_size // mesh.data.size)
+        share = -(-max(batch.global_batch_size, full_batch_rows) // mesh.data.size)
     num_samples = -(-share // accumulate)
     return base.ExampleBatch(batch.compute_loss, args, kwargs, num_samples, tuple(calls))
 

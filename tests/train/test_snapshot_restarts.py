@@ -34,7 +34,7 @@ MORTAL = {
     "snapshot.every": 1,
 }
 LOCAL = "local=3"
-PIPELINE = "pipeline=2,cuts=layers.3,microbatches=2"  # else both are chosen at each start
+PIPELINE = "pipeline=2,cuts=layers.3"  # else the cuts are chosen at each start, by measured costs
 SERVERS = "server=2,part_mb=0.0001,lease_s=0.5"
 # From the seed follow the rank and the call at which it is killed; "saving" is mostly a snapshot.
 POINTS = [
