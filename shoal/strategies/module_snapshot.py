@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.norm import to_local  # of a DTensor, the comparison would be collective
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.tensor_state import version
@@ -118,7 +119,7 @@ class _ModuleSnapshot:
             (tensor, values)
             for tensor, values, version_before in self.tensors
             if (
-                not torch.equal(tensor, values)
+                not torch.equal(to_local(tensor), to_local(values))
                 if self.by_value and not tensor.is_meta
                 else version(tensor) != version_before
             )
