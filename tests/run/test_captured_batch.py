@@ -123,10 +123,11 @@ def sentences_about_graphs(strategy: str, accumulate: int) -> list[str]:
     ("strategy", "accumulate"),
     [
         ("pipeline=2,microbatches=2", 1),
-        pytest.param("pipeline=2,microbatches=1", 1, marks=pytest.mark.slow),
-        pytest.param("pipeline=2,microbatches=1", 2, marks=pytest.mark.slow),
+        ("pipeline=2,microbatches=1", 1),
+        ("pipeline=2,microbatches=1", 2),
     ],
 )
+@pytest.mark.slow
 def test_a_sparse_graph_that_would_be_cut_into_rows_is_refused(
     strategy: str, accumulate: int
 ) -> None:

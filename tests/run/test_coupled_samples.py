@@ -58,15 +58,15 @@ GATHERING: list[Case] = [
 ]
 GATHERING_IN_STAGES: list[Case] = [
     ("pipeline=2,microbatches=3", script.tower, script.whole_contrastive_loss, {}),
+]
+MORE_IN_STAGES: list[Case] = [
+    *GATHERING_IN_STAGES,
     (
         "pipeline=2,schedule=zero-bubble,microbatches=4",
         script.tower,
         script.counted_contrastive_loss,
         {},
     ),
-]
-MORE_IN_STAGES: list[Case] = [
-    *GATHERING_IN_STAGES,
     ("pipeline=2,microbatches=2", script.tower, script.contrastive_loss_of_own_rows, {}),
     ("pipeline=2,microbatches=1", script.tower, script.whole_contrastive_loss, {}),
     ("pipeline=2,microbatches=2", script.tower, script.contrastive_loss_behind_layers, {}),
