@@ -117,8 +117,8 @@ class RowGathering:
         return self._microbatches.prepare(batch, parts, local_model)
 
     def gathers_before(self, compute_loss: base.ComputeLoss) -> bool:
-        """Return whether a function was seen to gather, before the passes of a step."""
-        return self._microbatches.is_known(compute_loss)
+        """Return whether a function gathers before the passes of a step of a pipeline."""
+        return self._mesh.pipeline.size > 1 and self._microbatches.is_known(compute_loss)
 
     @property
     def rows(self) -> slice:
