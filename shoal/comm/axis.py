@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.comm.norm import to_local
-from shoal.errors import CollectiveFailed
+from shoal.errors import CollectiveFailed, UsageError
 from shoal.shm_backend.group import ShoalGroup
 from shoal.shm_backend.registration import GLOO_BACKEND_NAME
 
@@ -80,7 +80,11 @@ class Axis:
             dist.broadcast(to_local(tensor), group=self.group, group_src=0)
 
     def broadcast_module(self, module: nn.Module) -> None:
-        """Copy the first rank's parameters and buffers to all ranks. Collective."""
+        """Copy the first rank's parameters and buffers to all ranks. Collective.
+
+        Raises: UsageError: on all ranks, for a sparse buffer.
+        """
+        self._check_dense(module)
         for tensor in (*module.parameters(), *module.buffers()):
             self.broadcast_tensor(tensor.detach())
 
@@ -88,6 +92,15 @@ class Axis:
         """Copy the first rank's buffers, such as BatchNorm's statistics, to all. Collective."""
         for buffer in module.buffers():
             self.broadcast_tensor(buffer)
+
+    def _check_dense(self, module: nn.Module) -> None:
+        """Raise UsageError for a buffer that no collective takes."""
+        for name, buffer in module.named_buffers():
+            if self.size > 1 and buffer.layout != torch.strided:
+                raise UsageError(
+                    f"{name}: a sparse buffer cannot be sent to other ranks. Keep it as a plain "
+                    "attribute that every rank makes alike, or register it dense, by .to_dense()."
+                )
 
     def broadcast_str(self, text: str) -> str:
         """Return the first rank's text on every rank. It travels as bytes, not as a pickle.

@@ -87,21 +87,28 @@ class MicrobatchSeeds:
     They are drawn from torch's generator when this object is made. Numbers of Python and NumPy
     count for the whole batch: each micro-batch begins in the state of that moment.
 
-    Args: devices: whose generators the passes use, beside the CPU.
+    Args:
+        devices: whose generators the passes use, beside the CPU.
+        agreed: returns the seed of the first of the ranks that must draw alike.
     """
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    def __init__(
+        self, devices: set[torch.device], agreed: Callable[[int], int] = lambda seed: seed
+    ) -> None:
         self._devices = devices
-        self._torch = int(torch.randint(2**62, ()))
+        self._torch = agreed(int(torch.randint(2**62, ())))
         self._host = HostGenerators.now()
+
+    def begin_host(self) -> None:
+        """Put the generators of Python and NumPy into the state in which each micro-batch begins.
+
+        They remain as it leaves them.
+        """
+        self._host.restore()
 
     @contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
-        """Draw the numbers of one micro-batch in this context.
-
-        The generators of Python and NumPy remain as it leaves them.
-        """
-        self._host.restore()
+        """Draw torch's numbers of one micro-batch in this context."""
         with preserve_rng_state(self._devices, beyond_torch=False):
             torch.manual_seed(derive_seed(self._torch, microbatch))
             yield

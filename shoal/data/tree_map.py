@@ -21,6 +21,11 @@ from torch import Tensor
 
 from shoal.errors import UsageError
 
+SPARSE = frozenset(
+    (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+)
+"""Layouts of tensors whose rows do not lie one after the other."""
+
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
     """Return a container like `value` with `function` applied to its items; return other values
@@ -107,7 +112,7 @@ def take_rows(
         num_samples: samples in `batch`; 0 for a batch of one stand-in.
         mismatch: makes the error for a tensor of another size; a general one by default.
 
-    Raises: UsageError: dimension 0 of a tensor is not `num_samples`.
+    Raises: UsageError: dimension 0 of a tensor is not `num_samples`, or a tensor is sparse.
     """
     count = max(num_samples, 1)
     if isinstance(batch, Tensor):
@@ -115,12 +120,28 @@ def take_rows(
             return batch
         if batch.shape[0] != count:
             raise (mismatch or _mismatch(count))(batch)
-        return batch[window]
+        return batch[window] if batch.layout not in SPARSE else _sparse_rows(batch, window, count)
     if isinstance(batch, np.ndarray):
         return batch[window] if batch.ndim and batch.shape[0] == count else batch
     if is_per_sample(batch, count):
         return _sequence_like(batch, list(batch[window]))
     return tree_map(batch, lambda item: take_rows(item, window, num_samples, mismatch))
+
+
+def _sparse_rows(tensor: Tensor, window: slice, count: int) -> Tensor:
+    """Return a sparse tensor whole; its rows alone would be no graph any more.
+
+    Raises: UsageError: fewer rows are wanted.
+    """
+    if range(count)[window] == range(count):
+        return tensor
+    raise UsageError(
+        f"a sparse tensor of shape {tuple(tensor.shape)} is in a batch that is to be divided into "
+        "rows: among ranks, by accumulate, by a pipeline or for its first samples. The adjacency "
+        "of a graph couples all of its rows, so such a batch stays in one piece: give each rank "
+        "graphs of its own (ddp or zero, no pipeline, accumulate=1). If the rows are samples, pass "
+        "tensor.to_dense()."
+    )
 
 
 def row_tensors(batch: Any, num_samples: int) -> Iterator[Tensor]:

@@ -15,11 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.errors import UsageError
+from shoal.data.tree_map import SPARSE
+from shoal.errors import ShoalError, UsageError
 from shoal.strategies.base import LocalBatch
 
-FAILS_ON_PARTS = "and fails on"
-"""Words of the trial's objection where a function fails on parts of a batch."""
+_QUOTING = ("and fails on", "needs the value itself", "compute_loss ends with")
+"""Words of our own errors that quote one of torch: of a trial on parts, and of a pipeline."""
 
 
 def captured_batch_error(error: Exception, batch: LocalBatch, function: Any) -> UsageError | None:
@@ -29,20 +30,29 @@ def captured_batch_error(error: Exception, batch: LocalBatch, function: Any) -> 
 
     Args: function: the user's own function of the batch.
     """
-    if isinstance(error, UsageError) and FAILS_ON_PARTS not in str(error):
+    if isinstance(error, ShoalError) and not any(each in str(error) for each in _QUOTING):
         return None
     # Of all ranks, of this one.
     wholes = {batch.global_batch_size, batch.num_samples} - {0, 1}
     for name, tensor in _captured(function):
         rows = tensor.shape[0] if tensor.dim() else 0
-        if rows in wholes and re.search(rf"\b{rows}\b", str(error)):
+        if rows not in wholes or not re.search(rf"(?<!\d){rows}(?!\d)", str(error)):
+            continue
+        if tensor.layout in SPARSE:
             return UsageError(
-                f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it: the "
-                f"rows of the whole batch. It is called on parts of the batch (accumulate, "
-                "micro-batches of a pipeline, or its first samples to plan), and only its "
-                f"arguments are divided. Pass {name} too: run.forward_backward(compute_loss, ..., "
-                f"{name})."
+                f"compute_loss reads {name}, a sparse tensor of shape {tuple(tensor.shape)}, from "
+                "around it, and is called on parts of the batch (accumulate, micro-batches of a "
+                "pipeline, or its first samples to plan). A graph couples all rows of a batch, so "
+                "it stays in one piece: give each rank graphs of its own (ddp or zero, no "
+                "pipeline, accumulate=1)."
             )
+        return UsageError(
+            f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it: the "
+            f"rows of the whole batch. It is called on parts of the batch (accumulate, "
+            "micro-batches of a pipeline, or its first samples to plan), and only its "
+            f"arguments are divided. Pass {name} too: run.forward_backward(compute_loss, ..., "
+            f"{name})."
+        )
     return None
 
 

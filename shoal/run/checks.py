@@ -90,16 +90,21 @@ def check_not_scaled(scaled: bool) -> None:
         )
 
 
-def check_frozen_unchanged(frozen: Mapping[str, nn.Parameter]) -> None:
+def check_frozen_unchanged(
+    frozen: Mapping[str, nn.Parameter], strategies: Iterable[Strategy]
+) -> None:
     """Raise UsageError if a parameter that was frozen in `prepare` is trainable now."""
     if not frozen:
         return
     unfrozen = [name for name, parameter in frozen.items() if parameter.requires_grad]
     if unfrozen:
+        again = "Call run.prepare(optimizer) again with an optimizer that has it, unfreeze it"
+        if not all(strategy.can_apply_again for strategy in strategies):
+            # There the second prepare would be refused: see `check_can_apply_again`.
+            again = "Unfreeze it, with a learning rate of 0 as long as it is to rest,"
         raise UsageError(
-            f"{', '.join(unfrozen)}: unfrozen after prepare, so no optimizer steps it. Call "
-            "run.prepare(optimizer) again with an optimizer that has it, unfreeze it before "
-            "run.prepare(...), or freeze it again."
+            f"{', '.join(unfrozen)}: unfrozen after prepare, so no optimizer steps it. {again} "
+            "before run.prepare(...), or freeze it again."
         )
 
 

@@ -19,57 +19,53 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.axis import Axis
+from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.data.seeds import MicrobatchSeeds
 from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.torch_private.subclasses import DisableTorchFunction
+from shoal.run.gathered_rows import GatheredRows, gave_again, shapes_of_rows
+from shoal.run.loss_addend import with_gradient
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
-from shoal.strategies.loss_terms import Counted, Term, split_result
+from shoal.strategies.loss_terms import split_result
 from shoal.trial.untouched import devices_of, leaving_no_trace
 
-TOLERANCE = 1e-3
-"""Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
-
-
-class GatheredRows(NamedTuple):
-    """The result of one `gather` of a step, for all micro-batches of this rank.
-
-    Attributes:
-        rows: of all ranks; a leaf while its gradient is taken.
-        windows: the rows of each micro-batch of this rank.
-        asked: what the whole loss asks of the rows; None for rows without a gradient.
-    """
-
-    rows: Tensor
-    windows: list[slice]
-    asked: Tensor | None = None
+_Answer = Callable[[Tensor], tuple[Tensor, slice]]
 
 
 class MicrobatchGathering:
     """Answers `gather` inside of the passes of a step with micro-batches.
 
     Args:
-        data: the ranks with other samples.
         models: the prepared models, which may become more.
     """
 
-    def __init__(self, data: Axis, models: Sequence[nn.Module]) -> None:
-        self._data = data
+    def __init__(self, mesh: Mesh, models: Sequence[nn.Module]) -> None:
+        self._data = mesh.data
+        self._pipeline = mesh.pipeline
         self._models = models
         self._known: dict[str, bool] = {}
-        self._answer: Callable[[Tensor], tuple[Tensor, slice]] | None = None
+        self._answer: _Answer | None = None
         self._given: list[Tensor] = []
 
     @property
     def is_answering(self) -> bool:
         """True inside of a pass that gathers here."""
         return self._answer is not None
+
+    def is_known(self, function: base.ComputeLoss) -> bool:
+        """Return whether a function was seen to gather; the same on all ranks."""
+        return self._known.get(_place_of(function), False)
+
+    def note(self, function: base.ComputeLoss, gathers: bool) -> None:
+        """Note if a function was seen to gather, on any rank. Collective."""
+        self._known[_place_of(function)] = self._on_any_rank(gathers)
 
     def gather(self, x: Tensor) -> tuple[Tensor, slice]:
         """Return the rows of all micro-batches, and where those of this one are."""
@@ -101,7 +97,7 @@ class MicrobatchGathering:
         if not self._known.get(key, True):
             return batch
         with leaving_no_trace(self._models, function) as can_repeat:
-            seeds = MicrobatchSeeds(devices_of(self._models))
+            seeds = self._seeds()
             values = []
             if not self._on_any_rank(not can_repeat):
                 values = self._values(microbatches, model, seeds)
@@ -112,7 +108,7 @@ class MicrobatchGathering:
         gathered = [self._gathered(own, microbatches) for own in values]
         with leaving_no_trace(self._models, function):
             asked = self._asked(gathered, values, microbatches, model, seeds)
-        MicrobatchSeeds(devices_of(self._models))  # the next step draws others
+        self._seeds()  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
 
     def _values(
@@ -129,10 +125,12 @@ class MicrobatchGathering:
                 return x.detach()[order % max(len(x), 1)], slice(0, len(x))
 
             # With a graph, for compute_loss may take gradients itself; it ends with the call.
-            with torch.enable_grad(), self._answering(stand_in), seeds.of(index):
-                model.outside_step.call(micro.compute_loss, *micro.args, **micro.kwargs)
+            give = self._giving(micro, stand_in, seeds, index)
+            seeds.begin_host()
+            with torch.enable_grad():
+                given = model.outside_step.call(give, *micro.args, **micro.kwargs)
             model.outside_step.reshard()
-            found.append([x.detach().clone() for x in self._given])
+            found.append([x.detach().clone() for x in given])
         if len({len(given) for given in found}) > 1:
             raise UsageError(
                 f"run.gather was called {' and '.join(str(len(given)) for given in found)} times "
@@ -173,15 +171,15 @@ class MicrobatchGathering:
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
         for index, micro in enumerate(microbatches):
-            gradients = _gradient_function(micro, roots)
-            answer = self._rows_of(leaves, index)
-            with torch.enable_grad(), self._answering(answer), seeds.of(index):
-                found = model.outside_step.call(gradients, *micro.args, **micro.kwargs)
+            ask = self._asking(micro, leaves, seeds, index)
+            seeds.begin_host()
+            with torch.enable_grad():
+                found, given = model.outside_step.call(ask, *micro.args, **micro.kwargs)
             model.outside_step.reshard()
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None and micro.num_samples:
                     total += gradient
-            is_same = is_same and self._gave_again([own[index] for own in values])
+            is_same = is_same and gave_again(given, [own[index] for own in values])
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
                 "run.gather with accumulate: the rows that are gathered are others when "
@@ -194,13 +192,69 @@ class MicrobatchGathering:
             for leaf in leaves
         ]
 
-    def _gave_again(self, before: list[Tensor]) -> bool:
-        """Return True if the last pass gave the same rows to `run.gather` as the one before."""
-        return len(before) == len(self._given) and all(map(_close, self._given, before))
+    def _giving(
+        self, micro: base.LocalBatch, answer: _Answer, seeds: MicrobatchSeeds, index: int
+    ) -> Callable[..., list[Tensor]]:
+        """Return a function of the batch that returns the rows that are given to `gather`."""
+
+        @wraps(micro.compute_loss)  # strategies know functions by their names
+        def give(*args: Any, **kwargs: Any) -> list[Tensor]:
+            with self._answering(answer), seeds.of(index):
+                micro.compute_loss(*args, **kwargs)
+            return self._given
+
+        # The number of rows in the answer follows from both.
+        vars(give)[base.PURPOSE] = (
+            f"gather: values {micro.num_samples} of {micro.global_batch_size}"
+        )
+        return give
+
+    def _asking(
+        self,
+        micro: base.LocalBatch,
+        leaves: list[GatheredRows],
+        seeds: MicrobatchSeeds,
+        index: int,
+    ) -> Callable[..., tuple[Sequence[Tensor | None], list[Tensor]]]:
+        """Return a function of the batch that returns what the loss asks of the gathered rows, None
+        where it does not depend on them, and the rows that are given to `gather`.
+        """
+        roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
+
+        @wraps(micro.compute_loss)  # strategies know functions by their names
+        def ask(*args: Any, **kwargs: Any) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+            # A pipeline calls it without autograd.
+            with torch.enable_grad(), self._answering(self._rows_of(leaves, index)):
+                with seeds.of(index):
+                    result = micro.compute_loss(*args, **kwargs)
+                given = [x.detach() for x in self._given]
+                terms, _ = split_result(result)
+                if not (roots and any(term.value.requires_grad for term in terms)):
+                    return [None] * len(roots), given
+                # Of the loss of the last stage, if there are stages.
+                with DisableTorchFunction():
+                    only_loss = result[0] if isinstance(result, tuple) else result
+                    loss = weighted_loss(only_loss, micro).loss
+                    return torch.autograd.grad(loss, roots, allow_unused=True), given
+
+        vars(ask)[base.PURPOSE] = f"gather: asked {shapes_of_rows(leaves)}"
+        return ask
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
-        return self._data.sum_of_host_numbers([fact])[0] > 0
+        found = self._data.sum_of_host_numbers([fact])[0]
+        if self._pipeline.size > 1:
+            found = self._pipeline.sum_of_host_numbers([found])[0]
+        return found > 0
+
+    def _seeds(self) -> MicrobatchSeeds:
+        """Return the seeds of a step: the same for all stages of a pipeline. Collective there."""
+        axis = self._pipeline
+        if axis.size == 1:
+            return MicrobatchSeeds(devices_of(self._models))
+        return MicrobatchSeeds(
+            devices_of(self._models), lambda seed: int(axis.broadcast_str(str(seed)))
+        )
 
     def _rows_of(
         self, gathered: list[GatheredRows], index: int
@@ -225,25 +279,37 @@ class MicrobatchGathering:
         constant = [g._replace(rows=g.rows.detach()) for g in gathered]
         index = -1
 
-        @wraps(compute_loss)  # strategies know functions by their names
-        def injecting(*args: Any, **kwargs: Any) -> Any:
-            nonlocal index
-            index = (index + 1) % len(microbatches)
+        def compute(index: int, *args: Any, **kwargs: Any) -> Any:
             micro = microbatches[index]
             with self._answering(self._rows_of(constant, index)), seeds.of(index):
                 result = compute_loss(*args, **kwargs)
             addend: Any = 0.0
             for x, found in zip(self._given, constant, strict=True):
-                if found.asked is not None and x.requires_grad:
+                if found.asked is not None:
                     # A stand-in asks nothing, and needs a graph all the same.
                     asked = found.asked[found.windows[index]] if micro.num_samples else 0.0
                     addend = addend + (asked * x).sum()
             if not isinstance(addend, Tensor):
                 return result
             # The gradient alone: the value of the loss stays what it is.
-            return _with_gradient(result, addend - addend.detach(), micro)
+            return with_gradient(result, addend - addend.detach(), micro)
 
-        return injecting
+        @wraps(compute_loss)  # strategies know functions by their names
+        def in_turn(*args: Any, **kwargs: Any) -> Any:
+            nonlocal index
+            index = (index + 1) % len(microbatches)
+            return compute(index, *args, **kwargs)
+
+        def of_microbatch(number: int) -> base.ComputeLoss:
+            @wraps(compute_loss)
+            def injecting(*args: Any, **kwargs: Any) -> Any:
+                return compute(number, *args, **kwargs)
+
+            vars(injecting)[base.PURPOSE] = f"gather: step {shapes_of_rows(gathered)}"
+            return injecting
+
+        vars(in_turn)[base.OF_MICROBATCH] = of_microbatch
+        return in_turn
 
     @contextmanager
     def _answering(self, answer: Callable[[Tensor], tuple[Tensor, slice]]) -> Iterator[None]:
@@ -263,46 +329,3 @@ def _place_of(function: Any) -> str:
     if code is None:
         return f"{type(function).__module__}.{type(function).__qualname__}"
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
-
-
-def _with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
-    """Return a result of compute_loss whose loss has `addend` more, undivided by any weight."""
-    terms, _ = split_result(result)
-    weight = 1.0 if micro.loss_weight is None else micro.loss_weight
-    first = terms[0]
-    scale: Any = float(micro.global_batch_size)  # what `weighted_loss` divides a sum by
-    if first.count is None or micro.loss_weight is not None:
-        scale = scale / (max(micro.num_samples, 1) * weight)
-    if first.count is not None and micro.loss_weight is not None:
-        scale = scale * first.count.clamp(min=1)
-    replaced = Term(first.value + addend * scale, first.count)
-    loss: Any = Counted((replaced, *terms[1:])) if _is_counted(result) else replaced.value
-    return (loss, result[1]) if isinstance(result, tuple) else loss
-
-
-def _is_counted(result: Any) -> bool:
-    return isinstance(result[0] if isinstance(result, tuple) else result, Counted)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    if not one.is_floating_point():
-        return torch.equal(one, other)
-    return torch.allclose(one.detach(), other, rtol=TOLERANCE, atol=1e-6, equal_nan=True)
-
-
-def _gradient_function(micro: base.LocalBatch, roots: Sequence[Tensor]) -> Callable[..., Any]:
-    """Return a function of the batch that computes the gradients of `roots` in place of the loss.
-
-    Its result has None for each root on which the loss does not depend.
-    """
-
-    @wraps(micro.compute_loss)  # strategies know functions by their names
-    def gradients(*args: Any, **kwargs: Any) -> Sequence[Tensor | None]:
-        loss = weighted_loss(micro.compute_loss(*args, **kwargs), micro).loss
-        if not (loss.requires_grad and roots):
-            return [None] * len(roots)
-        return torch.autograd.grad(loss, roots, allow_unused=True)
-
-    return gradients

@@ -144,7 +144,7 @@ class Prepared:
         """
         if self._local_model is None:
             raise UsageError(NOTHING_PREPARED)
-        check_frozen_unchanged(self._frozen)
+        check_frozen_unchanged(self._frozen, self._strategies)
         return self._local_model
 
     def add(self, arguments: PrepareArguments) -> list[Any]:

@@ -12,6 +12,7 @@ from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run.gather_passes import MicrobatchGathering
 from shoal.strategies import base
+from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.transforms.accumulate import accumulated
 from shoal.trial import end_trial
 
@@ -22,9 +23,9 @@ OTHER_WEIGHTS = (
 )
 STAGES = (
     "run.gather couples the samples of a global batch; the stages of a pipeline see one "
-    "micro-batch after the other, and what the whole loss asks of a row would have to pass them a "
-    "second time. "
-    "Use a strategy without pipeline, such as zero3; accumulate needs less memory there too."
+    "micro-batch after the other, so all rows are gathered before the step. That was not possible: "
+    "the compute_loss of the first step must gather already, and must not read from an iterator. "
+    "Or use a strategy without pipeline, such as zero3."
 )
 EVALUATION = (
     "run.gather inside of evaluate: ranks take whole batches in turn there, and some have none "
@@ -67,9 +68,11 @@ class RowGathering:
     def __init__(self, mesh: Mesh, accumulate: int, models: Sequence[nn.Module]) -> None:
         self._mesh = mesh
         self._accumulate = accumulate
-        self._microbatches = MicrobatchGathering(mesh.data, models)
+        self._microbatches = MicrobatchGathering(mesh, models)
         self._inside_step = False
         self._evaluates = False
+        self._plans = False
+        self._has_planned_gather = False
         # The last batch on this rank is a stand-in, which has no rows.
         self._stands_in = False
         self._rows: slice | None = None
@@ -82,6 +85,10 @@ class RowGathering:
         if self._microbatches.is_answering:
             rows, self._rows = self._microbatches.gather(x)
             return rows
+        if self._plans:
+            self._has_planned_gather = True
+            self._rows = slice(0, len(x))
+            return x
         check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)
         axis = self._mesh.data
         own = x[:0] if self._stands_in and x.dim() else x
@@ -98,11 +105,20 @@ class RowGathering:
 
         Args: compute_loss: the user's own function.
         """
-        if not local_model.strategy_state.is_synchronous or self._mesh.pipeline.size > 1:
+        if not local_model.strategy_state.is_synchronous:
             return batch
         plain = batch._replace(compute_loss=compute_loss, objection=None)
         parts = [*accumulated(plain, self._accumulate, local_model, self._mesh)]
+        if self._mesh.pipeline.size > 1:
+            if not self._microbatches.is_known(compute_loss):
+                return batch
+            count = local_model.pipeline.num_microbatches
+            parts = [micro for part in parts for micro in split_microbatches(part, count, count)]
         return self._microbatches.prepare(batch, parts, local_model)
+
+    def gathers_before(self, compute_loss: base.ComputeLoss) -> bool:
+        """Return whether a function gathers before the passes of a step of a pipeline."""
+        return self._mesh.pipeline.size > 1 and self._microbatches.is_known(compute_loss)
 
     @property
     def rows(self) -> slice:
@@ -120,6 +136,19 @@ class RowGathering:
     def end_step(self) -> None:
         """Gather no longer inside of a step, also after an error in it."""
         self._inside_step = False
+
+    @contextmanager
+    def planning(self, compute_loss: base.ComputeLoss) -> Iterator[None]:
+        """Return the rows of this rank alone inside, where a pipeline is divided: some ranks run
+        the function more often than others. Notes if it gathers. Collective.
+        """
+        self._plans = self._mesh.pipeline.size > 1
+        try:
+            yield
+        finally:
+            is_pipeline, self._plans = self._plans, False
+        if is_pipeline:
+            self._microbatches.note(compute_loss, self._has_planned_gather)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:

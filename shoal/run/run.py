@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.captured_batch import captured_batch_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
@@ -153,11 +153,13 @@ class Run(StatefulRun):
         compute_loss = local_batch.compute_loss
         self._gathering.begin_step(local_batch)
         try:
-            if reduction == "rows":
+            # A loss that gathers says itself that it couples samples.
+            if reduction == "rows" and not self._gathering.gathers_before(compute_loss):
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
-            if self._settings.accumulate > 1 and self._settings.draws == "rank":
+            in_parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
+            if in_parts and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
                         local_batch, compute_loss, self._prepared.local_model()
@@ -167,7 +169,7 @@ class Run(StatefulRun):
         except torch.OutOfMemoryError as error:
             self._memory.explain(error, local_batch)
             raise
-        except (ValueError, RuntimeError, IndexError, UsageError) as error:
+        except (ValueError, RuntimeError, IndexError, ShoalError) as error:
             explained = checks.single_sample_error(error, local_batch)
             explained = explained or captured_batch_error(error, local_batch, compute_loss)
             if explained is None:
@@ -184,10 +186,11 @@ class Run(StatefulRun):
         if prepared.step is None:
             checks.check_has_optimizer(prepared.optimizers)
             accumulate = self._settings.accumulate
-            with prepared.in_step():
-                full_rows = prepared.sizes.full_batch_rows()
-                example = example_of(batch, prepared.models, self.mesh, accumulate, full_rows)
-            prepared.apply(example)
+            with self._gathering.planning(batch.compute_loss):
+                with prepared.in_step():
+                    full_rows = prepared.sizes.full_batch_rows()
+                    example = example_of(batch, prepared.models, self.mesh, accumulate, full_rows)
+                prepared.apply(example)
         assert prepared.step is not None
         return prepared.step
 

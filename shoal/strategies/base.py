@@ -47,6 +47,13 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 `loss_terms.Counted`.
 """
 
+OF_MICROBATCH = "shoal_of_microbatch"
+"""Attribute of a `ComputeLoss` whose micro-batches have functions of their own: (number) ->
+function. Who computes micro-batches in another order than theirs must call it.
+"""
+PURPOSE = "shoal_purpose"
+"""Attribute of a `ComputeLoss` that was put around another one: what tells it from that one."""
+
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
@@ -83,6 +90,9 @@ class LocalBatch(NamedTuple):
     """(TOTALS_LENGTH,), summed over the earlier micro-batches of this step; None for the first."""
     is_last_microbatch: bool = True
     """True for the last micro-batch of a step. Gradients are reduced after it."""
+    microbatch: int = 0
+    """Number of this micro-batch in the step, from 0; that of the part of which it is one, until it
+    is split last."""
     stage: int = 0
     """The pipeline stage whose forward pass is to run; 0 without a pipeline."""
     loss_weight: float | None = None

@@ -36,6 +36,7 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
             kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
             num_samples=num_samples,
             first_row=batch.first_row + start,
+            microbatch=batch.microbatch * count + index,
             is_last_microbatch=is_last,
             stop_requested=batch.stop_requested and is_last,
         )

@@ -131,6 +131,16 @@ def contrastive_loss_behind_layers(run: Any, model: nn.Module) -> Loss:
     return compute_loss
 
 
+def contrastive_loss_behind_one_layer(run: Any, model: nn.Module) -> Loss:
+    """Gathered inputs go through the whole model."""
+
+    def compute_loss(x: Tensor, z: Tensor, _y: Tensor) -> Tensor:
+        everyone = model(run.gather(z * (1 + model[0].bias[:6])))
+        return everyone.square().mean() * (1 + x.mean())
+
+    return compute_loss
+
+
 def gathered_twice_loss(run: Any, model: nn.Module) -> Loss:
     def compute_loss(x: Tensor, _z: Tensor, _y: Tensor) -> Tensor:
         rows = run.gather(model(x))

@@ -69,3 +69,69 @@ def sentence_in_a_pipeline(microbatches: int) -> str:
 def test_so_are_labels_that_the_loss_of_a_pipeline_captures() -> None:
     for said in world.run(2, sentence_in_a_pipeline, 4):
         assert "compute_loss reads y of shape (8,) from around it" in said
+
+
+GRAPH = (torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.4).double()
+
+
+class GraphNet(nn.Module):
+    """Two layers that mix the rows of a batch by the adjacency of a graph."""
+
+    def __init__(self, graph: Tensor | None) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        if graph is not None:
+            self.register_buffer("graph", graph)
+
+    def forward(self, x: Tensor, graph: Tensor | None = None) -> Tensor:
+        graph = self.graph if graph is None else graph
+        out: Tensor = graph @ self.second(torch.tanh(graph @ self.first(x)))
+        return out
+
+
+def train_with_graph(place: str, graph: Tensor, strategy: str, accumulate: int) -> None:
+    run = shoal.init(strategy, accumulate=accumulate, precision="fp64", announce=lambda _: None)
+    net = GraphNet(graph if place == "buffer" else None).double()
+    rows, labels = torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 3
+    data = torch.utils.data.TensorDataset(rows, labels)
+    loader = torch.utils.data.DataLoader(data, batch_size=12)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer, batches = run.prepare(net, optimizer, loader)
+
+    def compute_loss(x: Tensor, y: Tensor, given: Tensor | None = None) -> Tensor:
+        return F.cross_entropy(net(x, graph if given is None else given), y)
+
+    for x, y in batches:
+        if place == "batch":
+            run.forward_backward(compute_loss, x, y, graph, rows=len(x))
+        else:
+            run.forward_backward(compute_loss, x, y)
+
+
+def sentences_about_graphs(strategy: str, accumulate: int) -> list[str]:
+    """Return what is said of a sparse graph in the batch, around the loss, and in a buffer."""
+    found = []
+    for place in ("batch", "around", "buffer"):
+        for graph in (GRAPH.to_sparse(), GRAPH.to_sparse_csr()):
+            with pytest.raises(UsageError) as raised:
+                train_with_graph(place, graph, strategy, accumulate)
+            found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ("pipeline=2,microbatches=2", 1),
+        ("pipeline=2,microbatches=1", 1),
+        ("pipeline=2,microbatches=1", 2),
+    ],
+)
+@pytest.mark.slow
+def test_a_sparse_graph_that_would_be_cut_into_rows_is_refused(
+    strategy: str, accumulate: int
+) -> None:
+    for said in world.run(2, sentences_about_graphs, strategy, accumulate):
+        assert all("a sparse tensor of shape (12, 12) is in a batch" in each for each in said[:2])
+        assert all("graph, a sparse tensor of shape (12, 12), from" in each for each in said[2:4])
+        assert all("graph: a sparse buffer cannot be sent" in each for each in said[4:])

@@ -56,6 +56,58 @@ GATHERING: list[Case] = [
     ("ddp", script.tower, script.counted_contrastive_loss, {"accumulate": 3}),
     ("zero3", script.tower, script.contrastive_loss_behind_layers, {"accumulate": 2}),
 ]
+GATHERING_IN_STAGES: list[Case] = [
+    ("pipeline=2,microbatches=3", script.tower, script.whole_contrastive_loss, {}),
+]
+MORE_IN_STAGES: list[Case] = [
+    *GATHERING_IN_STAGES,
+    (
+        "pipeline=2,schedule=zero-bubble,microbatches=4",
+        script.tower,
+        script.counted_contrastive_loss,
+        {},
+    ),
+    ("pipeline=2,microbatches=2", script.tower, script.contrastive_loss_of_own_rows, {}),
+    ("pipeline=2,microbatches=1", script.tower, script.whole_contrastive_loss, {}),
+    ("pipeline=2,microbatches=2", script.tower, script.contrastive_loss_behind_layers, {}),
+    (
+        "pipeline=2,schedule=gpipe,microbatches=2",
+        script.tower,
+        script.contrastive_loss_of_one_call,
+        {"accumulate": 2},
+    ),
+]
+
+
+def test_rows_are_gathered_in_a_pipeline_before_its_step() -> None:
+    check_equal(2, GATHERING_IN_STAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_rows_of_one_and_of_two_pipelines_are_gathered(ranks: int) -> None:
+    check_equal(ranks, MORE_IN_STAGES)
+
+
+def refused_in_stages(strategy: str, name: str) -> str:
+    with pytest.raises(ShoalError) as raised:
+        script.trained(strategy, script.tower(), getattr(script, name))
+    return str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "cuts", "message"),
+    [
+        ("contrastive_loss_behind_one_layer", "2", "use rows that run.gather has returned"),
+        ("gathered_twice_loss", "2", "the rows that are gathered are others"),
+    ],
+)
+def test_gathered_rows_that_need_a_whole_backward_pass_are_refused(
+    name: str, cuts: str, message: str
+) -> None:
+    said = world.run(2, refused_in_stages, f"pipeline=2,microbatches=2,cuts={cuts}", name)
+    assert all(message in each for each in said)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import StrategyRefused
+from shoal.errors import StrategyRefused, UsageError
 from shoal.testing import world
 
 QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
@@ -178,7 +178,22 @@ def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
     return refusal, losses, weights
 
 
+def check_sentence_of_a_thawed_layer(strategy: str) -> None:
+    """A cure that this strategy would refuse is not given."""
+    run = shoal.init(strategy, **QUIET)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    net[0].requires_grad_(False)
+    net, _, batches = run.prepare(net, torch.optim.SGD(net[2].parameters(), lr=0.1), loader())
+    net[0].requires_grad_(True)
+    x, y = next(iter(batches))
+    cure = r"Unfreeze it, with a learning rate of 0 as long as it is to rest, before run.prepare"
+    with pytest.raises(UsageError, match=cure):
+        run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
+
+
 def all_at_rest(strategies: list[str]) -> list[Any]:
+    for strategy in strategies:
+        check_sentence_of_a_thawed_layer(strategy)
     return [at_rest(strategy) for strategy in strategies]
 
 

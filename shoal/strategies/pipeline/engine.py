@@ -13,7 +13,7 @@ which the stage before waits for, and gradients of weights (W), which nobody wai
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -246,6 +246,21 @@ def _split_roots(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Root
 def _depends_on(value: Tensor, leaves: Sequence[Tensor]) -> bool:
     """Search the autograd graph of `value` for the leaves."""
     leaf_ids = {id(leaf) for leaf in leaves}
+    return any(id(leaf) in leaf_ids for leaf in _leaves_of(value))
+
+
+def is_reached_by_others(value: Tensor, parameters: Container[int]) -> bool:
+    """Return whether a value depends on a differentiable tensor that is none of the parameters.
+
+    Args: parameters: their ids.
+    """
+    if not value.requires_grad:
+        return False
+    return any(id(leaf) not in parameters for leaf in _leaves_of(value))
+
+
+def _leaves_of(value: Tensor) -> Iterator[Tensor]:
+    """Yield the differentiable tensors from which a value was computed."""
     seen = set()
     stack = [value.grad_fn]
     while stack:
@@ -253,8 +268,8 @@ def _depends_on(value: Tensor, leaves: Sequence[Tensor]) -> bool:
         if node is None or node in seen:
             continue
         # Only the nodes that accumulate into leaves have a `variable`.
-        if id(getattr(node, "variable", None)) in leaf_ids:
-            return True
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
         seen.add(node)
         stack.extend(function for function, _ in node.next_functions)
-    return False

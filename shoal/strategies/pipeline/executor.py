@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.data.seeds import derive_seed
+from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
 from shoal.strategies.base import (
     STOP,
@@ -32,7 +33,11 @@ from shoal.strategies.pipeline.division import (
     refusals_as_errors,
     shape_key,
 )
-from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
+from shoal.strategies.pipeline.engine import (
+    ScheduleExecutor,
+    StageOutput,
+    is_reached_by_others,
+)
 from shoal.strategies.pipeline.host_draws import HostDraws
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.p2p_link import P2PLink, downward_group
@@ -211,9 +216,21 @@ class PipelineExecutor:
             result = found.result
             sent = message_after(self.table, action)
             if sent is not None:
+                self._check_constants(stage, found.values)
                 comm.send_forward(sent, found.values)
         self.link.flush()
         return result if self.last_stage in self.stages else None
+
+    def _check_constants(self, stage: int, values: Sequence[Tensor]) -> None:
+        """Raise StrategyRefused if what an earlier stage sends without a graph depends on a tensor
+        that is to be differentiated: rows that `run.gather` has returned.
+        """
+        if any(is_reached_by_others(value, self.divided.units.parameters) for value in values):
+            raise StrategyRefused(
+                f"pipeline: blocks of stage {stage}, or what later stages get of it, use rows that "
+                "run.gather has returned. Only the last stage can. Put these blocks into it with "
+                "cuts=NAME, or use zero3 with accumulate."
+            )
 
     def _broadcast(self, result: Any) -> Any:
         """Return on every rank what the last stage has. Collective over the pipeline."""

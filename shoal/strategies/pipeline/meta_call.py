@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.data.tree_map import SPARSE
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.strategies.pipeline.absent import (
     AbsentTensor,
@@ -96,7 +97,7 @@ class _StandIns:
         """Return the meta tensor for a tensor, and "meta" for a device."""
         if isinstance(value, Tensor):
             absent = absent_of(value)
-            meta = value.detach().to("meta") if absent is None else absent.meta
+            meta = _meta_of(value) if absent is None else absent.meta
             self._arguments[id(meta)] = value
             return meta
         is_name = self._moves and isinstance(value, str) and value.split(":")[0] in _DEVICE_TYPES
@@ -108,6 +109,13 @@ class _StandIns:
         return None if argument is None or absent_of(argument) is None else argument
 
 
+def _meta_of(value: Tensor) -> Tensor:
+    """Return a dense tensor without memory: sparse ones have no functions on the meta device."""
+    if value.layout in SPARSE:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return value.detach().to("meta")
+
+
 def _without_values(
     func: Callable[..., Any], label: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -117,6 +125,8 @@ def _without_values(
     if label in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         args = (args[0], tuple(_indices(index)), *args[2:])
+    if label == "_sparse_mm":  # of a graph that is at hand, for which a dense tensor stands
+        return torch.mm, args[:2], {}
     if label in ("cpu", "cuda"):  # a copy on another device is a copy on meta
         return Tensor.clone, args[:1], {}
     return func, args, kwargs
