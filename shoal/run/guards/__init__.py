@@ -10,6 +10,7 @@
       optimizer.state[p], deepcopy(optimizer)  optimizer_state.py
       for p in group["params"]                 stage_groups.py
       torch.amp.GradScaler                     grad_scaling.py
+      torch.randn_like(p), p.normal_()         drawn_shards.py
       weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
       optimizers that were not prepared        optimizer_guards.py

@@ -4,6 +4,7 @@ mean.mul_(0.9).add_(parameter)     refused: many functions of torch would leave 
 parameter.clamp_(-1, 1)            allowed: the rank that holds it does so
 mask = parameter.abs() > 0.1       allowed: absent, too
 parameter.mul_(mask)
+parameter.normal_()                allowed: drawn and dropped, so generators go on alike
 parameter.device                   the device of this rank's weights, for `x.to(device)`
 
 Nor do old parameters keep values that a script has held since before they were divided.
@@ -45,6 +46,14 @@ _ALLOWED: frozenset[_Function] = READABLE | {
     *(getattr(Tensor, name) for name in _METHODS),
     _GRAD.__delete__,
 }
+DRAWS = frozenset(
+    [
+        *("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
+        *("exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"),
+        *("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+    ]
+)
+"""Functions that draw random numbers for a weight, of torch and `torch.nn.init`."""
 _IN_PLACE_OPERATORS = ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor")
 
 
@@ -141,7 +150,7 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
-    if (made := _new_tensor(absent, label, args, kwargs)) is not None:
+    if (made := _made_or_drawn(absent, func, label, args, kwargs)) is not None:
         return made
     if _is_in_place(label):
         is_done, result = _written_where_here(func, args, kwargs)
@@ -167,6 +176,40 @@ def _new_tensor(
     if label not in NEW_TENSORS or not args or args[0] is not absent:
         return None
     return new_tensor_like(absent, label, tuple(args[1:]), dict(kwargs), absent.device_here)
+
+
+def _made_or_drawn(
+    absent: AbsentWeight,
+    func: _Function,
+    label: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor | None:
+    """Return what needs no values: a new tensor, or random numbers; None for other functions."""
+    made = _new_tensor(absent, label, args, kwargs)
+    return _drawn_aside(absent, func, label, args, kwargs) if made is None else made
+
+
+def _drawn_aside(
+    absent: AbsentWeight,
+    func: _Function,
+    label: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Tensor | None:
+    """Draw as for the values themselves, so that this rank's generator goes on as all others do.
+
+    Returns: what the function returns, absent too; None if it does not draw for one weight alone.
+    """
+    if label not in DRAWS or sum(map(_is_absent, tree_leaves((args, kwargs)))) > 1:
+        return None
+    whole = torch.empty(absent.shape, dtype=absent.dtype, device=absent.device_here)
+    given, named = tree_map(lambda leaf: whole if _is_absent(leaf) else leaf, (tuple(args), kwargs))
+    with torch.no_grad():
+        func(*given, **named)
+    if _is_in_place(label):
+        return absent
+    return _as_absent(torch.empty_like(whole, device="meta"), absent.weight_name, absent.under)
 
 
 def _computed_shapes(

@@ -17,9 +17,11 @@ from shoal.run.guards.absent_gradient import AbsentGradients
 from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.borrowed_weights import guard_functional_call
+from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.full_state import (
     cut_given_optimizer_state,
     cut_given_weights,
+    guard_model_copies,
     guard_state_requests,
     push_state,
 )
@@ -117,6 +119,8 @@ class Guards:
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
         handles += guard_new_tensors(guarded)
+        handles += guard_drawn_shards(guarded)
+        handles += guard_model_copies(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names)

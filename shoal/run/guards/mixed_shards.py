@@ -8,6 +8,8 @@ In-place methods, and functions of several tensors, are replaced for all tensors
 class of the tensor on the left. Operators are replaced for DTensors only: Python asks the right
 operand first where its class is derived from that of the left one.
 
+p.tolist(), p.numpy()           torch takes no shards
+
 p.grad.norm()                   a DTensor: each rank has the norm of its shard
 p.grad.norm().sqrt()            torch combines the parts
 p.grad.norm().item()            torch returns this rank's part: an error
@@ -47,6 +49,9 @@ _OF_SHARDS = tuple(
     "lerp",
     "where",
     "masked_fill_",
+    "tolist",
+    "numpy",
+    "__array__",
 )
 _OF_TORCH = (
     *("cat", "stack", "add", "sub", "mul", "div", "lerp", "where"),
@@ -54,6 +59,7 @@ _OF_TORCH = (
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "different device mesh"
+_UNREADABLE = "not supported for tensor subclasses"
 
 
 def guard_mixed_shards(guarded: GuardedModels) -> Iterator[Removable]:
@@ -70,9 +76,14 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
         try:
             return function(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
+            under = next((guarded.under for guarded in patch.active), "")
+            if _UNREADABLE in str(error):
+                raise UsageError(
+                    f"{name}(){call_site()}{under}: each rank holds a part of this tensor. Take "
+                    "whole values from run.weights() or run.gradients(), on all ranks."
+                ) from error
             if _MIXED not in str(error) and _MESHES not in str(error):
                 raise
-            under = next((guarded.under for guarded in patch.active), "")
             raise UsageError(
                 f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
                 "gradient, and that part was combined with a whole tensor. Take whole values from "

@@ -1,4 +1,4 @@
-"""What a script does with an optimizer's state, groups and scale, beside a plain script."""
+"""What a script does with optimizers, copies and random numbers, beside a plain script."""
 
 import copy
 from collections import defaultdict
@@ -121,13 +121,40 @@ class OptimizerActs:
         self.optimizer.zero_grad(set_to_none=False)
         assert all(torch.equal(kept[name], was[name]) for name in was)
 
+    def weights_listed(self) -> None:
+        found, expected = (sum(model[0].bias.tolist()) for model in (self.model, self.plain))
+        assert abs(found - expected) < 1e-10
+
+    def model_copied(self) -> None:
+        copied = copy.deepcopy(self.model)
+        for mine, whole in zip(copied.parameters(), self.plain.parameters(), strict=True):
+            assert mine.shape == whole.shape
+
+    def noise_on_weights(self) -> None:
+        for model in (self.model, self.plain):
+            torch.manual_seed(3)
+            with self.run.edit(), torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        self.train()
+
+    def layers_begun_anew(self) -> None:
+        for model in (self.model, self.plain):
+            torch.manual_seed(4)
+            with self.run.edit():
+                nn.init.normal_(model[0].weight, 0, 0.1)
+                nn.init.xavier_uniform_(model[2].weight)
+                nn.init.kaiming_uniform_(model[4].weight)
+        self.train()
+
 
 OPTIMIZER_READS = (
     *("momentum_norms", "states_counted", "state_looked_for", "optimizer_copied"),
-    *("weights_of_groups", "numbers_of_groups"),
+    *("weights_of_groups", "numbers_of_groups", "weights_listed", "model_copied"),
 )
 """Acts that only look: one rank alone may be refused."""
 OPTIMIZER_WRITES = (
     *("momentum_of_groups", "state_cleared", "state_replaced", "clipped_by_groups"),
     *("scaled_by_hand", "kept_weights_loaded", "kept_gradients", "kept_state_loaded"),
+    *("noise_on_weights", "layers_begun_anew"),
 )
