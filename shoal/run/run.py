@@ -185,11 +185,10 @@ class Run(StatefulRun):
         prepared = self._prepared
         if prepared.step is None:
             checks.check_has_optimizer(prepared.optimizers)
-            accumulate = self._settings.accumulate
             with self._gathering.planning(batch.compute_loss):
                 with prepared.in_step():
-                    full_rows = prepared.sizes.full_batch_rows()
-                    example = example_of(batch, prepared.models, self.mesh, accumulate, full_rows)
+                    facts = self._settings.accumulate, prepared.sizes.full_batch_rows()
+                    example = example_of(batch, prepared.models, self.mesh, *facts)
                 prepared.apply(example)
         assert prepared.step is not None
         return prepared.step
