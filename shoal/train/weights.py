@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.train.numpy_numbers import numbers_of_numpy
 
 
 def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
@@ -76,9 +77,12 @@ def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
 
 
 def _read_torch(path: Path) -> Any:
-    """Return the contents of a file of torch.save: tensors in dicts and lists, nothing else."""
+    """Return the contents of a file of torch.save: tensors and numbers in dicts and lists, nothing
+    else.
+    """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with numbers_of_numpy():
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch advises weights_only=False here, which would run any code in the file.
         match = re.search(r"GLOBAL (\S+)", str(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -30,7 +31,9 @@ def test_a_checkpoint_of_distribuuuu_is_evaluated_and_code_in_it_is_refused(
     (tmp_path / "resnet18.yaml").write_text("MODEL: {ARCH: resnet18}\nTEST: {BATCH_SIZE: 4}\n")
     state = models.build("resnet18", 2, (3, 224, 224), {}).state_dict()
     file = tmp_path / "ckpt_ep_001.pth.tar"
-    held = {"epoch": 1, "best_acc1": 0.0, "optimizer": {"state": {}, "param_groups": []}}
+    # Its cosine schedule computes with NumPy, and so the saved learning rate is one of NumPy's.
+    groups = [{"lr": np.float64(0.05), "params": [0]}]
+    held = {"epoch": 1, "best_acc1": 0.0, "optimizer": {"state": {}, "param_groups": groups}}
     words = ["eval", "--json", "--cfg", str(tmp_path / "resnet18.yaml")]
     words += ["TRAIN.DATASET", str(images(tmp_path / "data")), "TRAIN.WORKERS", "0"]
     words += ["TRAIN.TOPK", "2"]
