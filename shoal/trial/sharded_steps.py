@@ -41,11 +41,14 @@ LONGEST_SIDE = 6
 
 
 class ShardLayout(NamedTuple):
-    """The small tensor that stands for all parameters of one kind."""
+    """The small tensor that stands for all parameters of one kind.
+
+    Attributes: mesh: None for parameters that every rank holds whole, as plain tensors.
+    """
 
     shape: tuple[int, ...]
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...] = ()
 
 
 def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -> OptimizerAnswer:
@@ -54,10 +57,11 @@ def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -
     Copies of it without state step small tensors; the optimizer stays as it is. Collective over the
     meshes of the parameters, whose ranks must all call it with the same optimizer.
 
-    Args: parameters: as this rank owns them. Only DTensors without strided shards are tried.
+    Args: parameters: as this rank owns them. DTensors without strided shards are tried, with plain
+        tensors among them where the optimizer has some.
     """
     layouts = _layouts(parameters)
-    if not layouts:
+    if all(layout.mesh is None for layout in layouts):
         return OptimizerAnswer(None, "")
     generators = GeneratorStates({p.device for p in parameters})
     try:
@@ -67,7 +71,7 @@ def optimizer_steps_shards(optimizer: Optimizer, parameters: Sequence[Tensor]) -
             generators.restore()
             found = _stepped(optimizer, layouts, in_shards=True)
     except Exception as error:  # noqa: BLE001 - of the optimizer, on all ranks alike
-        text = f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".")
+        text = f"{type(error).__name__}: {error}".split("\n")[0][:200].rstrip(".: ")
         return OptimizerAnswer(False, f"with sharded ones it fails ({text})")
     finally:
         generators.restore()
@@ -86,7 +90,12 @@ def _layouts(parameters: Sequence[Tensor]) -> list[ShardLayout]:
                 return []
             shape = _small_shape(parameter)
             layouts[ShardLayout(shape, parameter.device_mesh, parameter.placements)] = None
-    return [*layouts][:MOST_LAYOUTS]
+    sharded = [*layouts][:MOST_LAYOUTS]
+    # One that joins all gradients meets both kinds in one tensor.
+    plain = next((p for p in parameters if not isinstance(p, DTensor)), None)
+    if plain is None:
+        return sharded
+    return [*sharded, ShardLayout(tuple(min(n, LONGEST_SIDE) for n in plain.shape), None)]
 
 
 def _small_shape(parameter: DTensor) -> tuple[int, ...]:
@@ -113,9 +122,11 @@ def _numbers(layouts: Sequence[ShardLayout], seed: int) -> list[Tensor]:
 def _stepped(optimizer: Optimizer, layouts: Sequence[ShardLayout], in_shards: bool) -> list[Tensor]:
     """Return whole values after some steps, once for each group. Collective if `in_shards`."""
 
+    device = next(layout.mesh.device_type for layout in layouts if layout.mesh is not None)
+
     def laid_out(tensor: Tensor, layout: ShardLayout) -> Tensor:
-        on_device = tensor.to(layout.mesh.device_type)
-        if not in_shards:
+        on_device = tensor.to(device)
+        if not in_shards or layout.mesh is None:
             return on_device
         # No rank sends: all have made the same numbers.
         return distribute_tensor(on_device, layout.mesh, layout.placements, src_data_rank=None)
