@@ -40,6 +40,7 @@ def sort_arguments(things: tuple[Any, ...]) -> PrepareArguments:
         if isinstance(thing, nn.Module):
             found.models.append(thing)
         elif isinstance(thing, Optimizer):
+            _add_hooks(thing)
             found.optimizers.append(thing)
         elif is_loader(thing):
             found.loaders.append(thing)
@@ -50,6 +51,16 @@ def sort_arguments(things: tuple[Any, ...]) -> PrepareArguments:
     if problems:
         raise UsageError("\n".join(problems))
     return found
+
+
+def _add_hooks(optimizer: Optimizer) -> None:
+    """Give an optimizer the hooks that `Optimizer.__init__` makes.
+
+    A class that wraps another optimizer, such as many a Lookahead, often does not call it. torch
+    does the same for optimizers that were pickled by a version without hooks.
+    """
+    vars(optimizer).setdefault("defaults", {})
+    Optimizer.__setstate__(optimizer, {})
 
 
 def is_loader(thing: Any) -> bool:

@@ -53,9 +53,13 @@ class ParameterNames:
 def guard_foreign_optimizers(guarded: GuardedModels, names: ParameterNames) -> Iterator[Removable]:
     """Check every optimizer that steps in this process; yield the handle of the hook."""
     prepared = {id(optimizer) for optimizer in guarded.optimizers}
+    # Wrappers, such as Lookahead, share the groups of the optimizer that they step.
+    groups = {id(group) for optimizer in guarded.optimizers for group in optimizer.param_groups}
 
     def check(optimizer: Optimizer, *_: Any) -> None:
         if id(optimizer) in prepared or guarded.phase.in_passes or is_access_by_shoal():
+            return
+        if all(id(group) in groups for group in optimizer.param_groups):
             return
         held = [
             name
