@@ -21,7 +21,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 FIGURES = {
-    "benchmarks/overhead": ("0.98", "0.97", "1.24", "1.08", "1.61", "0.35", "0.58"),
+    "benchmarks/overhead": ("1.08", "0.98", "1.23", "1.06", "1.72", "0.35", "0.66"),
     "benchmarks/zero": ("0.998",),
     "benchmarks/tensor": ("0.716",),
     "benchmarks/launch": ("0.28",),
