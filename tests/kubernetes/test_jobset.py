@@ -183,7 +183,9 @@ def test_the_commands_of_all_pods_make_one_world(
         "import os, sys\n"
         "from shoal.launch.environment import read\n"
         "info = read(os.environ)\n"
-        "print(info.launcher, info.rank, info.world, info.local_rank, info.local_world, sys.argv)\n"
+        "line = f'{info.launcher} {info.rank} {info.world} {info.local_rank} {info.local_world} '\n"
+        # In one piece: all ranks write into one pipe.
+        "os.write(1, f'{line}{sys.argv}\\n'.encode())\n"
     )
     codes, out, err = Pods(manifest, 29_400).ends()
     assert codes == [0, 0], err
