@@ -63,10 +63,12 @@ def slow_then_silent(simulation: Simulation) -> None:
 
 def stop_driver(simulation: Simulation) -> None:
     """Stop the driver's process; with its machine, its clock stands still too."""
-    duration_s = simulation.random.uniform(0, 9)
-    simulation.driver_stopped_until_s = simulation.now_s + duration_s
+    until_s = simulation.now_s + simulation.random.uniform(0, 9)
+    begin_s = max(simulation.now_s, simulation.driver_stopped_until_s)
+    # A second stop within a first one ends neither it nor the rest of its clock.
+    simulation.driver_stopped_until_s = max(simulation.driver_stopped_until_s, until_s)
     if simulation.random.random() < 0.3:
-        simulation.driver_lag_s += duration_s
+        simulation.driver_lag_s += max(0.0, until_s - begin_s)
 
 
 def stop_agent(simulation: Simulation) -> None:
