@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.hosts.ssh_hops import MOST_OF_HOP, MOST_STARTS, first_hop, first_hops, may_start
+from shoal.launch.hosts import ssh_hops
+from shoal.launch.hosts.ssh_hops import MOST_OF_HOP, first_hop, first_hops, may_start
 
 CONFIG = """
 Host a b
@@ -34,8 +35,12 @@ def test_hosts_behind_one_jump_host_start_eight_at_a_time_and_others_beside_them
     assert started(hops) == [*range(MOST_OF_HOP), 20, 21]
 
 
-def test_hosts_of_their_own_servers_start_together_up_to_a_limit() -> None:
-    assert len(started({host: f"10.0.0.{host} 22" for host in range(100)})) == MOST_STARTS
+@pytest.mark.parametrize(("cores", "most"), [(1, 8), (2, 16), (4, 32), (64, 32)])
+def test_hosts_of_their_own_servers_start_together_up_to_a_limit_by_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, most: int
+) -> None:
+    monkeypatch.setattr(ssh_hops, "usable_cores", lambda: cores)
+    assert len(started({host: f"10.0.0.{host} 22" for host in range(100)})) == most
 
 
 def test_hosts_whose_server_is_not_known_count_as_behind_one() -> None:

@@ -12,11 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from shoal.launch.hosts.ssh_command import ssh_program
+from shoal.platform.cgroups import usable_cores
 
 MOST_OF_HOP = 8
 """Clients that start at a time at one server."""
-MOST_STARTS = 32
-"""Clients that start at a time at all servers; this machine computes their keys."""
+STARTS_OF_CORE, MOST_STARTS = 8, 32
+"""Clients that start at a time at all servers, by cores of this machine, which computes their keys.
+
+Four times as many at a time are no sooner ready, and the unlucky among them wait for START_S.
+"""
 UNKNOWN = ""
 SETTINGS_S = 5.0
 
@@ -76,4 +80,9 @@ def may_start(host: int, starting: Collection[int], hops: Mapping[int, str]) -> 
     """
     hop = hops.get(host, UNKNOWN)
     beside = sum(hops.get(other, UNKNOWN) == hop for other in starting)
-    return len(starting) < MOST_STARTS and beside < MOST_OF_HOP
+    return len(starting) < most_starts() and beside < MOST_OF_HOP
+
+
+def most_starts() -> int:
+    """Return the number of clients that may start at a time at all servers together."""
+    return min(MOST_STARTS, STARTS_OF_CORE * usable_cores())
