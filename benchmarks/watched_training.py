@@ -24,17 +24,22 @@ class WatchedTraining:
         directory: the run directory.
         words: the rest of the command, after `shoal train`.
         environment: variables besides those of this process.
+        prefix: words before the command, such as those that enter another host.
 
     Attributes:
         lines: of stderr, each with the time at which it came.
     """
 
     def __init__(
-        self, directory: Path, words: Sequence[str], environment: Mapping[str, str]
+        self,
+        directory: Path,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        prefix: Sequence[str] = (),
     ) -> None:
         self.directory = directory
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "shoal", "train", *words, "--out", str(directory)],
+            [*prefix, sys.executable, "-m", "shoal", "train", *words, "--out", str(directory)],
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -1,15 +1,14 @@
 """`--import faulty_data.py`: ranks that meet a fault once, after a given number of steps.
 
 The file `order.RANK` in the directory FAULTS, JSON, says which fault this rank meets and after
-which step. The rank takes it away first, so that it meets it once.
+which step. The rank takes it away first, so that it meets it once. A fault that is none of a rank's
+is left to the measurement: the rank notes that it has come so far, and waits until it is there.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -20,25 +19,38 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
 
+from benchmarks.faults.rank_faults import RANK_FAULTS
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
 from shoal.parameter_server.launcher import server_pool
 
 FOLDER = Path(os.environ["FAULTS"])
 SLOW_S = 0.03
+OUTSIDE_S = 2.0
+"""So long a rank waits for a fault from outside; then it trains on."""
 
 
 class Moment:
-    """Counts the steps of this rank, and lets the fault happen in the pass after one of them."""
+    """Counts the steps of this rank, and lets the fault happen in the pass after one of them.
+
+    Attributes:
+        folder: of the trial.
+        run: the run directory.
+    """
 
     def __init__(self) -> None:
+        self.folder, self.run = FOLDER, Path(os.environ["FAULTS_RUN"])
         self.order: dict[str, Any] = {}
         self.steps = 0
         self.pools: list[server_pool.ServerPool] = []
-        path = FOLDER / f"order.{os.environ['RANK']}"
+        rank = os.environ["RANK"]
+        (FOLDER / f"pid.{os.uname().nodename}.{rank}").write_text(str(os.getpid()))
+        path = FOLDER / f"order.{rank}"
         if path.exists():
             self.order = json.loads(path.read_text())
-            path.rename(FOLDER / f"taken.{os.environ['RANK']}")
+            path.unlink()
+            if following := self.order.get("then"):
+                path.write_text(json.dumps(following))
             register_optimizer_step_post_hook(self.on_step)
             register_module_forward_pre_hook(self.on_forward)
             self._watch_pools()
@@ -61,14 +73,24 @@ class Moment:
             time.sleep(SLOW_S)
             self.note()
             return
-        self.note()
         self.order = {}
-        FAULTS[fault](self)
+        self.note()
+        if fault in RANK_FAULTS:
+            RANK_FAULTS[fault](self)
+        else:
+            self._wait_for_the_measurement()
 
     def note(self) -> None:
         path = FOLDER / "met"
         if not path.exists():
-            path.write_text(str(time.monotonic()))
+            path.with_suffix(".new").write_text(str(time.monotonic()))
+            path.with_suffix(".new").rename(path)
+
+    @staticmethod
+    def _wait_for_the_measurement() -> None:
+        end_s = time.monotonic() + OUTSIDE_S
+        while not (FOLDER / "acted").exists() and time.monotonic() < end_s:
+            time.sleep(0.005)
 
     def _watch_pools(self) -> None:
         begin = server_pool.ServerPool.__init__
@@ -84,61 +106,9 @@ class Moment:
     def pool(self) -> Any:
         return self.pools[0]
 
-    def server(self) -> int:
-        """Return the process of the first server of shard 0."""
-        return min(pid for pid, config in self.pool.servers.items() if config.shard == 0)
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return found
-
-
-def holds_the_interpreter(_: Moment) -> None:
-    ctypes.PyDLL(None).sleep(1000)
-
-
-def kill_worker(_: Moment, number: int) -> None:
-    """Signal a data-loader worker of this rank, once there is one."""
-    while True:
-        for pid in children(os.getpid()):
-            name = Path(f"/proc/{pid}/comm")
-            if name.exists() and name.read_text().strip() == "pt_data_worker":
-                os.kill(pid, number)
-                return
-        time.sleep(0.001)
-
-
-def kill_spawner_and_coordinator(moment: Moment) -> None:
-    coordinator = moment.pool.coordinator.pid
-    os.kill(moment.pool.spawner._pid, signal.SIGKILL)
-    os.kill(coordinator, signal.SIGKILL)
-
-
-def kill_rank_and_server(moment: Moment) -> None:
-    os.kill(moment.server(), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-FAULTS: dict[str, Any] = {
-    "rank killed": lambda _: os.kill(os.getpid(), signal.SIGKILL),
-    "rank crashes (SIGSEGV)": lambda _: os.kill(os.getpid(), signal.SIGSEGV),
-    "rank stopped": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "rank sleeps in a step": lambda _: time.sleep(1000),
-    "rank in C, interpreter locked": holds_the_interpreter,
-    "data blocks": lambda _: time.sleep(1000),
-    "loader worker killed": lambda moment: kill_worker(moment, signal.SIGKILL),
-    "loader worker stopped": lambda moment: kill_worker(moment, signal.SIGSTOP),
-    "fork server killed": lambda _: os.kill(os.getppid(), signal.SIGKILL),
-    "spawner killed": lambda moment: os.kill(moment.pool.spawner._pid, signal.SIGKILL),
-    "spawner and coordinator killed": kill_spawner_and_coordinator,
-    "coordinator killed": lambda moment: os.kill(moment.pool.coordinator.pid, signal.SIGKILL),
-    "server killed": lambda moment: os.kill(moment.server(), signal.SIGKILL),
-    "server stopped": lambda moment: os.kill(moment.server(), signal.SIGSTOP),
-    "rank and server killed": kill_rank_and_server,
-}
+    def servers(self) -> list[int]:
+        """Return the processes of the servers of shard 0."""
+        return sorted(pid for pid, config in self.pool.servers.items() if config.shard == 0)
 
 
 class Samples(Dataset[tuple[Tensor, int]]):

@@ -1,6 +1,7 @@
-"""Faults times strategies, on one host: each cell some seeded trials. `make bench-faults`.
+"""Faults times strategies times places: each cell some seeded trials. `make bench-faults`.
 
-Rank and step of a fault follow from the seed. No trial is repeated if it fails.
+Rank and step of a fault follow from the seed. No trial is repeated if it fails. With --missing,
+cells that have as many trials already get no more.
 """
 
 from __future__ import annotations
@@ -8,98 +9,82 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.trial import SERVERS, Trial, make_trial, undisturbed
+from benchmarks.faults.kinds import KINDS, PLACES, STRATEGIES, Cell, cells
+from benchmarks.faults.trial import Trial, make_trial, undisturbed
 from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
-STRATEGIES = {
-    "ddp": "ddp",
-    "zero3": "zero3",
-    "tensor": "tensor=2",
-    "pipeline": "pipeline=2",
-    **SERVERS,
-}
-EVERYWHERE = (
-    "rank killed",
-    "rank crashes (SIGSEGV)",
-    "rank stopped",
-    "rank sleeps in a step",
-    "rank in C, interpreter locked",
-    "data blocks",
-    "loader worker killed",
-    "loader worker stopped",
-    "fork server killed",
-    "slow",
-)
-OF_SERVERS = (
-    "spawner killed",
-    "spawner and coordinator killed",
-    "coordinator killed",
-    "server killed",
-    "server stopped",
-    "rank and server killed",
-)
-
-
-def cells(strategies: list[str]) -> Iterator[tuple[str, str]]:
-    for strategy in strategies:
-        for fault in EVERYWHERE:
-            if not (fault == "slow" and strategy == "pipeline"):  # one rank a stage
-                yield fault, strategy
-        if strategy in SERVERS:
-            yield from ((fault, strategy) for fault in OF_SERVERS)
+FIRST_OF_HOST = {1: (0, 1), 2: (2,), 3: (3,)}
+"""The ranks of each of three hosts."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--trials", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--faults", nargs="+", default=[])
-    parser.add_argument("--at-once", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
+    options = _arguments()
     result: dict[str, Any] = {"trials": []}
     if options.out.exists():
         result = json.loads(options.out.read_text())
     result["circumstances"] = circumstances(("torch", "shoal"))
-    expected: dict[tuple[str, bool], str] = {}
-    chosen = [cell for cell in cells(options.strategies) if cell[0] in (options.faults or cell)]
-    for fault, strategy in chosen:
-        key = strategy, "worker" in fault
-        if key not in expected:
-            expected[key] = undisturbed(STRATEGIES[strategy], _settings(fault))
-    work = [(*cell, options.seed + n) for n in range(options.trials) for cell in chosen]
+    chosen = [
+        cell
+        for cell in cells()
+        if cell.place in options.places
+        and cell.fault in (options.faults or [kind.name for kind in KINDS])
+        and cell.strategy in options.strategies
+    ]
+    work = [(cell, options.seed + n) for n in range(options.trials) for cell in chosen]
+    if options.missing:
+        made = {(t["place"], t["fault"], t["strategy"], t["seed"]) for t in result["trials"]}
+        work = [
+            (cell, seed)
+            for cell, seed in work
+            if (cell.place, cell.fault, cell.strategy, seed) not in made
+        ]
+    expected: dict[str, str] = {}
     with ThreadPoolExecutor(options.at_once) as pool:
         for trial in pool.map(lambda item: one(*item, expected), work):
             result["trials"].append(trial.as_dict())
             options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(trial, flush=True)
+    failed = Counter(trial["held"] for trial in result["trials"])[False]
+    print(f"{len(result['trials']) - failed} of {len(result['trials'])} held")
 
 
-def one(fault: str, strategy: str, seed: int, expected: dict[tuple[str, bool], str]) -> Trial:
+def one(cell: Cell, seed: int, expected: dict[str, str]) -> Trial:
     """Run one trial of a cell."""
-    draw = random.Random(f"{fault} {strategy} {seed}")
-    # Rank 0 starts the helpers, so only there their processes are known.
-    rank = 0 if fault in OF_SERVERS else draw.randrange(2)
-    order = {"rank": rank, "step": 4 if fault == "slow" else draw.randrange(10, 50)}
-    return make_trial(
-        fault,
-        (strategy, STRATEGIES[strategy]),
-        seed,
-        order,
-        _settings(fault),
-        expected[strategy, "worker" in fault],
-    )
+    key = f"{cell.place} {cell.strategy} {cell.settings}"
+    if key not in expected:
+        expected[key] = undisturbed(cell)
+    return make_trial(cell, seed, drawn_order(cell, seed), expected[key])
 
 
-def _settings(fault: str) -> dict[str, object]:
-    return {"data.workers": 1} if "worker" in fault else {}
+def drawn_order(cell: Cell, seed: int) -> dict[str, Any]:
+    """Return where and when a trial meets its fault."""
+    draw = random.Random(f"{cell.place} {cell.fault} {cell.strategy} {seed}")
+    rank = draw.randrange(cell.ranks) if cell.kind.rank is None else cell.kind.rank
+    host = next(host for host, ranks in FIRST_OF_HOST.items() if rank in ranks)
+    order: dict[str, Any] = {"fault": cell.fault, "rank": rank, "host": host}
+    order["step"] = 4 if cell.fault == "slow" else draw.randrange(10, 50)
+    if "again after" in cell.fault:
+        order["then"] = {**order, "step": draw.randrange(8, 20)}
+    return order
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
+    parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
+    parser.add_argument("--faults", nargs="+", default=[])
+    parser.add_argument("--missing", action="store_true", help="leave out trials that there are")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

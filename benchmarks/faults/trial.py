@@ -1,41 +1,25 @@
-"""One trial: a run on two ranks that meets a fault, and the bits that it ends with."""
+"""One trial: a run that meets a fault, and the bits that it ends with."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import re
-import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.watched_training import WatchedTraining
-from shoal.train.checkpoint import newest, tensor_files
+from benchmarks.faults.faulty_run import FaultyRun
+from benchmarks.faults.kinds import Cell
+from benchmarks.faults.outside_faults import EXIT_CODES, OUTSIDE_FAULTS
 
-DATA = Path(__file__).with_name("faulty_data.py")
-RANKS, STEPS, LIMIT_S, TRIAL_S = 2, 80, 3.0, 120.0
-SETTINGS = {
-    "import": str(DATA),
-    "data.name": "faulty",
-    "data.samples": 256,
-    "model.name": "mlp",
-    "model.options.hidden": "[16, 16]",
-    "train.batch_size": 16,
-    "train.epochs": STEPS // 16,
-    "checkpoint.every_steps": 8,
-    "log.every": 1,
-    "log.tensorboard": "false",
-    "train.hang_limit_s": LIMIT_S,
-}
-SERVERS = {
-    "server": "server=2,lease_s=0.5",
-    "server, 2 replicas": "server=2,replicas=2,lease_s=0.5",
-}
+TRIAL_S = 150.0
+AGAIN = ", given again"
 
 
 @dataclass(frozen=True)
@@ -44,14 +28,17 @@ class Trial:
 
     Attributes:
         held: the run ended by itself, with the bits of a run without a fault.
+        problem: what did not hold; empty where it did.
         told: the line of stderr that names the fault; empty if there is none.
         told_s, step_s: seconds from the fault until it was told, and until a step was done.
     """
 
+    place: str
     fault: str
     strategy: str
     seed: int
     held: bool
+    problem: str
     code: int | None
     told: str
     told_s: float | None
@@ -61,77 +48,62 @@ class Trial:
         return asdict(self)
 
 
-class FaultyRun(WatchedTraining):
-    """`shoal train` in a folder with orders of faults."""
-
-    def __init__(self, folder: Path, strategy: str, settings: Mapping[str, object]) -> None:
-        job = folder / "job.yaml"
-        job.write_text("name: faulty\n")
-        words = ["-n", str(RANKS), str(job), "--strategy", strategy]
-        words += [word for pair in settings.items() for word in (f"--{pair[0]}", str(pair[1]))]
-        super().__init__(folder / "run", words, {"FAULTS": str(folder)})
-
-    def digest(self) -> str:
-        """Return a digest of all tensors of the last checkpoint, those of each rank included."""
-        last = newest(self.directory / "checkpoints")
-        if last is None:
-            return ""
-        digest = hashlib.sha256()
-        for name, tensor in sorted(tensor_files.read(last, lambda _: True).items()):
-            digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
-        return digest.hexdigest()
-
-    def close(self) -> int | None:
-        """Return the exit code; None if the run had to be killed."""
-        code = self.process.poll()
-        self.end(signal.SIGKILL)
-        return code
-
-
-def undisturbed(strategy: str, settings: Mapping[str, object]) -> str:
-    """Return the digest of a run without a fault."""
+@contextlib.contextmanager
+def place_of(cell: Cell) -> Iterator[tuple[Path, Any]]:
+    """Make an empty folder for a run, and its hosts: None for this one."""
     with tempfile.TemporaryDirectory() as folder:
-        run = FaultyRun(Path(folder), strategy, {**SETTINGS, **settings})
+        if cell.place == "one host":
+            yield Path(folder), None
+            return
+        from namespaces import Hosts
+
+        with Hosts(Path(folder, "hosts"), 3) as hosts:
+            yield hosts.shared, hosts
+
+
+def undisturbed(cell: Cell) -> str:
+    """Return the outcome of a run without a fault."""
+    with place_of(cell) as (folder, hosts):
+        run = FaultyRun(folder, cell.line, cell.ranks, cell.settings, hosts)
         run.process.wait(TRIAL_S)
         if run.close() != 0:
             raise SystemExit(run.text())
-        return run.digest()
+        return run.outcome(cell.is_exact)
 
 
-def make_trial(
-    fault: str,
-    strategy: tuple[str, str],
-    seed: int,
-    order: Mapping[str, int],
-    settings: Mapping[str, object],
-    expected: str,
-) -> Trial:
+def make_trial(cell: Cell, seed: int, order: Mapping[str, Any], expected: str) -> Trial:
     """Run once with a fault.
 
     Args:
-        strategy: its name in the table, and its text.
-        order: the rank and the step of the fault.
-        expected: the digest of a run without a fault.
+        order: the rank and the step of the fault, and the host.
+        expected: the outcome of a run without a fault.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"order.{order['rank']}")
-        path.write_text(json.dumps({"fault": fault, "step": order["step"]}))
-        run = FaultyRun(Path(folder), strategy[1], {**SETTINGS, **settings})
-        told, step_s = _watch(run, Path(folder, "met"))
+    with place_of(cell) as (folder, hosts):
+        (folder / f"order.{order['rank']}").write_text(json.dumps(order))
+        words = folder, cell.line, cell.ranks, cell.settings, hosts, order["host"]
+        run = FaultyRun(*words)
+        told, step_s = _watch(run, cell.fault)
         code = run.close()
-        since_s = _met_s(Path(folder, "met"))
+        problem = ""
+        if cell.fault.endswith(AGAIN):
+            problem = _first_end(run, cell.fault, code)
+            run = FaultyRun(*words)
+            _watch(run, "")
+            code = run.close()
+        since_s = _met_s(folder / "met")
         told = told or run.first(r"restart \d+ of|is slow")
-        held = code == 0 and run.digest() == expected and since_s is not None
-        if fault == "slow":
-            held = held and told is not None and f"rank {order['rank']} of" in told[1]
-        if not held:
-            print(run.text()[-3000:], file=sys.stderr)
+        problem = problem or _problem(run, cell, order, expected, code)
+        if since_s is None:
+            problem = f"the fault did not happen; {problem}"
+        if problem:
+            print(problem, run.text()[-3000:], file=sys.stderr)
     return Trial(
-        fault,
-        strategy[0],
+        cell.place,
+        cell.fault,
+        cell.strategy,
         seed,
-        held,
+        not problem,
+        problem,
         code,
         told[1].strip() if told else "",
         None if told is None or since_s is None else told[0] - since_s,
@@ -139,25 +111,61 @@ def make_trial(
     )
 
 
-def _watch(run: FaultyRun, met: Path) -> tuple[tuple[float, str] | None, float | None]:
+def _first_end(run: FaultyRun, fault: str, code: int | None) -> str:
+    """Return what is wrong with the end of a command that the fault has ended."""
+    wanted = EXIT_CODES.get(fault)
+    if code is None:
+        return "the command did not end"
+    if wanted is not None and code not in (wanted, 128 - wanted if wanted < 0 else wanted):
+        return f"exit code {code}, not {wanted}"
+    return "" if run.is_clear() else "processes were left"
+
+
+def _problem(
+    run: FaultyRun, cell: Cell, order: Mapping[str, Any], expected: str, code: int | None
+) -> str:
+    """Return what did not hold; empty where all did."""
+    if code != 0:
+        return "the run did not end" if code is None else f"the run ended with {code}"
+    if run.outcome(cell.is_exact) != expected:
+        return f"other bits: {run.outcome(cell.is_exact)} in place of {expected}"
+    if cell.fault == "slow" and not run.first(f"rank {order['rank']} (on .* )?of .* is slow"):
+        return "the slow rank was not named"
+    if cell.snapshots_every:
+        found = run.first(r"resumed from the snapshot of step (\d+), in memory")
+        step = int(re.findall(r"step (\d+)", found[1])[0]) if found else -1
+        if step < order["step"] - cell.snapshots_every:
+            return f"resumed from step {step} after a fault in step {order['step'] + 1}"
+    return "" if run.is_clear() else "processes were left"
+
+
+def _watch(run: FaultyRun, fault: str) -> tuple[tuple[float, str] | None, float | None]:
     """Wait for the end of a run. Return the line that tells, and the time of the next step.
 
     Steps that were done before the fault are done again after a restart. The next step is the first
     one that is done after the run has resumed, or after the fault where it goes on in place.
     """
     end_s = time.monotonic() + TRIAL_S
+    met, act = run.folder / "met", OUTSIDE_FAULTS.get(fault)
+    acting = threading.Thread(target=lambda: act(run) if act else None)
     told = step_s = None
+    has_begun = False
     while run.process.poll() is None and time.monotonic() < end_s:
         time.sleep(0.01)
+        if met.exists() and not has_begun:
+            has_begun = True
+            acting.start()
         if told is None and met.exists():
             told = run.first(r"restart \d+ of")
         if step_s is None and told is not None:
             resumed = run.first("resumed from")
-            found = re.search(r"step-(\d+)", resumed[1]) if resumed else None
+            found = re.search(r"step[- ](\d+)", resumed[1]) if resumed else None
             if found is not None and run.step() > int(found[1]):
                 step_s = time.monotonic()
+    if has_begun:
+        acting.join()
     return told, step_s
 
 
 def _met_s(path: Path) -> float | None:
-    return float(path.read_text()) if path.exists() and path.read_text() else None
+    return float(path.read_text()) if path.exists() else None

@@ -117,6 +117,23 @@ def test_continuous_integration_runs_the_tests_on_every_python_that_is_named() -
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
 
 
+def test_the_tests_on_real_hosts_say_what_could_not_be_installed(tmp_path: Path) -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    (line,) = [step["run"] for step in jobs["real"]["steps"] if "run" in step]
+    assert line.endswith(" .ci/run-real")
+    assert ".ci/system-packages\n" in (ROOT / ".ci/run-real").read_text()
+    (tmp_path / "bash").symlink_to("/bin/bash")
+    done = subprocess.run(
+        ["/bin/bash", ROOT / ".ci/system-packages"],
+        env={"PATH": str(tmp_path), "SBIN": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert "openssh-server" in done.stderr
+    assert done.stderr.endswith("will be skipped: there is no apt-get here\n")
+
+
 def test_the_hooks_before_a_commit_are_those_of_make_lint() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
     entries = {hook["entry"].removesuffix(" --force-exclude") for hook in hooks}

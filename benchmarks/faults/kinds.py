@@ -1,0 +1,173 @@
+"""The kinds of fault, the strategies and the places of docs/faults.md, and what is promised."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+PLACES = ("one host", "three hosts")
+LEASE = "lease_s=0.5"
+STRATEGIES = {
+    "ddp": "ddp",
+    "zero3": "zero3",
+    "tensor": "tensor=2",
+    "pipeline": "pipeline=2",
+    "tensor x pipeline x zero1": "tensor=2,pipeline=2,zero1",
+    "server": f"server=2,{LEASE}",
+    "server, 2 replicas": f"server=2,replicas=2,{LEASE}",
+    "stale server": f"server=2,staleness=2,{LEASE}",
+}
+SERVERS = tuple(name for name, line in STRATEGIES.items() if line.startswith("server"))
+SNAPSHOTS_EVERY = 4
+
+RESTART, IN_PLACE = "restart", "goes on"
+AGAIN, MEMORY = "the same command resumes", f"restart, {SNAPSHOTS_EVERY} steps lost, no disk read"
+REPLICAS = "restart; with replicas goes on"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of fault.
+
+    Args:
+        name: in RANK_FAULTS or OUTSIDE_FAULTS.
+        promise: what follows.
+        absent: why there is none of it, by place.
+        needs_servers: it concerns their processes.
+        rank: that meets it; None for any.
+    """
+
+    name: str
+    promise: str
+    absent: tuple[str, str] = ("", "")
+    needs_servers: bool = False
+    rank: int | None = None
+
+
+def _hosts(name: str, promise: str, rank: int | None = None) -> Kind:
+    return Kind(name, promise, ("several hosts alone have it", ""), rank=rank)
+
+
+def _server(name: str, promise: str) -> Kind:
+    # Rank 0 starts the helpers, so only there their processes are known.
+    return Kind(name, promise, needs_servers=True, rank=0)
+
+
+KINDS = (
+    Kind("rank killed", RESTART),
+    Kind("rank killed, and again after the restart", f"{RESTART}, twice"),
+    Kind("all ranks of a host killed", RESTART),
+    Kind("rank crashes (SIGSEGV)", RESTART),
+    Kind("rank stopped", RESTART),
+    Kind("rank stopped for 1 s", IN_PLACE),
+    Kind("rank sleeps in a step", RESTART),
+    Kind("rank in C, interpreter locked", RESTART),
+    Kind("data blocks", RESTART),
+    Kind("loader worker killed", RESTART),
+    Kind("loader worker stopped", RESTART),
+    Kind("slow", "named; goes on"),
+    Kind("fork server killed", RESTART),
+    Kind("rank killed in a save", RESTART),
+    Kind("newest checkpoint truncated, rank killed", f"{RESTART} from the one before"),
+    Kind("bit of the newest checkpoint flipped, rank killed", f"{RESTART} from the one before"),
+    Kind("newest checkpoint gone, rank killed", f"{RESTART} from the one before"),
+    Kind("writes of a rank fail for 1 s", IN_PLACE),
+    Kind("/dev/shm emptied", IN_PLACE),
+    Kind("snapshots: rank killed", MEMORY),
+    Kind("snapshots: all ranks of a host killed", MEMORY),
+    Kind("snapshots: rank killed in a snapshot", MEMORY),
+    Kind("snapshots: keeper and rank killed", MEMORY),
+    _hosts("snapshots: host starts again", MEMORY),
+    Kind("command killed, given again", AGAIN),
+    Kind("SIGTERM to the command, given again", AGAIN),
+    Kind("Ctrl-C, given again", AGAIN),
+    Kind("command stopped for 1 s", IN_PLACE),
+    Kind("command stopped for 5 s", IN_PLACE, ("", "a host that is not heard of for 3 s is told")),
+    _hosts("command stopped for 12 s, given again", AGAIN),
+    Kind("everything stopped for 5 s", IN_PLACE),
+    _hosts("agent killed", RESTART),
+    _hosts("agent stopped", RESTART),
+    _hosts("agent and its watcher stopped", RESTART),
+    _hosts("store killed", RESTART, rank=0),
+    _hosts("ssh client killed", RESTART),
+    _hosts("ssh server's session killed", RESTART),
+    _hosts("host cut off for 1 s", IN_PLACE),
+    _hosts("host cut off for 12 s", RESTART),
+    _hosts("first host cut off for 12 s", RESTART),
+    _hosts("two hosts cut off for 12 s", RESTART),
+    _hosts("two hosts parted for 12 s", RESTART),
+    _hosts("host unheard for 12 s", RESTART),
+    _hosts("command's machine cut off for 1 s", IN_PLACE),
+    _hosts("command's machine cut off for 12 s, given again", AGAIN),
+    _hosts("link of 2 Mbit/s for 5 s", IN_PLACE),
+    _hosts("host starts again", RESTART),
+    _hosts("first host starts again", RESTART),
+    _hosts("all hosts start again", RESTART),
+    _server("spawner killed", RESTART),
+    _server("spawner and coordinator killed", RESTART),
+    _server("coordinator killed", IN_PLACE),
+    _server("coordinator stopped", IN_PLACE),
+    _server("server killed", REPLICAS),
+    _server("server stopped", REPLICAS),
+    _server("server stopped for 1 s", REPLICAS),
+    _server("server and coordinator killed", REPLICAS),
+    _server("all servers of a shard killed", RESTART),
+    _server("rank and server killed", RESTART),
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A kind of fault under a strategy at a place."""
+
+    place: str
+    kind: Kind
+    strategy: str
+
+    @property
+    def fault(self) -> str:
+        return self.kind.name
+
+    @property
+    def line(self) -> str:
+        return STRATEGIES[self.strategy]
+
+    @property
+    def ranks(self) -> int:
+        return 4 if self.place != PLACES[0] or self.line.endswith("zero1") else 2
+
+    @property
+    def is_exact(self) -> bool:
+        """Return False where the bits differ from run to run also without a fault."""
+        return self.strategy != "stale server"
+
+    @property
+    def snapshots_every(self) -> int:
+        return SNAPSHOTS_EVERY if self.fault.startswith("snapshots") else 0
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Return the settings besides those of every run."""
+        if self.snapshots_every:  # nothing is on a disk before the end of the run
+            never = {"checkpoint.every_steps": 1000, "checkpoint.every_epochs": 1000}
+            return {"snapshot.every": SNAPSHOTS_EVERY, **never}
+        return {"data.workers": 1} if "loader" in self.fault else {}
+
+    @property
+    def absent(self) -> str:
+        """Return why there is no such trial; empty where there is."""
+        if self.kind.needs_servers and self.strategy not in SERVERS:
+            return "no servers"
+        if self.fault == "slow" and "pipeline" in self.line:
+            return "no rank to compare with"
+        return self.kind.absent[PLACES.index(self.place)]
+
+
+def cells() -> Iterator[Cell]:
+    """Return all cells of which there are trials."""
+    for place in PLACES:
+        for kind in KINDS:
+            for strategy in STRATEGIES:
+                cell = Cell(place, kind, strategy)
+                if not cell.absent:
+                    yield cell
