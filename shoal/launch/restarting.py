@@ -118,8 +118,9 @@ class RestartingRun:
                 if not (self._may_rescale(supervision) or self._may_restart(supervision, signals)):
                     self.scaling.cancel()
                     return exit_code(supervision)
+                step = self.scaling.saved_step()
                 ranks = self.job.restart(self.processes)
-                self.scaling.confirm()
+                self.scaling.confirm(step)
 
     def _supervise(self, ranks: RankSet, signals: socket.socket) -> Supervision:
         """Supervise the ranks until all have ended.

@@ -57,9 +57,17 @@ class Scaling:
             and not is_complete
         )
 
-    def confirm(self) -> None:
-        """Answer that the requested number of ranks has started."""
-        self._answer(processes=self.requested, step=self.job.saved_step())
+    def saved_step(self) -> int | None:
+        """Return the step for the answer; None without a request.
+
+        Ask before the ranks start: a job on several hosts asks these, and what its ranks say
+        meanwhile is lost.
+        """
+        return None if self.requested is None else self.job.saved_step()
+
+    def confirm(self, step: int | None) -> None:
+        """Answer that the requested number of ranks has started from a step."""
+        self._answer(processes=self.requested, step=step)
 
     def cancel(self) -> None:
         """Answer that the run has ended."""
