@@ -19,6 +19,8 @@ STRATEGIES = {
 }
 SERVERS = tuple(name for name, line in STRATEGIES.items() if line.startswith("server"))
 SNAPSHOTS_EVERY = 4
+# A new best evaluation is saved too.
+NOTHING_ON_DISK = ("checkpoint.every_steps", "checkpoint.every_epochs", "evaluation.every")
 
 RESTART, IN_PLACE = "restart", "goes on"
 AGAIN, MEMORY = "the same command resumes", f"restart, {SNAPSHOTS_EVERY} steps lost, no disk read"
@@ -148,8 +150,8 @@ class Cell:
     @property
     def settings(self) -> dict[str, object]:
         """Return the settings besides those of every run."""
-        if self.snapshots_every:  # nothing is on a disk before the end of the run
-            never = {"checkpoint.every_steps": 1000, "checkpoint.every_epochs": 1000}
+        if self.snapshots_every:
+            never = dict.fromkeys(NOTHING_ON_DISK, 1000)
             return {"snapshot.every": SNAPSHOTS_EVERY, **never}
         return {"data.workers": 1} if "loader" in self.fault else {}
 

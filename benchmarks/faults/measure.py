@@ -70,7 +70,7 @@ def drawn_order(cell: Cell, seed: int) -> dict[str, Any]:
     order: dict[str, Any] = {"fault": cell.fault, "rank": rank, "host": host}
     order["step"] = 4 if cell.fault == "slow" else draw.randrange(10, 50)
     if "again after" in cell.fault:
-        order["then"] = {**order, "step": draw.randrange(8, 20)}
+        order["then"] = {**order, "step": draw.randrange(16, 24)}
     return order
 
 
