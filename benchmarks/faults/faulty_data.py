@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import Dataset
 
 from benchmarks.faults.rank_faults import RANK_FAULTS
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
 from shoal.parameter_server.launcher import server_pool
+from shoal.watchdog.progress_writer import ProgressWriter
 
 FOLDER = Path(os.environ["FAULTS"])
 SLOW_S = 0.03
@@ -51,16 +51,13 @@ class Moment:
             path.unlink()
             if following := self.order.get("then"):
                 path.write_text(json.dumps(following))
-            register_optimizer_step_post_hook(self.on_step)
             register_module_forward_pre_hook(self.on_forward)
+            self._watch_steps()
             self._watch_pools()
 
     @property
     def is_there(self) -> bool:
         return bool(self.order) and self.steps >= self.order["step"]
-
-    def on_step(self, *_: object) -> None:
-        self.steps += 1
 
     def on_forward(self, *_: object) -> None:
         if self.is_there and self.order["fault"] != "data blocks":
@@ -91,6 +88,15 @@ class Moment:
         end_s = time.monotonic() + OUTSIDE_S
         while not (FOLDER / "acted").exists() and time.monotonic() < end_s:
             time.sleep(0.005)
+
+    def _watch_steps(self) -> None:
+        end = ProgressWriter.end_step  # of a step of the run; it may have several optimizers
+
+        def count(*args: Any) -> None:
+            end(*args)
+            self.steps += 1
+
+        ProgressWriter.end_step = count  # type: ignore[method-assign, assignment]
 
     def _watch_pools(self) -> None:
         begin = server_pool.ServerPool.__init__

@@ -47,7 +47,7 @@ class Kind:
 
 
 def _hosts(name: str, promise: str, rank: int | None = None) -> Kind:
-    return Kind(name, promise, ("several hosts alone have it", ""), rank=rank)
+    return Kind(name, promise, ("several hosts only", ""), rank=rank)
 
 
 def _server(name: str, promise: str) -> Kind:
@@ -84,8 +84,8 @@ KINDS = (
     Kind("SIGTERM to the command, given again", AGAIN),
     Kind("Ctrl-C, given again", AGAIN),
     Kind("command stopped for 1 s", IN_PLACE),
-    Kind("command stopped for 5 s", IN_PLACE, ("", "a host that is not heard of for 3 s is told")),
-    _hosts("command stopped for 12 s, given again", AGAIN),
+    Kind("command stopped for 5 s", IN_PLACE, ("", "see 1 s and 12 s")),
+    _hosts("command stopped for 12 s", RESTART),
     Kind("everything stopped for 5 s", IN_PLACE),
     _hosts("agent killed", RESTART),
     _hosts("agent stopped", RESTART),
@@ -100,7 +100,7 @@ KINDS = (
     _hosts("two hosts parted for 12 s", RESTART),
     _hosts("host unheard for 12 s", RESTART),
     _hosts("command's machine cut off for 1 s", IN_PLACE),
-    _hosts("command's machine cut off for 12 s, given again", AGAIN),
+    _hosts("command's machine cut off for 12 s", RESTART),
     _hosts("link of 2 Mbit/s for 5 s", IN_PLACE),
     _hosts("host starts again", RESTART),
     _hosts("first host starts again", RESTART),
@@ -161,7 +161,7 @@ class Cell:
         if self.kind.needs_servers and self.strategy not in SERVERS:
             return "no servers"
         if self.fault == "slow" and "pipeline" in self.line:
-            return "no rank to compare with"
+            return "one rank a stage"
         return self.kind.absent[PLACES.index(self.place)]
 
 

@@ -49,7 +49,7 @@ def stop(pids: Sequence[int], run: FaultyRun, duration_s: float) -> None:
             os.kill(pid, signal.SIGSTOP)
     run.acted()
     time.sleep(duration_s)
-    for pid in pids:
+    for pid in [*pids, run.process.pid]:  # nsenter stops with the command
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
 
@@ -143,7 +143,7 @@ OUTSIDE_FAULTS: dict[str, Callable[[Any], None]] = {
     "Ctrl-C, given again": signal_command(signal.SIGINT),
     "command stopped for 1 s": stop_command(SHORT_S),
     "command stopped for 5 s": stop_command(STOPPED_S),
-    "command stopped for 12 s, given again": stop_command(LONG_S),
+    "command stopped for 12 s": stop_command(LONG_S),
     "everything stopped for 5 s": stop_everything,
     "ssh client killed": kill_ssh_client,
     "host cut off for 1 s": cut([-1], SHORT_S),
@@ -151,7 +151,7 @@ OUTSIDE_FAULTS: dict[str, Callable[[Any], None]] = {
     "two hosts cut off for 12 s": cut([2, 3], LONG_S),
     "first host cut off for 12 s": cut([1], LONG_S),
     "command's machine cut off for 1 s": cut([0], SHORT_S),
-    "command's machine cut off for 12 s, given again": cut([0], LONG_S),
+    "command's machine cut off for 12 s": cut([0], LONG_S),
     "two hosts parted for 12 s": part_nodes,
     "host unheard for 12 s": silence_one_direction,
     "link of 2 Mbit/s for 5 s": slow_link,
