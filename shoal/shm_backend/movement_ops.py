@@ -20,7 +20,7 @@ from shoal.shm_backend.direct_forms import make_options, with_direct_forms
 from shoal.shm_backend.dispatch import CollectiveDispatch
 from shoal.shm_backend.native import LARGE_BYTES
 from shoal.shm_backend.phase_board import Steps
-from shoal.shm_backend.tensor_utils import flattened, pairs, rows_of, split_for
+from shoal.shm_backend.tensor_utils import flattened, flattened_rows, pairs, rows_of, split_for
 from shoal.shm_backend.visible_calls import visible
 
 
@@ -113,7 +113,7 @@ class MovementOps(CollectiveDispatch):
         ):
             return self._fall_back_each(gloo_name, inputs, gloo_calls)
         flats = [flattened(tensor) for tensor in inputs]
-        flat_rows = [[flattened(row) for row in group] for group in rows]
+        flat_rows = [flattened_rows(group) for group in rows]
         return self._run_each(
             "all_gather",
             [

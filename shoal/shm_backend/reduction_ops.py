@@ -18,6 +18,7 @@ from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.tensor_utils import (
     flattened,
     flattened_apart,
+    flattened_rows,
     pairs,
     rows_of,
 )
@@ -146,7 +147,7 @@ class Reductions(CollectiveDispatch):
         ):
             return self._fall_back_each(gloo_name, outputs, gloo_calls)
         flats = [flattened(output) for output in outputs]
-        flat_rows = [[flattened(row) for row in group] for group in rows]
+        flat_rows = [flattened_rows(group) for group in rows]
         return self._run_each(
             "reduce_scatter",
             [

@@ -84,11 +84,25 @@ def is_flat_contiguous(tensor: Tensor) -> bool:
     )
 
 
+class FlatRows(tuple[Tensor, ...]):
+    """Rows that are flat because the buffer is flat of which they are views."""
+
+    __slots__ = ()
+
+
 def rows_of(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """Divide a flat buffer into `size` rows; no rows if it cannot be divided evenly."""
     if tensor.numel() % size or not tensor.is_contiguous():
         return ()
+    flat = flattened(tensor)
+    if shares_memory(flat, tensor):
+        return FlatRows(flat.tensor_split(size))
     return tensor.data.view(size, tensor.numel() // size).unbind()
+
+
+def flattened_rows(rows: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Flatten each row, unless `rows_of` has: a small call copies in less time than it checks."""
+    return rows if type(rows) is FlatRows else [flattened(row) for row in rows]
 
 
 def split_for(tensor: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:
