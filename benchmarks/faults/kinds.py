@@ -23,7 +23,7 @@ SNAPSHOTS_EVERY = 4
 NOTHING_ON_DISK = ("checkpoint.every_steps", "checkpoint.every_epochs", "evaluation.every")
 
 RESTART, IN_PLACE = "restart", "goes on"
-AGAIN, MEMORY = "the same command resumes", f"restart, {SNAPSHOTS_EVERY} steps lost, no disk read"
+AGAIN, MEMORY = "the same command resumes", f"restart from memory, <= {SNAPSHOTS_EVERY} steps lost"
 REPLICAS = "restart; with replicas goes on"
 
 

@@ -165,4 +165,4 @@ EXIT_CODES = {
     "SIGTERM to the command, given again": 75,
     "Ctrl-C, given again": 130,
 }
-"""Of commands that end by the fault."""
+"""Exit codes of commands that end by the fault."""
