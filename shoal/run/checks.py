@@ -42,6 +42,22 @@ def check_loader_not_needed(step_in_backward: bool) -> None:
         )
 
 
+def check_no_renormalising(model: nn.Module, data_ranks: int) -> None:
+    """Raise StrategyRefused if a layer writes its weight in the forward pass, by a rank's rows."""
+    if data_ranks == 1:
+        return
+    for name, module in model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None and module.weight.requires_grad:
+            raise StrategyRefused(
+                f"{name or type(module).__name__}: max_norm writes into its weight in each forward "
+                "pass, in those rows that this rank's samples use, so the weights of the "
+                f"{data_ranks} data ranks would come apart. Leave max_norm out, and divide what "
+                "the layer returns: "
+                "rows / (rows.norm(dim=-1, keepdim=True) / max_norm).clamp(min=1)."
+            )
+
+
 def check_one_optimizer(optimizers: Sequence[Optimizer]) -> None:
     """Raise StrategyRefused if parameter servers were to take the steps of several optimizers."""
     if len(optimizers) > 1:

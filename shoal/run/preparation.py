@@ -24,6 +24,7 @@ from shoal.data.sharding import shard_batches
 from shoal.run import optimizer_binding
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
 from shoal.run.nonfinite_steps import NonfiniteSettings
+from shoal.run.optimizer_attributes import check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device
@@ -105,6 +106,7 @@ def bind_optimizers(
     owned = local_model.trainable_params
     for optimizer, names in zip(optimizers, groups, strict=True):
         mine = owned_by(names, owned)
+        check_keeps_no_tensors(optimizer, names, mine)  # a trial of such a one would mislead
         if local_model.is_partial:
             optimizer_binding.check_steps_stages(optimizer)
         optimizer_binding.check_steps_shards(optimizer, mine)

@@ -26,6 +26,7 @@ from shoal.run.checks import (
     check_can_apply_again,
     check_frozen_unchanged,
     check_loader_not_needed,
+    check_no_renormalising,
     check_on_device,
     check_one_optimizer_in_backward,
     check_takes_second_optimizer,
@@ -228,6 +229,7 @@ class Prepared:
 
     def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
+        check_no_renormalising(self.root, self.mesh.data.size)
         self._guards.remove()
         self._guards.remember(named_models(self.models))
         before = dict(self.root.named_parameters())

@@ -72,7 +72,8 @@ def _unscale_parts(
     Returns: by device, 1 if a gradient was not finite on any rank; the same on all ranks.
     """
     owned = {id(parameter) for parameter in guarded.local_model.trainable_params.values()}
-    flag = torch.zeros((), device=guarded.mesh.device)
+    # torch takes this number in float32 only, whatever the default is.
+    flag = torch.zeros((), device=guarded.mesh.device, dtype=torch.float32)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if id(parameter) not in owned or parameter.grad is None:
             continue

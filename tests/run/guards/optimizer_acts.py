@@ -88,10 +88,12 @@ class OptimizerActs:
     def scaled_by_hand(self) -> None:
         scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10) for _ in self._both()]
         self.backward(lambda loss, plain: scalers[plain].scale(loss))
+        torch.set_default_dtype(torch.float64)  # as a script may
         for scaler, optimizer in zip(scalers, self._both(), strict=True):
             scaler.unscale_(optimizer)
             scaler.step(optimizer)
             scaler.update()
+        torch.set_default_dtype(torch.float32)
 
     def kept_weights_loaded(self) -> None:
         kept = self.run.weights()
