@@ -15,7 +15,8 @@ import sys
 import time
 from pathlib import Path
 
-from odd_commands import Command, commands, make_files, name_of
+from odd_commands import Command, commands, name_of
+from odd_files import make_files
 
 from shoal import cli
 

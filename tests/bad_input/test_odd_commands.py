@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from odd_commands import Command, commands, make_files, name_of
+from odd_commands import Command, commands, name_of
+from odd_files import make_files
 
 from shoal import cli
 
