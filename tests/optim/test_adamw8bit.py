@@ -87,7 +87,7 @@ def sharded_steps() -> list[Any]:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_shards_of_any_size_are_stepped_to_the_same_bits(ranks: int) -> None:
     expected = steps(SHAPES, lambda whole: whole)
     found = world.run(ranks, sharded_steps)

@@ -40,7 +40,11 @@ def sentences(strategy: str, accumulate: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
-    [("single", 1, 2), ("ddp", 2, 2), pytest.param("zero3", 2, 4, marks=pytest.mark.slow)],
+    [
+        ("single", 1, 2),
+        pytest.param("ddp", 2, 2, marks=pytest.mark.slow),
+        pytest.param("zero3", 2, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_labels_of_the_whole_batch_that_are_no_argument_are_named(
     strategy: str, ranks: int, accumulate: int

@@ -22,6 +22,7 @@ def test_torchs_own_tests_pass_where_they_pass_on_gloo(ranks: int, tmp_path: Pat
     _compare(ranks, tmp_path)
 
 
+@pytest.mark.slow
 def test_some_of_torchs_own_tests_pass_where_they_pass_on_gloo(tmp_path: Path) -> None:
     assert _compare(2, tmp_path, "test_all_gather_object_default_pg", "test_broadcast_group") == 1
 

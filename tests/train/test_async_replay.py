@@ -92,6 +92,7 @@ def test_a_run_on_two_machines_is_done_again_on_one(tmp_path: Path) -> None:
     assert replay(tmp_path).differing == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_resumed_is_done_again_from_there(tmp_path: Path) -> None:
     job = recorded(tmp_path, GPT)
     with world.start(3, tiny_jobs.is_signalled, job, 4) as stopping:

@@ -33,7 +33,11 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("ddp", 1), pytest.param("zero1", 2, marks=pytest.mark.slow), ("zero3", 2)],
+    [
+        pytest.param("ddp", 1, marks=pytest.mark.slow),
+        pytest.param("zero1", 2, marks=pytest.mark.slow),
+        ("zero3", 2),
+    ],
 )
 def test_the_run_is_that_of_an_ordinary_step(tmp_path: Path, strategy: str, ranks: int) -> None:
     tiny_jobs.trains(tiny(tmp_path / "ordinary", EARLY, optimizer__in_backward=False))
@@ -48,6 +52,7 @@ def test_the_run_is_that_of_an_ordinary_step(tmp_path: Path, strategy: str, rank
         assert (value - reference[name]).abs().max() <= 1e-10 * reference[name].abs().max(), name
 
 
+@pytest.mark.slow
 def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path) -> None:
     settings = {**EARLY, "strategy": "zero3"}
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", settings))

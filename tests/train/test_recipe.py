@@ -46,11 +46,9 @@ RECIPES: dict[str, dict[str, str]] = {
     "workers": {"data.workers": "2"},
 }
 EVERY_DAY = (
-    "no decay of norm and bias",
     "mixup and cutmix",
     "clipping",
     "accumulation",
-    "no last batch",
 )
 
 

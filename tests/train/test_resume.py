@@ -213,7 +213,9 @@ def test_a_checkpoint_that_is_due_when_an_epoch_ends_is_saved(tmp_path: Path) ->
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
 
 
-@pytest.mark.parametrize(("hint", "step"), [("best", 4), ("latest", 12)])
+@pytest.mark.parametrize(
+    ("hint", "step"), [("best", 4), pytest.param("latest", 12, marks=pytest.mark.slow)]
+)
 def test_what_a_killed_save_left_undone_is_done_by_the_resume(
     tmp_path: Path, hint: str, step: int
 ) -> None:

@@ -172,9 +172,9 @@ def _output(model: nn.Module, name: str, inputs: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("pipeline=2,schedule=zbv", 2),
-        ("pipeline=3,microbatches=3", 3),
-        ("pipeline=2,schedule=zero-bubble", 2),
+        pytest.param("pipeline=2,schedule=zbv", 2, marks=pytest.mark.slow),
+        pytest.param("pipeline=3,microbatches=3", 3, marks=pytest.mark.slow),
+        pytest.param("pipeline=2,schedule=zero-bubble", 2, marks=pytest.mark.slow),
         pytest.param("pipeline=2,schedule=interleaved", 2, marks=pytest.mark.slow),
         pytest.param("pipeline=2,schedule=gpipe,ddp", 4, marks=pytest.mark.slow),
         pytest.param("pipeline=2,zero1", 4, marks=pytest.mark.slow),

@@ -83,6 +83,7 @@ def both() -> tuple[list[dict[str, Tensor]], list[str]]:
     return [trained(strategy) for strategy in cuts], [refused(cuts[0], rank) for rank in (0, 3)]
 
 
+@pytest.mark.slow
 def test_data_ranks_agree_on_stages_and_on_refusals() -> None:
     [expected] = world.run(1, trained, "single")
     for found, refusals in world.run(4, both):

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from test_server import agree
@@ -85,6 +86,7 @@ def test_only_rows_of_a_sparse_gradient_are_sent_with_the_same_bits() -> None:
     assert sent < 0.05 * dense_sent
 
 
+@pytest.mark.slow
 def test_values_are_sent_whole_where_a_step_changes_all_of_them() -> None:
     strategy = "server=2,part_mb=0.1,shared_memory=false"
     dense, (_, dense_sent) = world.run(2, with_many_words, strategy, False, 0.9)[0]

@@ -213,7 +213,7 @@ def losses_in_precision(strategy: str, precision: str) -> list[float]:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "precision"),
     [
-        ("tensor=2", 2, "bf16"),
+        pytest.param("tensor=2", 2, "bf16", marks=pytest.mark.slow),
         ("tensor=2", 2, "fp16"),
         ("tensor=2,sequence=true", 2, "bf16"),
         pytest.param("tensor=2,sequence=true", 2, "fp16", marks=pytest.mark.slow),

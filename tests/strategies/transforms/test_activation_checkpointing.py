@@ -58,7 +58,12 @@ def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["recompute,ddp", "recompute=2,ddp", "recompute,budget_mb=0.01,ddp"]
+    "strategy",
+    [
+        "recompute,ddp",
+        pytest.param("recompute=2,ddp", marks=pytest.mark.slow),
+        pytest.param("recompute,budget_mb=0.01,ddp", marks=pytest.mark.slow),
+    ],
 )
 def test_weights_masks_and_running_statistics_are_the_same(strategy: str) -> None:
     expected, _ = trained("ddp")
