@@ -170,6 +170,7 @@ def test_a_jobset_has_no_secret_no_variable_of_the_shell_and_no_right_on_its_nod
         assert word not in text
     assert "privileged" not in text
     assert "securitycontext" not in text
+    assert '"automountserviceaccounttoken": false' in text
 
 
 def test_the_commands_of_all_pods_make_one_world(

@@ -165,6 +165,8 @@ def _pod_spec(options: JobSetOptions, work: ClusterWork) -> Json:
         container["resources"] = {"limits": limits}
     return {
         "restartPolicy": "Never",
+        # No rank asks the cluster for anything, so none gets a token for it.
+        "automountServiceAccountToken": False,
         "terminationGracePeriodSeconds": GRACE_S,
         "containers": [container],
         "volumes": [
