@@ -62,7 +62,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (NonfiniteSteps, ("begin", "judge", "_before_optimizer_step")),
-    (FiniteCheck, ("look",)),
+    (FiniteCheck, ("look", "copy")),
     (Guards, ("before_step", "after_step")),
     (StepPhase, ("__enter__", "__exit__")),
 )

@@ -14,3 +14,13 @@ def are_finite(
     max_bytes: int,
     /,
 ) -> bool: ...
+def copy_finite(
+    targets: list[Tensor],
+    sources: list[Tensor],
+    others: list[int],
+    tensor_type: type,
+    strided: Any,
+    kinds: Mapping[Any, int],
+    max_bytes: int,
+    /,
+) -> bool: ...

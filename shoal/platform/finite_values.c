@@ -1,4 +1,4 @@
-/* Looks for NaN and infinities in the memory of tensors, each value once.
+/* Looks for NaN and infinities in the memory of tensors, each value once; or while it copies them.
  *
  *     sign  exponent  fraction
  *     x     11111111  ...         a NaN or an infinity: 1 more in the last place of the exponent
@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define VERSION 1 /* of the arguments; see finite_values.py */
+#define VERSION 2 /* of the arguments; see finite_values.py */
 #define STREAMS 4 /* a processor fetches several sequences of addresses ahead of their use */
 #define BLOCK 64  /* values of a stream between two tests of what was found */
 #define GIL_BYTES (1 << 20) /* up to here, to release the interpreter's lock costs more */
@@ -48,19 +48,41 @@ LOOK(bfloat16_is_finite, uint16_t, 1 << 7)
 LOOK(float_is_finite, uint32_t, 1 << 23)
 LOOK(double_is_finite, uint64_t, (uint64_t)1 << 52)
 
+/* Copy all values, bit by bit, and return 1 if they are finite: memory is read once for both. */
+#define COPY(name, word, unit)                                                                     \
+    FOR_EACH_PROCESSOR static int name(void *target, const void *source, int64_t count) {          \
+        const word last = (word)(unit), sign = (word)((word)1 << (8 * sizeof(word) - 1));          \
+        const word *from = source;                                                                 \
+        word *to = target, found = 0;                                                              \
+        for (int64_t i = 0; i < count; i++) {                                                      \
+            word value = from[i];                                                                  \
+            to[i] = value;                                                                         \
+            found |= (word)CARRIED(value, last);                                                   \
+        }                                                                                          \
+        return !(found & sign);                                                                    \
+    }
+
+COPY(copy_half, uint16_t, 1 << 10)
+COPY(copy_bfloat16, uint16_t, 1 << 7)
+COPY(copy_float, uint32_t, 1 << 23)
+COPY(copy_double, uint64_t, (uint64_t)1 << 52)
+
 /* The kinds of values, as finite_values.py numbers them. */
 static const struct {
     int (*look)(const void *memory, int64_t count);
+    int (*copy)(void *target, const void *source, int64_t count);
     int64_t bytes;
-} KINDS[] = {
-    {half_is_finite, 2}, {bfloat16_is_finite, 2}, {float_is_finite, 4}, {double_is_finite, 8}};
+} KINDS[] = {{half_is_finite, copy_half, 2},
+             {bfloat16_is_finite, copy_bfloat16, 2},
+             {float_is_finite, copy_float, 4},
+             {double_is_finite, copy_double, 8}};
 #define KINDS_COUNT ((int)(sizeof KINDS / sizeof *KINDS))
 
 /* --- tensors: 1, 0, or -1 with an exception */
 
-enum { IS_CPU, LAYOUT, DTYPE, IS_CONTIGUOUS, NUMEL, DATA_PTR, ATTRIBUTES };
-static const char *const ATTRIBUTE_NAMES[ATTRIBUTES] = {"is_cpu",        "layout", "dtype",
-                                                        "is_contiguous", "numel",  "data_ptr"};
+enum { IS_CPU, LAYOUT, DTYPE, IS_CONTIGUOUS, NUMEL, DATA_PTR, IS_NEG, ATTRIBUTES };
+static const char *const ATTRIBUTE_NAMES[ATTRIBUTES] = {
+    "is_cpu", "layout", "dtype", "is_contiguous", "numel", "data_ptr", "is_neg"};
 static PyObject *attributes[ATTRIBUTES];
 
 static int is_value(PyObject *value, PyObject *expected) {
@@ -142,8 +164,64 @@ static PyObject *are_finite(PyObject *Py_UNUSED(module), PyObject *const *args, 
     Py_RETURN_TRUE;
 }
 
+/* Copy one tensor to another: 1 if it is finite, 0 if not, 2 if torch has to copy, -1 on error. */
+static int copy_one(PyObject *target, PyObject *source, PyObject *const *args, int64_t max_bytes) {
+    const void *from, *to;
+    int64_t count, room;
+    int kind, target_kind, finite, found;
+    if ((PyObject *)Py_TYPE(source) != args[3] || (PyObject *)Py_TYPE(target) != args[3]) return 2;
+    found = read_plain(source, args[4], args[5], &kind, &from, &count);
+    if (found < 1) return found ? -1 : 2;
+    found = read_plain(target, args[4], args[5], &target_kind, &to, &room);
+    if (found < 1) return found ? -1 : 2;
+    if (kind != target_kind || count != room || count > max_bytes / KINDS[kind].bytes) return 2;
+    /* Of such a view of complex numbers the memory has the other sign. */
+    found = is_value(PyObject_CallMethodNoArgs(source, attributes[IS_NEG]), Py_False);
+    if (found < 1) return found ? -1 : 2;
+    if (count * KINDS[kind].bytes <= GIL_BYTES) return KINDS[kind].copy((void *)to, from, count);
+    Py_BEGIN_ALLOW_THREADS
+    finite = KINDS[kind].copy((void *)to, from, count);
+    Py_END_ALLOW_THREADS
+    return finite;
+}
+
+PyDoc_STRVAR(copy_finite_doc,
+             "copy_finite(targets, sources, others, tensor_type, strided, kinds, max_bytes) -> bool\n"
+             "\n"
+             "Copy a list of tensors to another of the same length and shapes, and return False if\n"
+             "a value that was copied is not finite. The indices of pairs that are left to torch\n"
+             "are appended to the list `others`: where `are_finite` would not look at one of them,\n"
+             "or where their dtypes differ.");
+
+static PyObject *copy_finite(PyObject *Py_UNUSED(module), PyObject *const *args,
+                             Py_ssize_t length) {
+    if (length != 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyList_Check(args[2]) ||
+        !PyDict_Check(args[5]))
+        return PyErr_Format(PyExc_TypeError, "copy_finite takes three lists, a type, a layout, a "
+                                             "dict and a number");
+    long long max_bytes = PyLong_AsLongLong(args[6]);
+    if (max_bytes == -1 && PyErr_Occurred()) return NULL;
+    int all_finite = 1;
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]); i++) {
+        PyObject *target = Py_NewRef(PyList_GET_ITEM(args[0], i));
+        PyObject *source = Py_NewRef(PyList_GET_ITEM(args[1], i));
+        int finite = copy_one(target, source, args, max_bytes);
+        Py_DECREF(target);
+        Py_DECREF(source);
+        if (finite < 0) return NULL;
+        if (finite == 0) all_finite = 0;
+        if (finite != 2) continue;
+        PyObject *index = PyLong_FromSsize_t(i);
+        int failed = index == NULL || PyList_Append(args[2], index);
+        Py_XDECREF(index);
+        if (failed) return NULL;
+    }
+    return PyBool_FromLong(all_finite);
+}
+
 static PyMethodDef methods[] = {
     {"are_finite", (PyCFunction)(void (*)(void))are_finite, METH_FASTCALL, are_finite_doc},
+    {"copy_finite", (PyCFunction)(void (*)(void))copy_finite, METH_FASTCALL, copy_finite_doc},
     {NULL},
 };
 

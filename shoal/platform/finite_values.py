@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,7 @@ else:
     except ImportError:  # there was no compiler when Shoal was installed
         compiled = None
 
-VERSION = 1
+VERSION = 2
 """Version of the compiled module's arguments: raise it here and in finite_values.c."""
 KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
 """Numbers of finite_values.c for the dtypes that it looks at."""
@@ -42,6 +43,24 @@ def first_look(tensors: list[Tensor]) -> tuple[bool, list[Tensor]]:
     if not _is_usable:
         return True, tensors
     others: list[Tensor] = []
-    max_bytes = ANY_BYTES if torch.get_num_threads() == 1 else ONE_THREAD_BYTES
-    finite = compiled.are_finite(tensors, others, Tensor, torch.strided, KINDS, max_bytes)
+    finite = compiled.are_finite(tensors, others, Tensor, torch.strided, KINDS, _max_bytes())
     return finite, others
+
+
+def first_copy(targets: list[Tensor], sources: list[Tensor]) -> tuple[bool, Sequence[int]]:
+    """Copy sources to targets of the same shapes, where both lie dense in the CPU's memory.
+
+    A copy and a look at once read the memory once.
+
+    Returns: False if a value that was copied is not finite, and the indices of the pairs that were
+        not copied.
+    """
+    if not _is_usable:
+        return True, range(len(sources))
+    others: list[int] = []
+    dense = Tensor, torch.strided, KINDS
+    return compiled.copy_finite(targets, sources, others, *dense, _max_bytes()), others
+
+
+def _max_bytes() -> int:
+    return ANY_BYTES if torch.get_num_threads() == 1 else ONE_THREAD_BYTES

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.platform.finite_values import first_look
-from shoal.platform.torch_private.kernels import flatten_dense_tensors
+from shoal.platform.finite_values import first_copy, first_look
+from shoal.platform.torch_private.kernels import flatten_dense_tensors, foreach_copy_
 
 JOINED_ELEMENTS = 1 << 15
 """Largest tensor that is joined with others. To copy a larger one takes longer than a call."""
@@ -54,6 +54,21 @@ class FiniteCheck:
     def look(self, tensors: Iterable[Tensor]) -> bool:
         """Look at gradients of this rank. Return True if one is not finite, or their sum."""
         if not seem_finite(tensors):
+            self.found = True
+        return self.found
+
+    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> bool:
+        """Copy gradients of this rank, and look at them on the way.
+
+        Args: targets: of the shapes of `sources`.
+
+        Returns: True if one is not finite, or their sum.
+        """
+        finite, others = first_copy(targets, sources)
+        left = [targets[index] for index in others]
+        if left:
+            foreach_copy_(left, [sources[index] for index in others])
+        if not finite or not seem_finite(left):
             self.found = True
         return self.found
 

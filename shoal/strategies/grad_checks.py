@@ -33,8 +33,15 @@ class AccumulatedOnceCheck:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._accumulated: set[str] | None = None  # None outside of a checked backward pass
-        for name, parameter in parameters.items():
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_accumulate, name))
+            for name, parameter in parameters.items()
+        ]
+
+    def close(self) -> None:
+        """Leave the parameters without hooks, for strategies that are applied to them next."""
+        for hook in self._hooks:
+            hook.remove()
 
     @contextmanager
     def during(self) -> Iterator[None]:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.platform import finite_values
-from shoal.platform.finite_values import KINDS, first_look, has_compiled_look
-from shoal.strategies.finite_check import nonfinite_names, seem_finite
+from shoal.platform.finite_values import KINDS, first_copy, first_look, has_compiled_look
+from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, seem_finite
 
 needs_compiler = pytest.mark.skipif(
     not has_compiled_look(), reason="there was no compiler when Shoal was installed"
@@ -114,6 +114,79 @@ def test_large_tensors_are_left_to_torch_where_it_has_threads(
     assert others[0] is large
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert first_look([small, large]) == (True, [])
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_copy_finds_each_value_that_is_not_finite_and_copies_every_bit(
+    compiled: bool, dtype: torch.dtype
+) -> None:
+    chance = random.Random(0)
+    for length in LENGTHS:
+        for place in (0, length - 1, chance.randrange(length)):
+            for spoiled in (*SPOILED, 1.0):
+                values = torch.randn(length, dtype=dtype)
+                values[place] = spoiled
+                sources = [torch.ones(3, dtype=dtype), values, torch.ones(2, dtype=dtype)]
+                targets = [torch.zeros_like(source) for source in sources]
+                check = FiniteCheck()
+                assert check.copy(targets, sources) == check.found == (spoiled != 1.0)
+                for target, source in zip(targets, sources, strict=True):
+                    assert torch.equal(target.view(torch.uint8), source.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", dense_in_other_orders())
+def test_tensors_of_other_kinds_are_copied_too(compiled: bool, name: str) -> None:
+    tensor = dense_in_other_orders()[name].detach()
+    if tensor.is_sparse:
+        tensor = tensor.to_dense()
+    tensor = tensor * torch.randn(()) if name == "expanded" else tensor
+    target, plain = torch.zeros(tensor.shape, dtype=tensor.dtype), torch.zeros(4)
+    check = FiniteCheck()
+    assert not check.copy([plain, target], [torch.ones(4), tensor])
+    assert torch.equal(target, tensor)
+    assert torch.equal(plain, torch.ones(4))
+    assert check.copy([plain, target], [torch.ones(4), tensor * math.nan])
+
+
+@needs_compiler
+def test_a_copy_leaves_to_torch_what_memory_alone_does_not_tell() -> None:
+    negated = torch.ones(4, dtype=torch.complex64).conj().imag  # its memory has the other sign
+    negative = torch._neg_view(torch.ones(4))
+    pairs = [
+        (torch.zeros(4), torch.ones(4, dtype=torch.float64)),
+        (torch.zeros(4), negative),
+        (torch.zeros(4), negated),
+        (torch.zeros(2, 2).t(), torch.ones(2, 2)),
+        (torch.zeros(4), torch.ones(4)),
+    ]
+    targets, sources = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    assert first_copy(targets, sources) == (True, [0, 1, 2, 3])
+    FiniteCheck().copy(targets, sources)
+    for target, source in pairs:
+        assert torch.equal(target.double(), source.double())
+    assert targets[1][0] == -1
+
+
+@needs_compiler
+def test_large_tensors_are_copied_by_torch_where_it_has_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finite_values, "ONE_THREAD_BYTES", 400)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    sources = [torch.ones(100), torch.ones(101)]
+    targets = [torch.zeros_like(source) for source in sources]
+    assert first_copy(targets, sources) == (True, [1])
+    assert targets[0].sum() == 100
+
+
+@needs_compiler
+def test_what_are_no_lists_of_tensors_is_an_error_of_a_copy() -> None:
+    compiled_code: Any = finite_values.compiled
+    with pytest.raises(TypeError, match="three lists"):
+        compiled_code.copy_finite([], [])
+    others: list[Any] = []
+    assert compiled_code.copy_finite([3], [4], others, Tensor, torch.strided, KINDS, 1)
+    assert others == [0]
 
 
 def test_the_environment_does_without_compiled_code(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import ConfigError, TrainingDiverged
 from shoal.platform import finite_values
+from shoal.strategies.ddp import single_message
 from shoal.testing import world
 
 STEPS = 6
@@ -94,6 +95,15 @@ def trains_both_ways(strategy: str, plants: dict[int, tuple[int, str, float]]) -
     return [trains(strategy, plants), trains_without_compiled_look(strategy, plants)]
 
 
+def trains_in_single_messages(plants: dict[int, tuple[int, str, float]]) -> list[Any]:
+    """Train with gradients looked at in the message, and while they are copied to it."""
+    ways = [trains("ddp", plants)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(single_message, "SMALL_BYTES", 0)
+        ways += trains_both_ways("ddp", plants)
+    return ways
+
+
 def told(results: list[dict[str, Any]]) -> list[str]:
     return [note for result in results for note in result["notes"] if "is not finite: " in note]
 
@@ -139,6 +149,16 @@ def test_steps_rank_and_parameter_are_the_same_without_a_compiler() -> None:
     assert "of rank 1" in told(plain)[0]
     for ours, theirs in zip(plain, compiled, strict=True):
         torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=0)
+
+
+def test_gradients_that_are_looked_at_while_they_are_copied_are_judged_alike() -> None:
+    results = world.run(2, trains_in_single_messages, PLANTS)
+    ways = [list(way) for way in zip(*results, strict=True)]
+    for way in ways:
+        assert_skipped(way, PLANTS)
+        assert told(way) == told(ways[0])
+        for ours, theirs in zip(way, ways[0], strict=True):
+            torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=0)
 
 
 def spoiled_calls(words: list[str], **options: Any) -> tuple[list[bool], list[str]]:

@@ -66,10 +66,11 @@ class OverlappedBuckets(GradientLayout):
         # A pipeline accumulates a gradient in several passes, and sends after all of them.
         overlaps = not model.pass_traits.complete_after_run
         self._check = AccumulatedOnceCheck(model.trainable_params if overlaps else {})
-        for bucket in self.buckets if overlaps else ():
-            for parameter in bucket.parameters:
-                hook = partial(self._on_grad_ready, bucket)
-                parameter.register_post_accumulate_grad_hook(hook)
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket))
+            for bucket in (self.buckets if overlaps else ())
+            for parameter in bucket.parameters
+        ]
 
     def start_step(self) -> None:
         for bucket in self.buckets:
@@ -113,6 +114,9 @@ class OverlappedBuckets(GradientLayout):
         return message, (message[TOTALS_LENGTH:] > 0).tolist()
 
     def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._check.close()
         self._worker.close()
         self._axis = replace(self._axis, group=None)
 

@@ -26,6 +26,12 @@ from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 from shoal.strategies.finite_check import nonfinite_names
 
+SMALL_BYTES = 1 << 15
+"""Mean size of gradients that are copied by one call of torch, and looked at in the message.
+
+Larger ones are looked at while they are copied: that reads them once, and takes 0.3 us more each.
+"""
+
 
 class SingleMessage(GradientLayout):
     """One message for the gradients of a model for which `fits_in_single_message` is True."""
@@ -40,6 +46,8 @@ class SingleMessage(GradientLayout):
         self._message = torch.zeros(sum(sizes), dtype=self._parameters[0].dtype)
         pieces: list[Tensor] = [*self._message.split(sizes)]
         self._gradients = self._message[:num_elements]
+        mean_bytes = num_elements * self._message.element_size() / count
+        self._looks_while_copying = mean_bytes > SMALL_BYTES
         self._flags = pieces.pop()
         self._totals = pieces.pop()
         pairs = zip(self._parameters, pieces, strict=True)
@@ -62,25 +70,30 @@ class SingleMessage(GradientLayout):
         return self._totals.clone()  # the next step overwrites it
 
     def _fill(self, totals: Tensor) -> None:
-        """Copy this rank's gradients, totals and flags to the message, in one call."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        sources = [totals]
-        targets = [self._totals]
-        for gradient, target in zip(gradients, self._means, strict=True):
+        """Copy this rank's gradients, totals and flags to the message."""
+        grads = [parameter.grad for parameter in self._parameters]
+        gradients: list[Tensor] = []
+        places: list[Tensor] = []
+        for gradient, place in zip(grads, self._means, strict=True):
             if gradient is None:
-                target.zero_()
+                place.zero_()
             else:
-                sources.append(dense(gradient))
-                targets.append(target)
-        flags = [*(gradient is not None for gradient in gradients), self._buffers.changed()]
+                gradients.append(dense(gradient))
+                places.append(place)
+        sources, targets = [totals], [self._totals]
+        flags = [*(gradient is not None for gradient in grads), self._buffers.changed()]
         if flags != self._known_flags:  # else the message has them already
             sources.append(torch.tensor(flags, dtype=self._message.dtype))
             targets.append(self._flags)
-        foreach_copy_(targets, sources)
         check = self.model.finite_check
+        at_once = check.enabled and self._looks_while_copying
+        if not at_once:
+            sources += gradients
+            targets += places
+        foreach_copy_(targets, sources)
         if check.enabled:
             check.has_looked = True
-            if check.look([self._gradients]):
+            if check.copy(places, gradients) if at_once else check.look([self._gradients]):
                 self._totals[NONFINITE] = 1.0
                 check.names += self._nonfinite_names()
 

@@ -85,6 +85,8 @@ class TorchEngine(GradientLayout):
         return self._carrier.reduced_totals()
 
     def close(self) -> None:
+        self._probe.close()
+        self._check.close()
         self._ddp = None
 
     def _through_engine(self, batch: LocalBatch) -> ForwardOutput:
@@ -218,10 +220,14 @@ class FirstStepProbe:
 
     def result(self) -> tuple[list[int], int]:
         """Return 1 or 0 for each parameter, used or unused, and 1 if a buffer has changed."""
-        for hook in self._hooks:
-            hook.remove()
+        self.close()
         changes = changed_since(self._module, self._before)
         return self._used, int(any(changes.values()))
+
+    def close(self) -> None:
+        """End the probe, whatever it has seen."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _on_gradient(self, index: int, _: Tensor) -> None:
         self._used[index] = 1
