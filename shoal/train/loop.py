@@ -29,6 +29,7 @@ from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.metrics_copies import MetricsCopies
 from shoal.train.progress import Progress
 from shoal.train.record import Record
+from shoal.train.refused_run import remove_if_refused
 from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again_and_note
 from shoal.train.run_disks import describe_disks, find_disks
 from shoal.train.run_saver import State, open_saver
@@ -40,11 +41,12 @@ from shoal.watchdog.progress_writer import own_progress
 def train(job: Job) -> None:
     """Train `job` on this rank, from its newest checkpoint on if there is one. Collective.
 
-    Raises:
-        SystemExit: with status 75, after SIGTERM and a save; the same command goes on from there.
+    Raises: SystemExit: with status 75, after SIGTERM and a save; the same command goes on.
     """
     training = Training(job)
-    with claim_for_all(job, training.run.mesh, training.disks):
+    mesh, disks = training.run.mesh, training.disks
+    removal = remove_if_refused(training.directory, training.state, mesh.rank, disks)
+    with removal, claim_for_all(job, mesh, disks):
         training.resume()
         training.run_all()
 
@@ -52,8 +54,7 @@ def train(job: Job) -> None:
 class Training:
     """One run on one rank.
 
-    Attributes:
-        state: what changes with each step, and what a checkpoint holds of it.
+    Attributes: state: what changes with each step, and what a checkpoint holds of it.
     """
 
     def __init__(self, job: Job) -> None:
@@ -61,8 +62,7 @@ class Training:
         lines = list[str]()
         self._lines_before_log: list[str] | None = lines
         self.run = init_run(job, self._announce)
-        # Handled from here on: to build a model can take minutes. The first step tells the other
-        # ranks of a signal.
+        # From here on, for a model may take minutes to build. The first step tells other ranks.
         self._sigterm_before = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
         built = build(job, self.run.device)
         self.weights_notes = built.notes
