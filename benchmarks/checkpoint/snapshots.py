@@ -15,24 +15,17 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.utils.data import DataLoader, TensorDataset
 
-import shoal
+from benchmarks.checkpoint.training import RANKS, ROUNDS, training
 from benchmarks.report_page import circumstances, fill, table, told
 from shoal.launch.snapshot_memory import SnapshotMemory
-from shoal.models import build
-from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.train.checkpoint import AsyncSaver, Checkpoints
 from shoal.train.checkpoint.host_disks import HostDisks
 from shoal.train.checkpoint.separate_store import SeparateCheckpoints
 
 RESULT = Path(__file__).with_name("snapshots.json")
-ROUNDS, RANKS, STEPS = 6, 2, 3  # the first round is not counted
-TIME, VOCABULARY = 32, 256
 ROWS = {
     "steps": "three steps, undisturbed",
     "snapshot, one host": "a snapshot in the memory of one host: training stands still",
@@ -46,25 +39,7 @@ ROWS = {
 
 def measured(strategy: str, disk: Path, memory: Path) -> dict[str, list[float]]:
     """Return the seconds of every round, and the bytes of one snapshot."""
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    run = shoal.init(strategy, announce=lambda _: None)
-    model = build("gpt", VOCABULARY, (TIME,), {"width": 512, "layers": 8, "heads": 8})
-    tokens = torch.randint(0, VOCABULARY, (4 * RANKS * 1000, TIME))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = run.prepare(
-        model, optimizer, DataLoader(TensorDataset(tokens, tokens), batch_size=4)
-    )
-    batches = iter(loader)
-
-    def steps() -> None:
-        for _ in range(STEPS):
-            x, y = next(batches)
-            optimizer.zero_grad()
-            run.forward_backward(supervised(_loss, model), x, y)
-            optimizer.step()
-
-    steps()
+    run, steps = training(strategy)
     disks = HostDisks((0, 1), copies=1)
     own = memory / f"host{run.rank}"
     one_host = Checkpoints(memory / "waiting", keep=1)
@@ -97,10 +72,6 @@ def measured(strategy: str, disk: Path, memory: Path) -> dict[str, list[float]]:
     files = (memory / "waiting").rglob("*")
     found["bytes"] = [sum(file.stat().st_size for file in files if file.is_file())]
     return found
-
-
-def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def main() -> None:

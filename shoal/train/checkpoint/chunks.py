@@ -16,7 +16,6 @@ import mmap
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,8 +25,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CheckpointError
-
-HUGE_FROM_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,9 @@ class Chunk:
         """
         if self.data_start_bytes is None:
             return self._unzipped()
-        numbers = new_memory(math.prod(self.shape) * self.dtype.itemsize)
+        block = torch.empty(self.shape, dtype=self.dtype)
+        memory: Any = block.reshape(-1).view(torch.uint8).numpy()
+        numbers = memoryview(memory)
         with self.file.open("rb", buffering=0) as file:
             file.seek(self.data_start_bytes)
             done = 0
@@ -65,7 +64,7 @@ class Chunk:
                 done += count
         if done < len(numbers):
             raise CheckpointError(f"{self._source()} cannot be read: the file ends before it does")
-        return self._shaped(numbers)
+        return block
 
     def mapped(self) -> Tensor:
         """Return the block in memory that the kernel fills when it is read. Do not write to it.
@@ -121,19 +120,6 @@ class Chunk:
 
     def _source(self) -> str:
         return f"{self.file} from byte {self.start_bytes} on"
-
-
-def new_memory(size_bytes: int) -> memoryview:
-    """Return fresh memory. Large blocks get huge pages, where the kernel has such.
-
-    To fill fresh pages of 4 KiB takes four times as long.
-    """
-    if size_bytes < HUGE_FROM_BYTES:
-        return memoryview(bytearray(size_bytes))
-    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)
 
 
 @dataclass(frozen=True)
