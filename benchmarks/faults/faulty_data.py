@@ -106,7 +106,7 @@ class Moment:
             begin(pool, *args, **kwargs)
             pools.append(pool)
 
-        server_pool.ServerPool.__init__ = remember  # type: ignore[method-assign]
+        server_pool.ServerPool.__init__ = remember  # type: ignore[method-assign, assignment]
 
     @property
     def pool(self) -> Any:

@@ -95,7 +95,8 @@ class FaultyRun(WatchedTraining):
         """Return the process of the command itself."""
         if self.place is None:
             return self.process.pid
-        for pid in self.place.desk.pids():
+        pids: list[int] = self.place.desk.pids()
+        for pid in pids:
             with contextlib.suppress(OSError):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if line.split(b"\0")[1:3] == [b"-m", b"shoal"]:

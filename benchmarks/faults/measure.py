@@ -46,7 +46,7 @@ def main() -> None:
         ]
     expected: dict[str, str] = {}
     with ThreadPoolExecutor(options.at_once) as pool:
-        for trial in pool.map(lambda item: one(*item, expected), work):
+        for trial in pool.map(lambda item: one(item[0], item[1], expected), work):
             result["trials"].append(trial.as_dict())
             options.out.write_text(json.dumps(result, indent=1) + "\n")
             print(trial, flush=True)

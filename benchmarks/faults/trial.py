@@ -55,7 +55,7 @@ def place_of(cell: Cell) -> Iterator[tuple[Path, Any]]:
         if cell.place == "one host":
             yield Path(folder), None
             return
-        from namespaces import Hosts
+        from namespaces import Hosts  # type: ignore[import-not-found]  # of tests/hosts
 
         with Hosts(Path(folder, "hosts"), 3) as hosts:
             yield hosts.shared, hosts
