@@ -4,13 +4,17 @@ rank 3    its samples are refused ──> writes why into the store ──> ends
 rank 1    waits for rank 3 ──> finds that it has ended ──> reads why ──> raises the same
 
 An error of one rank comes before its end, so the reason is there when another rank misses it.
+
+rank 3    its script catches the error, and goes on to the next call ──> refused: the others are
+          still in this one, and would take messages of the next step for those of this one
 """
 
 from __future__ import annotations
 
 import json
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -32,14 +36,24 @@ _SAME_ON_ALL = (DataError, StrategyRefused, TrainingDiverged, UsageError)
 """Errors that end all ranks as errors of the same class."""
 
 
+WAIT_S = 20.0
+"""Time in which all ranks must fail, where a script goes on after an error of its own."""
+
+
 class FirstFailure:
     """Tells all ranks what has ended one of them in a collective call.
 
     Every rank must make as many, for calls are known by their number.
+
+    Args: steps_alone: returns True where a rank may leave out a step, whatever the others do.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, steps_alone: Callable[[], bool]) -> None:
         self._rank = mesh.rank
+        self._ranks = mesh.size
+        self._steps_alone = steps_alone
+        # (number of the call, error) where a call has failed on this rank; None after others.
+        self._failed: tuple[int, str] | None = None
         self._calls = 0
         self._has_raised = False
         self._run = 0
@@ -52,8 +66,11 @@ class FirstFailure:
     def shared(self) -> Iterator[None]:
         """Make a collective call in this context.
 
-        Raises: the error of the rank that failed first, in the place of one that tells of its end.
+        Raises:
+            UsageError: an earlier call has failed on this rank, and not on all others.
+            The error of the rank that failed first, in the place of one that tells of its end.
         """
+        self.check_all_failed()
         self._calls += 1
         try:
             yield
@@ -70,13 +87,33 @@ class FirstFailure:
             raise first from error
         self._has_raised = False
 
+    def check_all_failed(self) -> None:
+        """Raise UsageError if a call has failed on this rank, and other ranks are still in it."""
+        if self._failed is None or self._steps_alone():
+            return
+        call, error = self._failed
+        deadline = time.monotonic() + WAIT_S
+        while (failed := default_store().add(f"{self._key(call)}/ranks", 0)) < self._ranks:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"rank {self._rank} has gone on after an error in a call of run that "
+                    f"{failed} of {self._ranks} ranks have failed in: {error}. The others wait in "
+                    "it, and would take what this rank sends now for a part of it. Let the error "
+                    "end the program; leave samples out before the call, on all ranks, or give "
+                    "them the weight 0 in shoal.counted(sum, count)."
+                )
+            time.sleep(0.02)
+        self._failed = None
+
     def _key(self, call: int) -> str:
         return f"shoal/first failure/{self._run}/{call}"
 
     def _tell(self, error: Exception) -> None:
         kind = next((k.__name__ for k in _SAME_ON_ALL if isinstance(error, k)), "")
         plain = str(error) if isinstance(error, ShoalError) else _headline(error)
+        self._failed = self._calls, plain
         try:
+            default_store().add(f"{self._key(self._calls)}/ranks", 1)
             default_store().compare_set(
                 self._key(self._calls), "", json.dumps([self._rank, kind, plain])
             )

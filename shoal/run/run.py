@@ -19,7 +19,6 @@ from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.captured_batch import captured_batch_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
-from shoal.run.first_failure import FirstFailure
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.memory_advice import MemoryAdvice
@@ -72,7 +71,6 @@ class Run(StatefulRun):
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
-        self._first_failure = FirstFailure(mesh)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -144,8 +142,7 @@ class Run(StatefulRun):
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make(
-            self._prepared.sizes,
-            self.mesh,
+            self._prepared,
             rows=rows,
             reduction=reduction,
             stop_requested=self._stop_requested,

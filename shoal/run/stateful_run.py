@@ -16,6 +16,7 @@ from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
 from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
+from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
@@ -36,6 +37,7 @@ class StatefulRun:
         self._prepared = prepared
         self._run_guards = guards
         self._loss_scale = loss_scale
+        self._first_failure = FirstFailure(mesh, self._steps_alone)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full model's `state_dict`, under the model's own names. Collective.
@@ -73,6 +75,7 @@ class StatefulRun:
 
         Returns: True if the weights differed.
         """
+        self._first_failure.check_all_failed()
         return self._local_model().strategy_state.synchronize()
 
     def save(self, path: str | Path) -> None:
@@ -179,3 +182,8 @@ class StatefulRun:
         local_model = self._prepared.local_model()
         self._run_guards.check_weights()
         return local_model
+
+    def _steps_alone(self) -> bool:
+        """Return True if each rank steps by itself, so that one may leave out a step."""
+        prepared = self._prepared
+        return prepared.is_applied and not prepared.local_model().strategy_state.is_synchronous

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import PeerLost, ShoalError, UsageError
+from shoal.run import first_failure
 from shoal.testing import world
 
 
@@ -65,3 +66,65 @@ def test_an_error_of_the_script_on_one_rank_is_named_by_the_others(
     for kind, text in others:
         assert kind == PeerLost.__name__
         assert text.startswith(f"rank {ranks - 1} has ended with KeyError: 'no such class' (")
+
+
+class Picky(nn.Linear):
+    """A layer that refuses a batch, where it has values."""
+
+    refuses = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.refuses and type(x) is Tensor and not x.is_meta:
+            raise ValueError("a bad sample")
+        return super().forward(x)
+
+
+def end_of_careless_run(strategy: str, everywhere: bool) -> tuple[list[str], str]:
+    """Train past an error in the step. Returns the errors that were caught, and the last one."""
+    first_failure.WAIT_S = 0.5
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Picky(8, 4)]
+    model = nn.Sequential(*layers).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    data = TensorDataset(torch.arange(96.0).view(16, 6).double() / 96, torch.arange(16) % 4)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    caught, step = [], 0
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    try:
+        for x, y in loader:
+            layers[-1].refuses = step == 1 and (everywhere or run.rank == 1)
+            try:
+                run.forward_backward(compute_loss, x, y)
+                optimizer.step()
+            except ValueError as error:
+                caught.append(str(error))
+            step += 1
+    except ShoalError as error:
+        return caught, f"{type(error).__name__}: {error}"
+    return caught, ""
+
+
+def test_a_rank_that_goes_on_after_an_error_of_its_own_is_stopped() -> None:
+    (caught, other), (own_caught, own) = world.run(2, end_of_careless_run, "pipeline=2", False)
+    assert (caught, own_caught) == ([], ["a bad sample"])
+    assert own.startswith("UsageError: rank 1 has gone on after an error")
+    assert "1 of 2 ranks have failed in: ValueError: a bad sample" in own
+    assert other.startswith("PeerLost: rank 1 has ended with ValueError: a bad sample")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2"])
+def test_such_a_rank_is_stopped_under_other_strategies(strategy: str) -> None:
+    (_, other), (_, own) = world.run(2, end_of_careless_run, strategy, False)
+    assert own.startswith("UsageError: rank 1 has gone on after an error")
+    assert other.startswith("PeerLost: rank 1 has ended with ValueError: a bad sample")
+
+
+@pytest.mark.slow
+def test_ranks_go_on_after_an_error_that_all_of_them_have() -> None:
+    for found in world.run(2, end_of_careless_run, "ddp", True):
+        assert found == (["a bad sample"], "")
