@@ -8,6 +8,7 @@ microseconds for each parameter.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from shoal.platform.torch_private.replaced_functions import replace_backward_cal
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
+
+_FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
+_WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"
 
 
 def guard_backward(guarded: GuardedModels) -> Iterator[Removable]:
@@ -39,11 +43,32 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
         try:
             return original(*args, **kwargs)
+        except RuntimeError as error:
+            explained = _explained(error, outside)
+            if explained is None:
+                raise
+            raise explained from error
         finally:
             for handle in handles:
                 handle.remove()
 
     return run_backward
+
+
+def _explained(error: RuntimeError, outside: list[GuardedModels]) -> UsageError | None:
+    """Return what to raise in place of torch's error about a graph that has gone; None if other."""
+    for guarded in outside:
+        freed = guarded.local_model.has_sharded_params and _FREED.search(str(error))
+        if freed or (guarded.mesh.pipeline.size > 1 and _WITHOUT_GRAPH in str(error)):
+            why = "weights that it needs are sharded again" if freed else "other ranks hold layers"
+            return UsageError(
+                f".backward() or autograd.grad() outside of run.forward_backward{call_site()}"
+                f"{guarded.under}: {why}, so what the model returned has no complete graph. To "
+                "train, use loss = run.forward_backward(compute_loss, x, y) instead of "
+                "loss.backward(). Gradients of inputs are taken anywhere under ddp and tensor"
+                f"{', and inside of compute_loss here' if freed else ''}."
+            )
+    return None
 
 
 def _hooks(guarded: GuardedModels) -> Iterator[Removable]:

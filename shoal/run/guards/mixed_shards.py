@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -38,6 +39,7 @@ _OF_SHARDS = tuple(
     for name in ("add", "sub", "mul", "truediv", "matmul", "pow")
     for side in ("", "r", "i")
 ) + (
+    "__getitem__",
     "__setitem__",
     "add",
     "sub",
@@ -56,6 +58,12 @@ _OF_SHARDS = tuple(
 _OF_TORCH = (
     *("cat", "stack", "add", "sub", "mul", "div", "lerp", "where"),
     *("matmul", "dot", "mm", "addmm", "bmm", "mv", "outer", "einsum", "tensordot"),
+    *("embedding", "layer_norm", "batch_norm", "cdist", "dist", "allclose", "equal"),
+)
+# Functions of C: torch finds those of Python by their names where it asks a class of tensors.
+_OF_LAYERS = (
+    *("linear", "bilinear", "cosine_similarity", "conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "different device mesh"
@@ -73,6 +81,8 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
@@ -84,11 +94,16 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
                 ) from error
             if _MIXED not in str(error) and _MESHES not in str(error):
                 raise
+            layer = ""
+            if name in ("embedding", *_OF_LAYERS):
+                if any(guarded.phase.in_passes for guarded in patch.active):
+                    raise  # the strategy says more
+                layer = " Inside of compute_loss a layer that is part of no block may be called."
             raise UsageError(
                 f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
                 "gradient, and that part was combined with a whole tensor. Take whole values from "
                 "run.weights() or run.gradients(), on all ranks, for an average of weights for "
-                "example; or use ddp, where every rank holds whole parameters."
+                f"example; or use ddp, where every rank holds whole parameters.{layer}"
             ) from error
 
     return call
@@ -98,6 +113,7 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     """Replace the functions; return a function that puts them back."""
     places: list[tuple[Any, str]] = [(Tensor, name) for name in _OF_TENSORS]
     places += [(DTensor, name) for name in _OF_SHARDS]
+    places += [(F, name) for name in _OF_LAYERS]
     places += [(torch, name) for name in (*_OF_TORCH, *FUNCTIONS_OF_LISTS) if hasattr(torch, name)]
     before = []
     for owner, name in places:

@@ -205,6 +205,10 @@ def _without_memory(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
+    for module in model.modules():
+        for value in vars(module).values():  # a weight that a hook has computed has a graph
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), value.detach().to("meta"))
     try:
         twin = copy.deepcopy(model, memo)
     except Exception as error:  # whatever an attribute of the model raises

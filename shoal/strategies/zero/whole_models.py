@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.norm import full_tensor
 from shoal.platform.torch_private.fsdp import forget_module
 from shoal.platform.torch_private.module_state import HOOKS, HOOKS_OF_STATE, own_parameters
+from shoal.strategies.former_modules import Table, put_whole
 
 MOST_BYTES = 1 << 30
 """Whole parameters that zero3 puts beside its shards on the CPU."""
@@ -61,7 +61,7 @@ class WholeModels:
         if is_bounded and not self._fits():
             yield False
             return
-        shards: list[tuple[Any, str, Any]] = []
+        shards: list[tuple[Table, str, DTensor]] = []
         hooks: list[tuple[dict[str, Any], str, Any]] = []
         try:
             self._put_whole(shards)
@@ -81,17 +81,9 @@ class WholeModels:
         for module, before in self._before.items():
             forget_module(module, before.kind, before.attributes)
 
-    def _put_whole(self, shards: list[tuple[Any, str, Any]]) -> None:
+    def _put_whole(self, shards: list[tuple[Table, str, DTensor]]) -> None:
         """Put whole parameters into the models; add what was there to `shards`. Collective."""
-        whole: dict[int, nn.Parameter] = {}
-        for module in self._model.modules():
-            table: dict[str, Any] = own_parameters(module)
-            for key, shard in table.items():
-                if isinstance(shard, DTensor):
-                    shards.append((table, key, shard))
-                    if id(shard) not in whole:  # tied parameters stay one
-                        whole[id(shard)] = nn.Parameter(full_tensor(shard), shard.requires_grad)
-                    table[key] = whole[id(shard)]
+        put_whole((own_parameters(module) for module in self._model.modules()), shards)
 
     def _take_off_hooks(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         for module, added in self._added.items():

@@ -210,6 +210,20 @@ class Script(OptimizerActs):
         found = torch.mm(data()[:4][0], weight.T)
         assert torch.allclose(found, torch.mm(data()[:4][0], self.plain[0].weight.detach().T))
 
+    def weight_in_function(self) -> None:
+        x = data()[:4][0]
+        with torch.no_grad():
+            found = F.linear(x, self.model[0].weight)
+            assert torch.allclose(found, F.linear(x, self.plain[0].weight))
+
+    def gradient_of_inputs(self) -> None:
+        found, expected = (
+            torch.autograd.grad(model(x).pow(2).sum(), x)[0]
+            for model in (self.model, self.plain)
+            for x in [data()[:4][0].requires_grad_()]
+        )
+        assert torch.allclose(found, expected, rtol=1e-10)
+
     def other_weights(self) -> None:
         other = {name: torch.zeros_like(value) for name, value in self.plain.named_parameters()}
         with torch.no_grad():
@@ -228,7 +242,7 @@ READS = ("clip_norm", "clip_largest", "clip_groups", "own_norm", "own_numbers", 
 WRITES = ("clamp", "clamp_data", "clamp_in_edit", "load", "load_in_edit", "load_optimizer")
 STATES = (
     *("model_state", "submodule_state", "optimizer_state", "read_weights"),
-    *("product", "other_weights", *OPTIMIZER_READS),
+    *("product", "weight_in_function", "gradient_of_inputs", "other_weights", *OPTIMIZER_READS),
 )
 
 
@@ -248,6 +262,7 @@ def results(strategy: str) -> dict[str, str]:
     return found
 
 
+OF_FIRST_STAGE = ("product", "weight_in_function", "weights_listed")
 REFUSED = {
     "bare_backward": r"\.backward\(\).*outside of run\.forward_backward \(test_bypasses.*py:\d+\)",
     "stray_step": r"SGD\.step\(\).*0\.weight.*not prepared",
@@ -258,6 +273,7 @@ SHARDS = REFUSED | {
     "optimizer_state": r"optimizer\.state_dict\(\).*shards of the state.*run\.state",
     "other_weights": r"functional_call.*another tensor.*Use ddp",
     "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
+    "weight_in_function": r"linear \(test_bypasses.*a part of a parameter.*run\.weights",
     "optimizer_copied": r"a copy of the optimizer \(optimizer_acts.py:\d+\).*run\.state",
     "weights_of_groups": r"item\(\).*part of this number",
     "weights_listed": r"tolist\(\) \(optimizer_acts.*a part of this tensor.*run\.weights",
@@ -274,7 +290,8 @@ STAGES = REFUSED | {
     "model_state": r"another rank's stage.*run\.save",
     "optimizer_state": r"its own stage.*run\.state",
     "other_weights": r"functional_call.*Use ddp",
-    "bare_backward": "does not require grad",
+    "bare_backward": r"outside of run\.forward_backward \(test_bypasses.*under pipeline=2",
+    "gradient_of_inputs": r"outside of run\.forward_backward \(test_bypasses.*under ddp and tensor",
     **dict.fromkeys(STATE_READS, OF_STAGES),
     "optimizer_copied": r"a copy of the optimizer",
     "weights_of_groups": r"values of \d\.\w+ are on another rank.*run\.weights",
@@ -309,7 +326,7 @@ def test_each_bypass_is_exact_or_refused_by_its_true_reason(
         for act, result in found.items():
             if strategy == "pipeline=2" and act == "submodule_state" and rank == 0:
                 assert re.search("another rank's stage", result)
-            elif strategy == "pipeline=2" and act in ("product", "weights_listed"):
+            elif strategy == "pipeline=2" and act in OF_FIRST_STAGE:
                 assert result == "exact" if rank == 0 else re.search(r"run\.weights", result)
             elif act in refused:
                 assert re.search(refused[act], result), (act, result)
