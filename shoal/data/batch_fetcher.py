@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal.data.batch_shards import row_window, share_batch
 from shoal.data.index_batches import IndexBatch, index_seed
+from shoal.data.sample_lists import IsSamples, holds_samples, nothing_known
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.source import Batched
 from shoal.data.tree_map import rows_of, take_rows, tensors_in
@@ -110,7 +112,15 @@ class BatchFetcher(Dataset):
                 f"collate_fn has made tensors of a batch of {len(batch.indices)} samples that do "
                 "not agree on a number of rows. Put the rows along dimension 0 of every tensor."
             )
-        return _share(whole, self.rank, self.ranks, rows)
+        return _share(whole, self.rank, self.ranks, rows, partial(self.holds_samples, batch))
+
+    def holds_samples(self, batch: IndexBatch, length: int) -> bool | None:
+        """Return True if lists of dicts of this length hold samples, False if they hold columns."""
+        if self.collate_fn is default_collate or self._batch is not None:
+            return False
+        return (
+            None if self.ready else holds_samples(self.collated(batch, batch.indices[:1]), length)
+        )
 
 
 def rows_of_whole(batch: Any, num_samples: int) -> int | None:
@@ -132,8 +142,14 @@ def rows_of_whole(batch: Any, num_samples: int) -> int | None:
         return None
 
 
-def _share(batch: Any, rank: int, ranks: int, rows: int | None) -> LocalRows:
-    local, shard = share_batch(batch, rank, ranks, rows)
+def _share(
+    batch: Any,
+    rank: int,
+    ranks: int,
+    rows: int | None,
+    is_samples: IsSamples = nothing_known,
+) -> LocalRows:
+    local, shard = share_batch(batch, rank, ranks, rows, is_samples)
     return local, shard.rows, shard.global_rows
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.data.sample_lists import IsSamples, mark_sample_lists, nothing_known
 from shoal.data.tree_map import rows_of, take_rows
 
 
@@ -36,7 +37,11 @@ def row_window(rows: int, rank: int, ranks: int) -> slice:
 
 
 def share_batch(
-    batch: Any, rank: int, ranks: int, rows: int | None = None
+    batch: Any,
+    rank: int,
+    ranks: int,
+    rows: int | None = None,
+    is_samples: IsSamples = nothing_known,
 ) -> tuple[Any, BatchShard]:
     """Return this rank's rows of a global batch, and the shard that says how many they are.
 
@@ -45,9 +50,12 @@ def share_batch(
     Args:
         batch: a nest of tensors that is the same on all ranks; see `tree_map`.
         rows: samples in `batch`; None to tell them from its tensors.
+        is_samples: tells what lists of dicts hold.
 
     Raises: UsageError: the number of samples cannot be told, or a tensor has another one.
     """
+    if ranks > 1:
+        batch = mark_sample_lists(batch, is_samples)
     rows = rows_of(batch) if rows is None else rows
     window = row_window(rows, rank, ranks)
     count = window.stop - window.start

@@ -76,6 +76,7 @@ class DistributedBatchLoader(ShardedLoader):
         self._fetched = worker_loader(self._fetch, self._pending, loader)
         self._is_probed = ranks == 1
         self._last_shapes: list[tuple[int, ...]] | None = None
+        self._last_batch: IndexBatch | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches in this epoch."""
@@ -97,6 +98,10 @@ class DistributedBatchLoader(ShardedLoader):
             return fetch[batch._replace(indices=batch.indices[:samples])][0]
         rows, count, _ = fetch[batch]
         return take_rows(rows, slice(0, samples), count)
+
+    def holds_samples(self, length: int) -> bool | None:
+        batch = self._last_batch
+        return None if batch is None else self._fetch.holds_samples(batch, length)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
@@ -122,7 +127,7 @@ class DistributedBatchLoader(ShardedLoader):
             map(self._fetch.__getitem__, self._pending) if self._fetched is None else self._fetched
         )
         for rows, count, global_count in batches:
-            batch = told.popleft()
+            self._last_batch = batch = told.popleft()
             self._watch_shapes(rows)
             yield BatchShard(batch.epoch, batch.stop, count, global_count), rows
 

@@ -74,6 +74,13 @@ class ShardedLoader(ABC):
     def first(self, samples: int) -> Any:
         """Return the first samples of the data, collated, without moving the position."""
 
+    def holds_samples(self, length: int) -> bool | None:
+        """Return True if lists of dicts of this length hold samples, False if they hold columns.
+
+        None if nothing tells.
+        """
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """End the worker processes.

@@ -8,7 +8,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.batch_fetcher import identity_collate, worker_settings
@@ -90,6 +90,10 @@ class StreamLoader(ShardedLoader):
         if batch is None:
             raise UsageError("the loader gives no batch.")
         return take_rows(batch.batch, slice(0, samples), batch.rows)
+
+    def holds_samples(self, length: int) -> bool | None:
+        is_default = self._loader is not None and self._loader.collate_fn is default_collate
+        return False if is_default else None
 
     def state_dict(self) -> dict[str, Any]:
         return {

@@ -16,16 +16,18 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shoal.data.batch_fetcher import rows_of_whole
 from shoal.data.batch_shards import row_window, share_batch
+from shoal.data.sample_lists import holds_samples
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.tree_map import items_of
 from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
@@ -146,12 +148,19 @@ class StreamReaders:
         whole = self.collate_fn(list(items))
         count = rows_of_whole(whole, len(items))
         if count is not None:
-            rows, shard = share_batch(whole, self.rank, self.ranks, count)
+            is_samples = partial(self._holds_samples, items)
+            rows, shard = share_batch(whole, self.rank, self.ranks, count, is_samples)
             return rows, shard.rows, shard.global_rows
         # Rows cannot be taken of what was collated, so the samples are.
         window = row_window(len(items), self.rank, self.ranks)
         own = items[window] or items[:1]
         return self.collate_fn(own), window.stop - window.start, len(items)
+
+    def _holds_samples(self, items: list[Any], length: int) -> bool | None:
+        if self.collate_fn is default_collate:
+            return False
+        with preserve_rng_state():
+            return holds_samples(self.collate_fn(items[:1]), length)
 
     def _checksum(self, items: list[Any]) -> int:
         return 0 if self.ranks == 1 else _checksum(items, 0)

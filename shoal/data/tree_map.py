@@ -20,11 +20,19 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
+from shoal.platform.torch_private.pytree import register_pytree_node
 
 SPARSE = frozenset(
     (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 )
 """Layouts of tensors whose rows do not lie one after the other."""
+
+
+class SampleList(list[Any]):
+    """A list with one entry for each sample, where its entries look like columns."""
+
+
+register_pytree_node(SampleList, lambda each: (list(each), None), lambda each, _: SampleList(each))
 
 
 def tree_map(value: Any, function: Callable[[Any], Any]) -> Any:
@@ -164,6 +172,8 @@ def is_per_sample(value: Any, num_samples: int) -> bool:
         return False
     if len(value) != num_samples or num_samples == 0:
         return False
+    if isinstance(value, SampleList):
+        return True
     columns = _rows_of_columns(value)
     return columns is None or num_samples not in columns or _are_images(value)
 
@@ -175,6 +185,8 @@ def _possible_rows(value: Any) -> set[int] | None:
     counts = _rows_of_columns(items_of(value) or ())
     if not isinstance(value, (tuple, list)) or hasattr(value, "_fields"):
         return counts
+    if isinstance(value, SampleList):
+        return {len(value)}
     # Numbers and strings alone may be a setting, such as the size of an image.
     return counts if counts is None else counts | {len(value)}
 

@@ -121,6 +121,16 @@ class BatchSizes:
         for source in self._sources:
             source.yielded.track(tensor, moved)
 
+    def hold_samples(self, length: int) -> bool | None:
+        """Return True if lists of dicts hold samples, by the loader that was the last to yield.
+
+        False if they hold columns, None if nothing tells.
+
+        Args: length: of the lists.
+        """
+        yielding = [loader for loader in self._loaders if loader.share is not None]
+        return yielding[-1].holds_samples(length) if yielding else None
+
     def resolve(self, arguments: Sequence[Any], rows: int | None, ranks: int) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
 

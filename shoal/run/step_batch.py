@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
+from shoal.data.sample_lists import mark_sample_lists
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.pytree import tree_map
-from shoal.run.batch_size import BatchSizes
+from shoal.run.prepared import Prepared
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
 from shoal.strategies.module_snapshot import ModelSnapshot
@@ -26,23 +27,23 @@ def make_batch(
     compute_loss: base.ComputeLoss,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    sizes: BatchSizes,
-    mesh: Mesh,
+    prepared: Prepared,
     *,
     rows: int | None,
     reduction: str,
     stop_requested: bool,
 ) -> base.LocalBatch:
-    """Return the local batch of a step; `Run.forward_backward` explains the arguments."""
+    """Return the local batch of a step; `Run.forward_backward` explains the arguments. Collective."""
+    data, is_divided = prepared.mesh.data, prepared.mesh.size * prepared.settings.accumulate > 1
+    args, kwargs = mark_sample_lists((args, kwargs), prepared.sizes.hold_samples, is_divided)
     arguments = (*args, *kwargs.values()) if kwargs else args
-    data = mesh.data
-    found = sizes.resolve(arguments, rows, data.size)
+    found = prepared.sizes.resolve(arguments, rows, data.size)
     weight = None
     if reduction == "ranks":
         # Each rank with samples counts alike, however many it has.
         ranks = min(data.size, found.global_rows)
         weight = found.global_rows / (ranks * max(found.rows, 1))
-    return base.LocalBatch(
+    batch = base.LocalBatch(
         compute_loss,
         args,
         kwargs,
@@ -53,6 +54,7 @@ def make_batch(
         sizes_known=found.is_known or reduction == "ranks",
         first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
+    return batch
 
 
 def example_of(

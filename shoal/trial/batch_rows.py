@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.tree_map import is_per_sample, items_of, tensors_in, tree_map
+from shoal.data.tree_map import SampleList, is_per_sample, items_of, tensors_in, tree_map
 from shoal.trial.loss_verdict import CannotTry
 
 _WITHOUT_ROWS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
@@ -109,4 +109,4 @@ def _has_entry_per_sample(value: Any, num_samples: int) -> bool:
     """
     if type(value) is tuple and not all(isinstance(v, (str, bytes, int, float)) for v in value):
         return False
-    return type(value) in (list, tuple) and is_per_sample(value, num_samples)
+    return type(value) in (list, tuple, SampleList) and is_per_sample(value, num_samples)

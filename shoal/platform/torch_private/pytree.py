@@ -8,6 +8,7 @@ taken for one leaf. Aliases, for torch.compile knows these objects. Checked: 2.1
 from __future__ import annotations
 
 from torch.utils._pytree import (
+    register_pytree_node,
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -18,6 +19,7 @@ from torch.utils._pytree import (
 )
 
 __all__ = [
+    "register_pytree_node",
     "tree_flatten",
     "tree_leaves",
     "tree_map",
