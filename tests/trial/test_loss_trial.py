@@ -262,3 +262,43 @@ def test_a_collective_in_the_function_ends_the_trial() -> None:
     verdict = judged(loss, x(), models=[model])
     assert verdict.kind is LossKind.NOT_TRIED
     assert "communication between ranks" in verdict.text()
+
+
+@pytest.mark.parametrize("is_mean", [True, False])
+def test_an_ensemble_of_as_many_models_as_samples_has_its_samples_along_dimension_1(
+    is_mean: bool,
+) -> None:
+    model = Ensemble()
+    features = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    recorder = OutputRecorder([model])
+    classes = torch.tensor([0, 2, 1])
+    weight = None if is_mean else torch.tensor([1.0, 5.0, 2.0])
+
+    def compute_loss(features: Tensor, classes: Tensor) -> Any:
+        return sum(F.cross_entropy(output, classes, weight) for output in model(features))
+
+    with recorder.recording():
+        compute_loss(features, classes)
+    verdict = try_recorded(compute_loss, (features, classes), {}, 3, [model], recorder.calls, 3)
+    assert verdict.kind is (LossKind.NOT_TRIED if is_mean else LossKind.COUPLED)
+
+
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([model(x) for model in self.models])
+
+
+def test_rows_that_the_loop_has_sorted_stay_in_order() -> None:
+    model = nn.GRU(3, 4, batch_first=True)
+    lengths = torch.tensor([5, 5, 4, 3, 3, 2, 1])
+
+    def compute_loss(features: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(features, lengths, batch_first=True)
+        return model(packed)[1].pow(2).mean()
+
+    verdict = judged(compute_loss, torch.randn(7, 5, 3), lengths, models=[model])
+    assert verdict.kind is LossKind.MEAN
