@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
-from shoal.comm.norm import full_tensor
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
@@ -72,22 +71,6 @@ def bind_optimizer(
             if state and name in owned:
                 optimizer.state[owned[name]] = cut_parameter_state(state, old.shape, owned[name])
         group["params"] = [owned[name] for name in names if name in owned]
-
-
-def bind_to_whole(
-    optimizer: Optimizer, groups: list[list[str]], whole: Mapping[str, nn.Parameter]
-) -> None:
-    """Bind an optimizer to whole parameters again, and make its state whole. Collective.
-
-    Args: groups: for each of its groups, the names of its parameters.
-    """
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            for key, value in state.items():
-                if isinstance(value, DTensor):
-                    state[key] = full_tensor(value)
-    bind_optimizer(optimizer, groups, whole)
 
 
 def cut_parameter_state(
@@ -264,14 +247,7 @@ def load_optimizer_state(
     Raises:
         CheckpointError: state of parameters that the model lacks, or for another optimizer.
     """
-    by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, key, part = split_state_key(path, owned)
-        parts.setdefault((name, key), {})[part] = tensor
-    for (name, key), tensors_of_key in parts.items():
-        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
-        by_name.setdefault(name, {})[key] = value
+    by_name = state_by_name(optimizer, owned, tensors, scalars)
     unknown = sorted(set(by_name) - set(owned))
     if unknown:
         raise CheckpointError(
@@ -294,6 +270,26 @@ def load_optimizer_state(
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
+
+
+def state_by_name(
+    optimizer: Optimizer,
+    owned: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    scalars: Scalars,
+) -> dict[str, dict[str, Any]]:
+    """Return what `optimizer_state` has returned, for each parameter by key, as the optimizer has
+    it.
+    """
+    by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, key, part = split_state_key(path, owned)
+        parts.setdefault((name, key), {})[part] = tensor
+    for (name, key), tensors_of_key in parts.items():
+        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
+        by_name.setdefault(name, {})[key] = value
+    return by_name
 
 
 def split_state_key(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, str, str]:

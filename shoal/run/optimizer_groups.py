@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.run.bound_groups import BoundGroups
 
 Value = TypeVar("Value")
 
@@ -23,22 +24,24 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def group_names(optimizers: Sequence[Optimizer], root: nn.Module) -> list[list[list[str]]]:
+def group_names(
+    optimizers: Sequence[Optimizer], root: nn.Module, bound: BoundGroups
+) -> list[list[list[str]]]:
     """Return for each optimizer, for each of its groups, the names of its parameters.
+
+    Args: bound: knows the groups of optimizers that hold this rank's parameters only.
 
     Raises:
         UsageError: a trainable parameter is not in exactly one group, or a group has a parameter
             of no prepared model.
     """
     names = {id(parameter): name for name, parameter in root.named_parameters()}
-    params = [parameter for optimizer in optimizers for parameter in params_of(optimizer)]
+    groups = [bound.of(optimizer) for optimizer in optimizers]
+    params = [parameter for of_one in groups for group in of_one for parameter in group]
     problems = list(_problems_of_groups(root, names, params))
     if problems:
         raise UsageError("\n".join(problems))
-    return [
-        [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-        for optimizer in optimizers
-    ]
+    return [[[names[id(p)] for p in group] for group in of_one] for of_one in groups]
 
 
 def owned_by(groups: Sequence[Sequence[str]], owned: Mapping[str, Value]) -> dict[str, Value]:

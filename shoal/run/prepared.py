@@ -4,7 +4,7 @@ prepare(...)                    models, optimizers and loaders are collected
 apply                           strategies replace the models by this rank's piece of them:
                                 in `prepare`, or in the first step if a strategy needs a batch
 prepare(...) again              a new optimizer, a new loader, a frozen model; trained models
-                                and thawed layers under ddp and zero
+                                and thawed layers, for which all is made whole and applied anew
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,6 +21,7 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
+from shoal.run.bound_groups import BoundGroups
 from shoal.run.checks import (
     check_can_apply_again,
     check_frozen_unchanged,
@@ -35,15 +35,14 @@ from shoal.run.first_step_notes import FirstStepNotes, notes_for
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_binding import bind_to_whole
-from shoal.run.optimizer_groups import group_names, params_of
+from shoal.run.optimizer_groups import group_names
 from shoal.run.optimizer_in_backward import OptimizerInBackward
+from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
     make_local_model,
-    pacing_of,
     seed_this_rank,
     shard_loader,
 )
@@ -56,11 +55,10 @@ from shoal.run.prepare_arguments import (
 )
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import StepChecks, TrainingStep
+from shoal.run.whole_again import agree_on_trained, make_whole
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
-from shoal.watchdog.progress_word import Phase
-from shoal.watchdog.progress_writer import own_progress
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -114,7 +112,10 @@ class Prepared:
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._stepping: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
+        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps)
+        self._bound = BoundGroups()
+        self._was_applied = False
+        self._state_to_load: Sequence[Any] = ()
 
     @property
     def needs_example(self) -> bool:
@@ -156,7 +157,8 @@ class Prepared:
                 cannot be shared out; a model lies on another device.
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
-        for model in arguments.models:
+        new_models = [m for m in arguments.models if all(m is not known for known in self.models)]
+        for model in new_models:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
         loaders = [
@@ -164,7 +166,6 @@ class Prepared:
             for loader in arguments.loaders
         ]
         self.loaders += loaders
-        new_models = [m for m in arguments.models if all(m is not known for known in self.models)]
         self.models += new_models
         self._replace_optimizers(arguments.optimizers)
         if self.models:
@@ -173,25 +174,22 @@ class Prepared:
 
     def _replace_optimizers(self, new: list[Optimizer]) -> None:
         """Add optimizers; those that hold the same parameters as a new one are out of use."""
-        taken = {id(parameter) for optimizer in new for parameter in params_of(optimizer)}
-        kept = [
-            optimizer
-            for optimizer in self.optimizers
-            if optimizer not in new and not any(id(p) in taken for p in params_of(optimizer))
-        ]
+
+        def held(optimizer: Optimizer) -> set[int]:
+            return {id(p) for group in self._bound.of(optimizer) for p in group}
+
+        taken = set().union(*map(held, new))
+        kept = [o for o in self.optimizers if o not in new and not held(o) & taken]
         self.optimizers = kept + new
 
     def _update(self, new_models: list[nn.Module], new_optimizers: bool) -> None:
         """Apply the strategies if they can be applied now, or again where that is necessary."""
         if not self.is_applied:
-            self._root = as_one_module(self.models)
-            self._local_model = single_device(self._root)
-            self._note_trained()
-            if self.optimizers:
-                self._apply_or_wait()
-            else:  # a teacher, or a model whose optimizer comes later
-                self.mesh.broadcast_module(self._root)
-        elif any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
+            self._begin(as_one_module(self.models))
+            return
+        assert self._local_model is not None
+        agree_on_trained(self.root, self._local_model)
+        if any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
             self._apply_again()
         else:
             for model in new_models:  # a frozen model, such as a teacher
@@ -199,13 +197,24 @@ class Prepared:
             if new_optimizers:
                 self._bind()
 
+    def _begin(self, root: nn.Module) -> None:
+        """Apply the strategies to whole models, or wait for what they need."""
+        self._root = root
+        self._local_model = single_device(root)
+        self._note_trained()
+        if self.optimizers:
+            self._apply_or_wait()
+        else:  # a teacher, or a model whose optimizer comes later
+            self.mesh.broadcast_module(root)
+
     def _note_trained(self) -> None:
         """Remember which parameters are trained, and which are not."""
         self._trained = trained_names(self.root)
         self._frozen = {n: p for n, p in self.root.named_parameters() if not p.requires_grad}
 
     def _apply_or_wait(self) -> None:
-        groups = group_names(self.optimizers, self.root)
+        groups = group_names(self.optimizers, self.root, self._bound)
+        begins = not self._was_applied
         self._announce_once()
         if not self.loaders:
             check_loader_not_needed(self.settings.step_in_backward)
@@ -213,11 +222,10 @@ class Prepared:
             # Until the first batch divides it, a script may evaluate the model on every rank.
             self.mesh.broadcast_module(self.root)
             self._install_guards(groups)
+        else:
+            self._apply(None, groups)
+        if begins:  # last, for strategies that draw must draw the same on all ranks
             seed_this_rank(self.mesh, self.settings)
-            return
-        self._apply(None, groups)
-        # Last, for strategies that draw must draw the same on all ranks.
-        seed_this_rank(self.mesh, self.settings)
 
     def in_step(self) -> AbstractContextManager[None]:
         """Let backward passes reach parameters in this context, as in a step."""
@@ -225,7 +233,7 @@ class Prepared:
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies with the first batch. Collective."""
-        self._apply(example, group_names(self.optimizers, self.root))
+        self._apply(example, group_names(self.optimizers, self.root, self._bound))
 
     def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
@@ -251,7 +259,7 @@ class Prepared:
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
         notes = FirstStepNotes()
-        if self.step is None:  # when layers are thawed later, the notes are known
+        if not self._was_applied:  # when layers are thawed later, the notes are known
             is_global = self.settings.draws == "global"
             notes = notes_for(self.mesh, self.settings.accumulate, is_global, self._announce)
         self.step = TrainingStep(
@@ -263,40 +271,31 @@ class Prepared:
             notes,
             ParameterHooks(local_model, before, self.settings.step_in_backward),
         )
-        self._watch_steps()
-        self._install_guards(groups)
+        self._was_applied = True
+        self._install(groups)
+        if self._state_to_load:
+            local_model.strategy_state.load_state_dict(*self._state_to_load)
+            self._state_to_load = ()
         if self.tracing is not None:
             self.tracing.wrap_step(local_model, self.optimizers[0])
-
-    def _watch_steps(self) -> None:
-        """Bring new values to all ranks after each step of an optimizer."""
-        own_progress().pace(*pacing_of(self.mesh, self.local_model()))
-        self.nonfinite_steps.watch(self.local_model(), self.optimizers)
-        for optimizer in self.optimizers:
-            if optimizer not in self._stepping:
-                self._stepping.add(optimizer)
-                optimizer.register_step_pre_hook(self._begin_optimizer)
-                optimizer.register_step_post_hook(self._gather_params)
-
-    def _begin_optimizer(self, *_: Any) -> None:
-        own_progress().enter(Phase.OPTIMIZER)
-
-    def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
-        assert self._local_model is not None
-        self._local_model.gather_params()
-        if optimizer is self.optimizers[0]:
-            own_progress().end_step()
 
     def _bind(self) -> None:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
-        groups = group_names(self.optimizers, self.root)
+        groups = group_names(self.optimizers, self.root, self._bound)
         check_takes_second_optimizer(local_model, self.settings.step_in_backward)
-        bind_optimizers(
-            self.optimizers, groups, local_model, self.settings, self.loss_scale is not None
-        )
-        self._watch_steps()
+        self._guards.remove()
+        self._bound.show(self.optimizers)
+        scaled = self.loss_scale is not None
+        bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
+        self._install(groups)
+
+    def _install(self, groups: list[list[list[str]]]) -> None:
+        """Watch the optimizers, guard the models, and note what is bound to the local model."""
+        local_model = self.local_model()
+        self._optimizer_watch.watch(local_model, self.optimizers)
         self._install_guards(groups)
+        self._bound.note(self.optimizers, groups, self.root, local_model.trainable_params)
 
     def _install_guards(self, groups: list[list[list[str]]]) -> None:
         """Guard the models as they are now. Called on all ranks.
@@ -313,26 +312,26 @@ class Prepared:
         )
 
     def _apply_again(self) -> None:
-        """Apply the strategies anew, where they can make all parameters whole again. Collective."""
+        """Apply the strategies anew, where they can make all parameters whole again; those that
+        need a batch wait for the next one. Collective.
+        """
         check_can_apply_again(self._strategies, self.settings.step_in_backward)
         root = as_one_module(self.models)
-        groups = group_names(self.optimizers, root)
+        groups = group_names(self.optimizers, root, self._bound)
         assert self._local_model is not None
         self._guards.remove()
-        # State comes out before `close`, which ends the servers that hold it.
-        state = self._local_model.strategy_state
-        state.synchronize()
-        for optimizer in self.optimizers:
-            if optimizer in self._stepping:  # it goes on, so its state does too
-                state.pull_state(optimizer)
-        saved = state.state_dict(), state.rank_state_dict()
-        self._local_model.outside_step.close()
-        whole = dict(root.named_parameters())
-        for optimizer, names in zip(self.optimizers, groups, strict=True):
-            bind_to_whole(optimizer, names, whole)
-        self._root = root
-        self._apply(None, groups)
-        self._local_model.strategy_state.load_state_dict(*saved)
+        self._state_to_load = make_whole(
+            self._local_model,
+            root,
+            self.optimizers,
+            groups,
+            self._bound,
+            self._optimizer_watch.seen,
+        )
+        self._bound.forget()
+        self._optimizer_watch.rest()
+        self.step = None
+        self._begin(root)
 
     def _announce_once(self) -> None:
         if self._is_announced:

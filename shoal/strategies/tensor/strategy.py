@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ from shoal.strategies.base import (
     StepResult,
     Strategy,
 )
+from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.full_model import Colocation, FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
@@ -70,6 +71,8 @@ GPU_CHECKSUM_TOLERANCE = 1e-4
 
 class TensorParallel(TensorOptions, Strategy):
     """Divides layers over the ranks of the tensor axis."""
+
+    can_apply_again: ClassVar[bool] = True
 
     def colocations(self, full_model: FullModel) -> list[Colocation]:
         """Return pairs of layers, each of which must lie in one stage, and the heads.
@@ -106,10 +109,20 @@ class TensorParallel(TensorOptions, Strategy):
         mesh.tensor.broadcast_module(module)
         # In a pipeline, the plan is made for the full model: then all stages agree on it.
         made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
+        former = FormerModules(module)
         apply(made.within(dict(module.named_modules())), module, mesh, self.sequence)
+        former.note_changes()
+        hooks = []
         if self.sequence:
             # The script, or the next stage, takes whole sequences.
-            module.register_forward_hook(_gather_output)
+            hooks.append(module.register_forward_hook(_gather_output))
+
+        def close() -> None:
+            for hook in hooks:
+                hook.remove()
+            former.restore()
+            model.outside_step.close()
+
         if full_model is not None:
             # The full parameters that were divided just now.
             free_other_params(full_model.model, module)
@@ -125,7 +138,7 @@ class TensorParallel(TensorOptions, Strategy):
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
-            outside_step=replace(model.outside_step, call=step.call),
+            outside_step=replace(model.outside_step, call=step.call, close=close),
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 

@@ -1,0 +1,55 @@
+"""Hooks around the steps of prepared optimizers: new values reach all ranks after each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch.optim import Optimizer
+
+from shoal.comm.mesh import Mesh
+from shoal.run.nonfinite_steps import NonfiniteSteps
+from shoal.run.preparation import pacing_of
+from shoal.strategies.base import LocalModel
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
+
+
+class OptimizerWatch:
+    """Watches the steps of optimizers, each from its first call of `watch` on.
+
+    Attributes: seen: the optimizers that it watches.
+    """
+
+    def __init__(self, mesh: Mesh, nonfinite_steps: NonfiniteSteps) -> None:
+        self.seen: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
+        self._mesh = mesh
+        self._nonfinite_steps = nonfinite_steps
+        self._local_model: LocalModel | None = None
+        self._optimizers: Sequence[Optimizer] = ()
+
+    def watch(self, local_model: LocalModel, optimizers: Sequence[Optimizer]) -> None:
+        """Watch the steps of these optimizers, which step this local model from now on."""
+        self._local_model, self._optimizers = local_model, optimizers
+        own_progress().pace(*pacing_of(self._mesh, local_model))
+        self._nonfinite_steps.watch(local_model, optimizers)
+        for optimizer in optimizers:
+            if optimizer not in self.seen:
+                self.seen.add(optimizer)
+                optimizer.register_step_pre_hook(self._begin)
+                optimizer.register_step_post_hook(self._gather_params)
+
+    def rest(self) -> None:
+        """Let steps be those of whole models, until the next call of `watch`."""
+        self._local_model = None
+
+    def _begin(self, *_: Any) -> None:
+        own_progress().enter(Phase.OPTIMIZER)
+
+    def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
+        if self._local_model is None:
+            return
+        self._local_model.gather_params()
+        if optimizer is self._optimizers[0]:
+            own_progress().end_step()

@@ -1,0 +1,87 @@
+"""Modules as they were before a strategy divided them, so that strategies can be applied anew.
+
+apply      Linear (8, 6) ──> ColumnParallelLinear, its weight a DTensor, of which (4, 6) lie here
+restore    Linear (8, 6), whole on every rank, with the values of all steps since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.norm import full_tensor
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+
+Table = dict[str, Any]
+"""The own parameters of a module, or its own buffers, by their keys."""
+
+
+def put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:
+    """Put whole tensors in the place of DTensors. Collective.
+
+    Args: shards: what was there is added to it.
+    """
+    whole: dict[int, Any] = {}
+    for table in tables:
+        for key, shard in table.items():
+            if not isinstance(shard, DTensor):
+                continue
+            shards.append((table, key, shard))
+            if id(shard) not in whole:  # tied parameters stay one
+                full = full_tensor(shard)
+                is_parameter = isinstance(shard, nn.Parameter)
+                whole[id(shard)] = nn.Parameter(full, shard.requires_grad) if is_parameter else full
+            table[key] = whole[id(shard)]
+
+
+class FormerModules:
+    """The classes and attributes of all modules of a model, before a strategy changes them.
+
+    Args: model: as it is now.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = [(module, type(module), dict(vars(module))) for module in model.modules()]
+        self._changes: list[_Change] = []
+
+    def note_changes(self) -> None:
+        """Note what has changed since the beginning. The script may change other attributes later,
+        which stay as they are then.
+        """
+        for module, kind, before in self._seen:
+            now = vars(module)
+            replaced = {key: value for key, value in before.items() if now.get(key) is not value}
+            added = now.keys() - before.keys()
+            if replaced or added or type(module) is not kind:
+                self._changes.append(_Change(module, kind, replaced, added))
+        self._seen = []  # holds values that the script may replace
+
+    def restore(self) -> None:
+        """Make all tensors whole, and undo the changes that were noted. Collective."""
+        modules = [*self._model.modules()]
+        tables = (table for each in modules for table in (own_parameters(each), own_buffers(each)))
+        put_whole(tables, [])
+        for module, kind, replaced, added in self._changes:
+            module.__class__ = kind
+            attributes = vars(module)
+            for key in added & attributes.keys():
+                del attributes[key]
+            attributes.update(replaced)
+
+
+class _Change(NamedTuple):
+    """A module before it was changed.
+
+    Attributes:
+        replaced: attributes that have other values now.
+        added: names of attributes that it did not have.
+    """
+
+    module: nn.Module
+    kind: type[nn.Module]
+    replaced: dict[str, Any]
+    added: set[str]
