@@ -14,6 +14,19 @@ from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 
+class YieldWatch:
+    """Is told when a loop has a batch of a loader, and when it asks for the next one.
+
+    This one does nothing.
+    """
+
+    def begin(self, batch: Any, shard: BatchShard) -> None:
+        """Note that the loop is given `batch`."""
+
+    def end(self) -> None:
+        """Note that the loop fetches another batch, or ends."""
+
+
 class ShardedLoader(ABC):
     """Iterate over this rank's rows, one epoch for each `iter()`; save and restore the position.
 
@@ -30,6 +43,7 @@ class ShardedLoader(ABC):
             ready-made.
         yielded: finds the shard of a batch.
         data_fingerprint: of `dataset`, as it was when the loader was made.
+        watch: is told of each batch.
     """
 
     batch_size: int | None = None
@@ -44,15 +58,20 @@ class ShardedLoader(ABC):
         self.share: BatchShard | None = None
         self.yielded = BatchRegistry()
         self.data_fingerprint: Fingerprint = {}
+        self.watch = YieldWatch()
         self._recorder = recorder
 
     def __iter__(self) -> Iterator[Any]:
+        watch = self.watch
+        watch.end()  # of another loader's batch, in a loop over both
         try:
             for share, batch in self._timed(self._batches()):
                 self.share = share
                 self.position = share.stop
                 self.yielded.remember(batch, share)
+                watch.begin(batch, share)
                 yield batch
+                watch.end()
         finally:
             # A loop that stops early ends its epoch, too, as with any DataLoader.
             self.epoch, self.position = self.epoch + 1, 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from shoal.comm.axis import Axis
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
-from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 from shoal.run.tensor_digest import as_bytes
@@ -53,10 +53,12 @@ class BatchSizes:
 
     Args:
         loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
+        watch: is told of batches that are shared; None if nobody is.
     """
 
-    def __init__(self, loaders: Sequence[ShardedLoader]) -> None:
+    def __init__(self, loaders: Sequence[ShardedLoader], watch: YieldWatch | None = None) -> None:
         self._loaders = loaders
+        self._watch = watch or YieldWatch()
         self._shared = SharedBatches()
         # Of the batches that were shared before the first step, which compares it.
         self._shared_hash = hashlib.sha256()
@@ -77,7 +79,10 @@ class BatchSizes:
             for tensor in tensors_in(batch):
                 if tensor.layout is torch.strided and not tensor.is_nested:
                     self._shared_hash.update(as_bytes(tensor.detach().cpu()).numpy().data)
-        return self._shared.rows_of(batch, rank, ranks)
+        local = self._shared.rows_of(batch, rank, ranks)
+        assert self._shared.share is not None
+        self._watch.begin(local, self._shared.share)
+        return local
 
     def check_shared(self, data: Axis) -> None:
         """Compare the batches that ranks have given to `share` so far. Collective if there are any.

@@ -34,7 +34,7 @@ def captured_batch_error(error: Exception, batch: LocalBatch, function: Any) -> 
         return None
     # Of all ranks, of this one.
     wholes = {batch.global_batch_size, batch.num_samples} - {0, 1}
-    for name, tensor in _captured(function):
+    for name, tensor in captured_tensors(function):
         rows = tensor.shape[0] if tensor.dim() else 0
         if rows not in wholes or not re.search(rf"(?<!\d){rows}(?!\d)", str(error)):
             continue
@@ -56,12 +56,12 @@ def captured_batch_error(error: Exception, batch: LocalBatch, function: Any) -> 
     return None
 
 
-def _captured(function: Any, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
+def captured_tensors(function: Any, depth: int = 2) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a function reads from around it, with their names."""
     if isinstance(function, partial):
         bound = {f"argument {index}": value for index, value in enumerate(function.args)}
         yield from _tensors({**bound, **function.keywords}, depth)
-        yield from _captured(function.func, depth)
+        yield from captured_tensors(function.func, depth)
         return
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(function, "__code__", None)
@@ -78,4 +78,4 @@ def _tensors(values: dict[str, Any], depth: int) -> Iterator[tuple[str, Tensor]]
         if isinstance(value, Tensor):
             yield name, value
         elif depth and inspect.isfunction(value):
-            yield from _captured(value, depth - 1)
+            yield from captured_tensors(value, depth - 1)

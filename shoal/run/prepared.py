@@ -33,6 +33,7 @@ from shoal.run.checks import (
 )
 from shoal.run.first_step_notes import FirstStepNotes, notes_for
 from shoal.run.guards import Guards
+from shoal.run.loop_watch import LoopWatch
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_groups import group_names
@@ -74,6 +75,7 @@ class Prepared:
         optimizers: those that step parameters now.
         loaders: loaders of this rank's shares.
         sizes: finds the sizes of batches.
+        watch: finds samples that a loop has mixed.
         step: the step of the local model; None before the strategies are applied.
         nonfinite_steps: judges each step.
     """
@@ -95,7 +97,8 @@ class Prepared:
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []
-        self.sizes = BatchSizes(self.loaders)
+        self.watch = LoopWatch(mesh, guards.enabled, announce)
+        self.sizes = BatchSizes(self.loaders, self.watch)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(
             mesh,
@@ -165,6 +168,8 @@ class Prepared:
             shard_loader(loader, self.mesh, self.settings.seed, recorder, self._announce)
             for loader in arguments.loaders
         ]
+        for loader in loaders:
+            loader.watch, self.watch.has_loader = self.watch, True
         self.loaders += loaders
         self.models += new_models
         self._replace_optimizers(arguments.optimizers)
@@ -294,6 +299,7 @@ class Prepared:
         """Watch the optimizers, guard the models, and note what is bound to the local model."""
         local_model = self.local_model()
         self._optimizer_watch.watch(local_model, self.optimizers)
+        self.watch.enabled &= local_model.strategy_state.is_synchronous
         self._install_guards(groups)
         self._bound.note(self.optimizers, groups, self.root, local_model.trainable_params)
 

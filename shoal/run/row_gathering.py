@@ -11,6 +11,7 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run.gather_passes import MicrobatchGathering
+from shoal.run.loop_watch import LoopWatch
 from shoal.strategies import base
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.transforms.accumulate import accumulated
@@ -63,10 +64,14 @@ class RowGathering:
     Args:
         accumulate: micro-batches of each rank's local batch.
         models: the prepared models, which may become more.
+        watch: of the loop, which may gather itself.
     """
 
-    def __init__(self, mesh: Mesh, accumulate: int, models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, mesh: Mesh, accumulate: int, models: Sequence[nn.Module], watch: LoopWatch
+    ) -> None:
         self._mesh = mesh
+        self._watch = watch
         self._accumulate = accumulate
         self._microbatches = MicrobatchGathering(mesh, models)
         self._inside_step = False
@@ -91,12 +96,16 @@ class RowGathering:
             return x
         check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)
         axis = self._mesh.data
-        own = x[:0] if self._stands_in and x.dim() else x
-        counts = count_rows(own, axis)
-        start = sum(counts[: axis.rank])
-        # A stand-in is the first sample of the global batch, so its row is among those of others.
-        self._rows = slice(0, 1) if self._stands_in else slice(start, start + len(own))
-        return gather_rows(own, axis, counts)
+        stands_in = self._stands_in
+        if not self._inside_step and self._watch.yielded is not None:
+            stands_in = self._watch.yielded.rows == 0
+        with self._watch.paused():
+            own = x[:0] if stands_in and x.dim() else x
+            counts = count_rows(own, axis)
+            start = sum(counts[: axis.rank])
+            # A stand-in is the first sample of the global batch, so another rank has its row.
+            self._rows = slice(0, 1) if stands_in else slice(start, start + len(own))
+            return gather_rows(own, axis, counts)
 
     def before_passes(
         self, batch: base.LocalBatch, compute_loss: base.ComputeLoss, local_model: base.LocalModel
@@ -153,6 +162,7 @@ class RowGathering:
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Refuse to gather inside."""
+        self._watch.end()
         self._evaluates = True
         try:
             yield

@@ -68,7 +68,7 @@ class Run(StatefulRun):
         self._settings = settings
         self._tracing = tracing
         self._stop_requested = False
-        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models)
+        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
 

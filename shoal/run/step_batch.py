@@ -33,7 +33,11 @@ def make_batch(
     reduction: str,
     stop_requested: bool,
 ) -> base.LocalBatch:
-    """Return the local batch of a step; `Run.forward_backward` explains the arguments. Collective."""
+    """Return the local batch of a step; `Run.forward_backward` explains the arguments. Collective.
+
+    Raises: UsageError: the sizes do not fit, or the loop has mixed samples of one rank.
+    """
+    prepared.watch.end()
     data, is_divided = prepared.mesh.data, prepared.mesh.size * prepared.settings.accumulate > 1
     args, kwargs = mark_sample_lists((args, kwargs), prepared.sizes.hold_samples, is_divided)
     arguments = (*args, *kwargs.values()) if kwargs else args
@@ -54,6 +58,10 @@ def make_batch(
         sizes_known=found.is_known or reduction == "ranks",
         first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
+    if reduction == "rows":
+        prepared.watch.judge(batch)
+    else:
+        prepared.watch.skip()
     return batch
 
 

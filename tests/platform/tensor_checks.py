@@ -12,27 +12,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor, init_device_mesh
-from torch.overrides import TorchFunctionMode
-from torch.utils import _python_dispatch
+from torch.utils import _pytree
 
-from shoal.testing import world
 from shoal.train.checkpoint.tensor_zip import around
 
 
-def _dispatch_mode(mode: Any) -> bool:
-    class Random(mode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(torch.Tag.nondeterministic_seeded in func.tags)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[bool] = []
-    with Random():
-        torch.zeros(2).bernoulli_(0.5)
-    return seen[-1] and not seen[0]
-
-
-def _asked(reading: Callable[[Tensor], Any]) -> Any:
+def asked(reading: Callable[[Tensor], Any]) -> Any:
     """What __torch_function__ of a subclass is given when something is read from it."""
     asked = []
 
@@ -108,21 +93,6 @@ def _with_hook_tables(with_hook_tables: Any) -> bool:
     return [with_hook_tables([plain, leaf]) for leaf in (plain, early, late)] == [False, True, True]
 
 
-def _disables_modes(disable: Any) -> bool:
-    class Counting(_python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
-    with Counting():
-        with disable():
-            torch.zeros(2)
-        hidden = not seen
-        torch.zeros(2)
-    return hidden and bool(seen)
-
-
 def _in_backward_pass(in_backward_pass: Any) -> bool:
     seen = [in_backward_pass()]
     leaf = torch.zeros(1, requires_grad=True)
@@ -137,62 +107,6 @@ def _schema_of(schema_of: Any) -> bool:
     first, second = (argument.alias_info for argument in schema_of(aten.add_.Tensor).arguments[:2])
     writes = first.is_write and second is None and schema_of(aten.add_.Tensor).is_mutable
     return writes and not schema_of(aten.add.Tensor).is_mutable
-
-
-def _hides_from_modes(disable: Any) -> bool:
-    seen = []
-
-    class Watching(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    tensor = torch.ones(2)
-    with Watching(), disable():
-        tensor.clone()
-    return seen == []
-
-
-def _disables(disable: Any) -> bool:
-    with disable():
-        try:
-            _asked(lambda tensor: tensor.shape)
-        except IndexError:  # nobody was asked
-            return True
-    return False
-
-
-def _made(make_wrapper_subclass: Any) -> bool:
-    class Wrapper(Tensor):
-        @classmethod
-        def __torch_dispatch__(cls, *_: Any) -> Any:
-            raise AssertionError
-
-    made = make_wrapper_subclass(Wrapper, (3, 10**12), dtype=torch.float64)
-    return type(made) is Wrapper and made.shape == (3, 10**12) and made.dtype == torch.float64
-
-
-def _function_modes(function_modes: Any) -> bool:
-    with (mode := TorchFunctionMode()):
-        return any(found is mode for found in function_modes())
-
-
-def _device_mode(kind: Any) -> bool:
-    from shoal.platform.torch_private.subclasses import function_modes
-
-    with torch.device("cpu"):
-        return any(isinstance(mode, kind) for mode in function_modes())
-
-
-def _is_made_of_tensors(is_made_of_tensors: Any) -> bool:
-    plain = nn.Parameter(torch.zeros(1))
-    return not is_made_of_tensors(plain) and world.run(1, _asks_of_a_dtensor) == [True]
-
-
-def _asks_of_a_dtensor() -> bool:
-    from shoal.platform.torch_private.subclasses import is_made_of_tensors
-
-    return is_made_of_tensors(distribute_tensor(torch.zeros(2), init_device_mesh("cpu", (1,))))
 
 
 def _rebuilds(flatten: Any) -> bool:
@@ -238,29 +152,6 @@ def _zeroes(foreach_zero_: Any) -> bool:
     return not any(tensor.any() for tensor in tensors)
 
 
-def _lets_functions_alone(disabled: Any) -> bool:
-    class Named(Tensor):
-        __torch_function__ = disabled
-
-    named = torch.ones(2).as_subclass(Named)
-    return type(named) is Named and type(named + named) is Tensor
-
-
-def _pops_a_mode(pop_mode_temporarily: Any) -> bool:
-    class Seeing(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    seen: list[Any] = []
-    with Seeing():
-        with pop_mode_temporarily():
-            torch.ones(2).exp()
-        inside = len(seen)
-        torch.ones(2).exp()
-    return inside == 0 and len(seen) > 0
-
-
 def _storage_info(info: Any) -> bool:
     with TemporaryDirectory() as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no ranks take part
@@ -278,12 +169,34 @@ def _rebuild_tensor(rebuild: Any) -> bool:
     return rebuild.__name__.encode() in head and torch.load(file, weights_only=True).equal(numbers)
 
 
+def _memory_of(memory_of: Any) -> bool:
+    one, other = torch.zeros(2), torch.zeros(2)
+    return memory_of(one) == memory_of(one[1:]) != memory_of(other)
+
+
+def _memory_weak_ref(kind: Any) -> bool:
+    tensor = torch.zeros(2)
+    reference = kind(tensor.untyped_storage())
+    lived = not reference.expired()
+    del tensor
+    return lived and bool(reference.expired())
+
+
+def _register_pytree_node(register: Any) -> bool:
+    class Box:
+        def __init__(self, inside: Any) -> None:
+            self.inside = inside
+
+    register(Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside))
+    return _pytree.tree_leaves(Box((1, 2))) == [1, 2]
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "checkpoint_files.StorageInfo": _storage_info,
     "checkpoint_files.REBUILD_TENSOR": _rebuild_tensor,
-    "tensor_state.READ_VERSION": lambda found: found == _asked(lambda x: x._version),
-    "tensor_state.READ_BASE": lambda found: found == _asked(lambda x: x._base),
-    "tensor_state.IS_VIEW": lambda found: found == _asked(lambda x: x._is_view()),
+    "tensor_state.READ_VERSION": lambda found: found == asked(lambda x: x._version),
+    "tensor_state.READ_BASE": lambda found: found == asked(lambda x: x._base),
+    "tensor_state.IS_VIEW": lambda found: found == asked(lambda x: x._is_view()),
     "tensor_state.is_zerotensor": _is_zerotensor,
     "tensor_state.version": _version,
     "tensor_state.base": _base,
@@ -295,17 +208,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.schema_of": _schema_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
+    "tensor_state.memory_of": _memory_of,
+    "tensor_state.MemoryWeakRef": _memory_weak_ref,
+    "tensor_state.READ_NUMBER": lambda read: read(torch.tensor(1.5)) == 1.5,
     "tensor_state.ATEN_UNSAFE_VIEW": lambda found: str(found) == "aten._unsafe_view.default",
-    "subclasses.DispatchMode": _dispatch_mode,
-    "subclasses.disable_dispatch_modes": _disables_modes,
-    "subclasses.make_wrapper_subclass": _made,
-    "subclasses.DisableTorchFunctionSubclass": _disables,
-    "subclasses.DisableTorchFunction": _hides_from_modes,
-    "subclasses.DISABLED_TORCH_FUNCTION": _lets_functions_alone,
-    "subclasses.pop_mode_temporarily": _pops_a_mode,
-    "subclasses.function_modes": _function_modes,
-    "subclasses.DeviceMode": _device_mode,
-    "subclasses.is_made_of_tensors": _is_made_of_tensors,
+    "pytree.register_pytree_node": _register_pytree_node,
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),
     "pytree.treespec_dumps": lambda found: callable(found),

@@ -17,6 +17,7 @@ import dispatcher_checks
 import module_checks
 import pytest
 import rank_checks
+import subclass_checks
 import tensor_checks
 import torch
 
@@ -27,6 +28,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = (
     tensor_checks.CHECKS
     | module_checks.CHECKS
     | rank_checks.CHECKS
+    | subclass_checks.CHECKS
     | dispatcher_checks.CHECKS
     | backend_checks.CHECKS
 )

@@ -58,3 +58,37 @@ DISABLED_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 # mode has no switch. Without: each operation inside a block would be looked at.
 # Checked: 2.11, 2.13, 2.15.
 pop_mode_temporarily: Any = _pop_mode_temporarily
+
+
+def has_dispatch_modes() -> bool:
+    """Return whether a mode stands around the operators of this thread.
+
+    Why: no public name tells. Without: a mode that does not end where it began would change places
+    with one of the script's, such as a counter of operators. Checked: 2.11, 2.13, 2.15.
+    """
+    return bool(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+def push_dispatch_mode(mode: Any) -> None:
+    """Let `mode` see the operators of this thread until `remove_dispatch_mode`.
+
+    Why: a context manager ends before those that began later, and what begins in an iterator ends
+    in another call. Without: a loop around a loader could not be followed. Checked: 2.11, 2.13,
+    2.15.
+    """
+    _python_dispatch._push_mode(mode)
+
+
+def remove_dispatch_mode(mode: Any) -> None:
+    """Take `mode` out of this thread's modes, also from below others that began later.
+
+    Why and without: as `push_dispatch_mode`. Checked: 2.11, 2.13, 2.15.
+    """
+    above: list[Any] = []
+    for other in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        _python_dispatch._pop_mode()
+        if other is mode:
+            break
+        above.append(other)
+    for other in reversed(above):
+        _python_dispatch._push_mode(other)

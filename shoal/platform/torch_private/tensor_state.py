@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef as _StorageWeakRef
 
 # Why: __torch_function__ of a tensor subclass is given these objects for `x._version`, `x._base`
 # and `x._is_view()`. Without: a tensor in slices is gathered whenever autograd or a user asks one
@@ -110,3 +111,23 @@ def schema_of(operator: Any) -> Any:
 # names. Without: both would be gathered. Checked: 2.11, 2.13, 2.15.
 ATEN_TO_COPY: Any = torch.ops.aten._to_copy.default
 ATEN_UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return the number by which the memory of a tensor is told from all other memory that lives.
+
+    Why: views and in-place results are other tensors over the same memory, and no public name tells
+    which; an address is that of the next tensor once the memory is freed. Without: a value could
+    not be followed through views. Checked: 2.11, 2.13, 2.15.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
+
+# Why: what is known of memory must go with it, and memory outlives the tensors that show it; the
+# public weakref of a storage is that of a Python object. Without: an address that is used again
+# would be taken for the memory before. Checked: 2.11, 2.13, 2.15.
+MemoryWeakRef: Any = _StorageWeakRef
+
+# Why: `item()` of a tensor is this operator, which has no other name. Without: a mean that a script
+# reads as a number could not be followed. Checked: 2.11, 2.13, 2.15.
+READ_NUMBER: Any = torch.ops.aten._local_scalar_dense.default

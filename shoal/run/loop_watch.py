@@ -1,0 +1,174 @@
+"""A watch over what a loop does with a batch before `forward_backward` is given it.
+
+for x, y in loader:                              each rank has its rows of the global batch
+    x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]      and mixes these alone
+    run.forward_backward(compute_loss, x, y)           so one device would give other numbers
+
+No trial of the loss can see it, for the loss itself is a mean. So before some steps, the first ones
+among them, the loop's operators run on a copy of the batch too, in which some samples are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.mesh import Mesh
+from shoal.data.batch_shards import BatchShard
+from shoal.data.sharded_loader import YieldWatch
+from shoal.data.tree_map import row_tensors, tensors_in
+from shoal.errors import UsageError
+from shoal.run.captured_batch import captured_tensors
+from shoal.strategies.base import LocalBatch
+from shoal.trial.mixed_rows import mixes_rows
+from shoal.trial.replaced_rows import ReplacedRows
+
+EARLY_STEPS = 4
+"""Steps before which the loop is watched; later ones are 8, 16, 32, ..."""
+MOST_BATCHES = 4
+"""Batches that are watched for one step: a loop may fetch ahead, or evaluate."""
+
+MIXED = (
+    "forward_backward was given samples that the loop has computed from other samples of this "
+    "rank, as mixup or a normalisation over the batch does. One device would take the samples of "
+    "all ranks. run.gather(tensor) returns them: everyone = run.gather(x) gives mean and deviation "
+    "of the whole batch, and run.gather(x)[order][run.rows] partners for this rank's rows, with an "
+    "order that is the same on all ranks, such as torch.randperm(n, "
+    "generator=torch.Generator().manual_seed(step)). Or do it in the loader's collate_fn, which is "
+    "given whole batches then. Or, to let each rank take its own samples and train the mean over "
+    'ranks, say so: run.forward_backward(..., reduction="ranks").'
+)
+ONE_NUMBER = (
+    "note: forward_backward was given a number that the loop has computed from the samples of this "
+    "rank alone. One device computes it from the samples of all ranks, and so does "
+    "run.gather(tensor).mean(). A count that goes into shoal.counted is right as it is."
+)
+
+
+class LoopWatch(YieldWatch):
+    """Finds samples of a batch that a loop computes from other samples of the rank.
+
+    Attributes:
+        yielded: the shard that was yielded last; None before the first.
+        enabled: False with one data rank, without guards, and where each rank steps by itself.
+        has_loader: a loader was prepared. Without one, only `run.share` gives batches.
+
+    Args: announce: prints a note.
+    """
+
+    def __init__(self, mesh: Mesh, enabled: bool, announce: Callable[[str], None]) -> None:
+        self.yielded: BatchShard | None = None
+        self._data = mesh.data
+        self.enabled = enabled and mesh.data.size > 1
+        self.has_loader = False
+        self._announce = announce
+        self._has_noted = False
+        self._rows = ReplacedRows()
+        self._calls = 0
+        self._batches = 0
+        # (replaced rows, the rows that stand in their places) for each number of samples.
+        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, batch: Any, shard: BatchShard) -> None:
+        """Watch what this thread does with a batch that it is given now."""
+        self.yielded = shard
+        if not self._is_due:
+            return
+        self._rows.stop()
+        if self._batches < MOST_BATCHES and shard.rows >= 2:
+            self._batches += 1
+            self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
+        self._rows.start()
+
+    def end(self) -> None:
+        """Watch no longer; what was seen stays known until the batch is judged."""
+        if self.enabled:
+            self._rows.stop()
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context whose results count as computed from the samples of all ranks."""
+        return self._rows.paused()
+
+    def judge(self, batch: LocalBatch) -> None:
+        """Raise UsageError on all ranks if a rank has mixed its samples. Collective.
+
+        To be called in each step whose loss is that of the global batch.
+        """
+        is_due, self._calls = self._is_due, self._calls + 1
+        # Alike on all ranks, also where one has looked at a batch of a loader by itself.
+        has_source = self.has_loader or self.yielded is not None
+        if not (is_due and has_source):
+            return
+        self._batches, self._chosen = 0, {}
+        is_mixed = self._mixes(batch)
+        if not self._is_due:
+            self._rows.forget()
+        if self._data.sum_of_host_numbers([is_mixed])[0]:
+            raise UsageError(MIXED)
+
+    def skip(self) -> None:
+        """Count a step for which a rank may mix its samples."""
+        self._calls += 1
+        self._batches, self._chosen = 0, {}
+        self._rows.forget()
+
+    @property
+    def _is_due(self) -> bool:
+        step = self._calls + 1
+        return self.enabled and (step <= EARLY_STEPS or not step & (step - 1))
+
+    def _mixes(self, batch: LocalBatch) -> bool:
+        same, replaced, rows = [], [], None
+        for tensor in self._tensors_of(batch):
+            copies = self._rows.copies_of(tensor)
+            if copies is None or not _same_bits(tensor, copies[0]):
+                continue  # something unseen has written into it
+            if not tensor.dim():
+                self._note_number(*copies[:2])
+            elif rows is None or rows is copies[2]:
+                rows = copies[2]
+                same.append(copies[0])
+                replaced.append(copies[1])
+        return rows is not None and mixes_rows(same, replaced, rows)
+
+    def _tensors_of(self, batch: LocalBatch) -> Iterator[Tensor]:
+        yield from tensors_in([batch.args, dict(batch.kwargs)])
+        for _, tensor in captured_tensors(batch.compute_loss):
+            yield tensor
+
+    def _note_number(self, same: Tensor, replaced: Tensor) -> None:
+        is_count = not (same.is_floating_point() or same.is_complex())
+        if not (is_count or self._has_noted or _same_bits(same, replaced)):
+            self._has_noted = True
+            self._announce(ONE_NUMBER)
+
+    def _choose(self, samples: int) -> tuple[Tensor, Tensor]:
+        """Choose which samples are replaced by which: about half of them, by some of the others."""
+        if samples not in self._chosen:
+            generator = torch.Generator().manual_seed(self._calls)
+            order = torch.randperm(samples, generator=generator, device="cpu")
+            replaced, kept = order[: samples // 2], order[samples // 2 :]
+            is_replaced = torch.zeros(samples, dtype=torch.bool, device="cpu")
+            is_replaced[replaced] = True
+            donors = torch.arange(samples, device="cpu")
+            donors[replaced] = kept[: len(replaced)]
+            self._chosen[samples] = is_replaced, donors
+        return self._chosen[samples]
+
+
+def _with_rows(batch: Any, samples: int) -> list[Tensor]:
+    """Return the tensors of a batch that have its samples along dimension 0."""
+    return [
+        tensor
+        for tensor in row_tensors({0: batch}, samples)
+        if tensor.layout is torch.strided and tensor.shape[:1] == (samples,)
+    ]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    one, other = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other))
+    return torch.equal(one, other)

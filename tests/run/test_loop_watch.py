@@ -1,0 +1,239 @@
+"""Loops that mix the samples of a rank before `forward_backward` are refused, others are not."""
+
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.flop_counter import FlopCounterMode
+
+import shoal
+from shoal.errors import UsageError
+from shoal.platform.torch_private.subclasses import has_dispatch_modes
+from shoal.run import loop_watch
+from shoal.testing import world
+
+Loop = Callable[[shoal.Run, nn.Module, Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def data() -> DataLoader:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(36, 6, dtype=torch.float64, generator=generator)
+    y = torch.randint(0, 3, (36,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=12)
+
+
+def mixup(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    partner = torch.randperm(len(x))
+    hot = F.one_hot(y, 3).double()
+    return 0.7 * x + 0.3 * x[partner], 0.7 * hot + 0.3 * hot[partner]
+
+
+def flipped_in_place(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    x.mul_(0.7).add_(x.flip(0), alpha=0.3)
+    return x, F.one_hot(y, 3).double()
+
+
+def normalised(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    gain = x[:, 0]
+    gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+    return x, F.one_hot(y, 3) * gain[:, None]
+
+
+def normalised_by_numbers(
+    run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor
+) -> tuple[Tensor, ...]:
+    return (x - x.mean().item()) / x.std().item(), F.one_hot(y, 3).double()
+
+
+def partners(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return torch.cat([x, x.roll(1, 0)], 1)[:, 3:9], F.one_hot(y, 3).double()
+
+
+def centred_outputs(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        scores = model(x)
+    return x, (scores - scores.mean(0)).softmax(1)
+
+
+MIXING: list[Loop] = [
+    mixup,
+    flipped_in_place,
+    normalised,
+    normalised_by_numbers,
+    partners,
+    centred_outputs,
+]
+
+
+def augmented(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    x = (x.to(run.device).float().double() - 0.1) / 2.0
+    x = torch.where(torch.rand(len(x), 1) < 0.5, x, -x) + 0.1 * torch.randn_like(x)
+    x = F.dropout(x, 0.2).reshape(len(x), 2, 3).transpose(1, 2).contiguous().flatten(1)
+    for row in range(len(x)):
+        x[row].roll(random.randrange(3))
+    x.requires_grad_(True)
+    (slope,) = torch.autograd.grad(F.cross_entropy(model(x), y), x)
+    return (x + 0.01 * slope.sign()).detach(), F.one_hot(y, 3).double()
+
+
+def sorted_rows(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    order = x[:, 0].argsort()
+    return x[order], F.one_hot(y, 3).double()[order]
+
+
+def shuffled_together(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    order = torch.randperm(len(x))
+    return x[order], F.one_hot(y[order], 3).double()
+
+
+def gathered(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    everyone = run.gather(x)
+    return (x - everyone.mean(0)) / everyone.std(0), F.one_hot(y, 3).double()
+
+
+def gathered_partners(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    hot = F.one_hot(y, 3).double()
+    everyone, labels = run.gather(x), run.gather(hot)
+    order = torch.randperm(len(everyone), generator=torch.Generator().manual_seed(3))
+    other, label = everyone[order][run.rows], labels[order][run.rows]
+    return 0.7 * x + 0.3 * other, 0.7 * hot + 0.3 * label
+
+
+def mean_of_all_ranks(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    mean = x.mean(0)
+    torch.distributed.all_reduce(mean)
+    own = shoal.allreduce(x.mean(0))
+    return x - mean / run.world + own, F.one_hot(y, 3).double()
+
+
+NOT_MIXING: list[Loop] = [augmented, sorted_rows, shuffled_together, gathered, gathered_partners]
+
+
+def other_loops() -> list[str]:
+    """Return what is said about loops of other forms."""
+    return [fetching_ahead(), reading_around(), sharing(), in_one_number(), below_another_mode()]
+
+
+def start(lines: list[str]) -> tuple[shoal.Run, nn.Module, DataLoader]:
+    run = shoal.init("ddp", announce=lines.append)
+    model = nn.Linear(6, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = run.prepare(model, optimizer, data())
+    return run, model, loader
+
+
+def error_of(step: Callable[[], object]) -> str:
+    try:
+        step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def fetching_ahead() -> str:
+    run, model, loader = start([])
+    pairs = pairwise(x - x.mean(0) for x, _ in loader)
+    return error_of(lambda: [run.forward_backward(lambda x: model(x).mean(), x) for x, _ in pairs])
+
+
+def reading_around() -> str:
+    run, model, loader = start([])
+    x, y = next(iter(loader))
+    y = y.double() / y.double().norm()
+    return error_of(lambda: run.forward_backward(lambda x: (model(x)[:, 0] * y).mean(), x))
+
+
+def sharing() -> str:
+    run, model, _ = start([])
+    x = run.share(torch.arange(72.0).double().view(12, 6))
+    x = x / x.amax()
+    return error_of(lambda: run.forward_backward(lambda x: model(x).mean(), x))
+
+
+def in_one_number() -> str:
+    lines: list[str] = []
+    run, model, loader = start(lines)
+    for x, _ in loader:
+        rate = x.std()
+        run.forward_backward(lambda x, rate: (model(x) / rate).mean(), x, rate)
+    return " ".join(line for line in lines if line == loop_watch.ONE_NUMBER)
+
+
+def below_another_mode() -> str:
+    run, model, loader = start([])
+    batches = iter(loader)
+    x, _ = next(batches)
+    with FlopCounterMode(display=False):
+        x = x - x.mean(0)
+        error = error_of(lambda: run.forward_backward(lambda x: model(x).mean(), x))
+    assert not has_dispatch_modes()
+    return error
+
+
+def told(strategy: str, loops: list[Loop], reduction: str = "rows") -> list[str | list[float]]:
+    """Return the error of each loop, or its losses."""
+    return [result_of(strategy, loop, reduction) for loop in loops]
+
+
+def result_of(strategy: str, loop: Loop, reduction: str) -> str | list[float]:
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, data())
+
+    def compute_loss(x: Tensor, target: Tensor) -> Tensor:
+        return -(target * F.log_softmax(model(x), 1)).sum(1).mean()
+
+    losses = []
+    try:
+        for x, y in loader:
+            optimizer.zero_grad()
+            batch = loop(run, model, x, y)
+            losses.append(run.forward_backward(compute_loss, *batch, reduction=reduction).item())
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return losses
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero3", "server=1"))]
+)
+def test_loops_that_mix_the_samples_of_a_rank_are_refused(strategy: str) -> None:
+    for found in world.run(2, told, strategy, MIXING):
+        assert found == [loop_watch.MIXED] * len(MIXING)
+
+
+@pytest.mark.slow
+def test_loops_that_mix_the_samples_of_a_rank_on_purpose_go_on() -> None:
+    for found in world.run(2, told, "ddp", MIXING, "ranks"):
+        assert all(isinstance(losses, list) for losses in found)
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero3", "server=1"))]
+)
+def test_loops_that_compute_each_sample_from_itself_or_from_all_ranks_go_on(strategy: str) -> None:
+    loops = NOT_MIXING if strategy.startswith("server") else [*NOT_MIXING, mean_of_all_ranks]
+    for found in world.run(2, told, strategy, loops):
+        assert all(isinstance(losses, list) for losses in found)
+
+
+@pytest.mark.slow
+def test_gathered_samples_give_the_numbers_of_one_device() -> None:
+    loops = [gathered, gathered_partners, sorted_rows]
+    expected = told("ddp", loops)
+    for found in world.run(2, told, "ddp", loops):
+        for losses, right in zip(found, expected, strict=True):
+            assert losses == pytest.approx(right, rel=1e-10)
+
+
+def test_loops_of_other_forms_are_watched_too() -> None:
+    for said in world.run(2, other_loops)[:1]:
+        mixed = loop_watch.MIXED
+        assert said == [mixed, mixed, mixed, loop_watch.ONE_NUMBER, mixed]
