@@ -1,6 +1,7 @@
-"""The fixed cost of a step: the tiny MLP by hand, with Shoal, without guards, in an older checkout.
+"""The cost of a step beyond the step: by hand, with Shoal, without guards, in an older checkout.
 
     python -m benchmarks.overhead.step_parts --older ../shoal-before
+    python -m benchmarks.overhead.step_parts --network transformer --strategy zero3
 
           hand 1 rank   sleeps ▓ sleeps ............   every candidate has its own processes, which
           shoal         .......  ▓ .................   take turns in a new order each round, since
@@ -41,6 +42,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="after each start")
     parser.add_argument("--steps", type=int, default=40, help="of a turn")
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--network", default="mlp", help="of step_worker.py")
+    parser.add_argument("--strategy", default="ddp", help="by hand is DistributedDataParallel")
     parser.add_argument("--older", type=Path, help="a checkout to compare with")
     parser.add_argument("--older-worker", type=Path, help="as step_worker.py, for an older API")
     parser.add_argument("--own-batches", action="store_true", help="Shoal knows no loader")
@@ -48,7 +51,8 @@ def main() -> None:
     options = parser.parse_args()
     facts = circumstances(("torch", "shoal"))
     found = {}
-    own = ["--own-batches"] if options.own_batches else []
+    own = ["--network", options.network, "--strategy", options.strategy]
+    own += ["--own-batches"] if options.own_batches else []
     programs = {name: (CHECKOUT, WORKER, [name, *own]) for name in ("hand", "shoal", "unguarded")}
     if options.older is not None:
         worker = options.older_worker or WORKER
@@ -144,7 +148,22 @@ def told_times(times_s: dict[str, list[float]], starts: int) -> list[str]:
             differences = [a - b for a, b in zip(ours, others, strict=True)]
             best = fastest(ours, starts) - fastest(others, starts)
             lines.append(_line(f"{name} - {other}", differences, best))
+    if "older" in times_s:
+        lines.append(_told_ratio(times_s["shoal"], times_s["older"], starts))
     return lines
+
+
+def _told_ratio(ours: list[float], others: list[float], starts: int) -> str:
+    """Return the ratios of the starts: of the fastest turns, and of the medians."""
+    turns = len(ours) // starts
+    ratios = []
+    for measure in (min, median):
+        values = []
+        for start in range(starts):
+            part = slice(start * turns, (start + 1) * turns)
+            values.append(measure(ours[part]) / measure(others[part]))
+        ratios.append(f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+    return f"  shoal / older by start: fastest turns {ratios[0]}, median turns {ratios[1]}"
 
 
 def fastest(values_s: Sequence[float], starts: int) -> float:

@@ -251,3 +251,14 @@ def _mapping_like(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         new[key] = item
     return new
+
+
+def are_tensors(arguments: Sequence[Any]) -> bool:
+    """Return True if all arguments are tensors, as in most scripts.
+
+    No nest has to be searched for tensors then, which would take longer than a small layer.
+    """
+    for argument in arguments:  # noqa: SIM110 (a generator takes twice as long)
+        if not isinstance(argument, Tensor):
+            return False
+    return True

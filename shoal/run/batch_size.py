@@ -19,7 +19,7 @@ from shoal.comm.axis import Axis
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
-from shoal.data.tree_map import row_tensors, rows_of, tensors_in
+from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 from shoal.run.tensor_digest import as_bytes
 
@@ -184,13 +184,13 @@ class BatchSizes:
 
         Args: loaders: those that have yielded batches.
         """
-        are_tensors = _are_tensors(arguments)
+        is_plain = are_tensors(arguments)
         last = loaders[-1].share
         assert last is not None
         share, is_certain = last, True
         # If all shares so far have one size, the tensors need not be looked up.
         if not _have_one_size(loaders):
-            tensors = _with_dims(arguments if are_tensors else tensors_in(arguments))
+            tensors = _with_dims(arguments if is_plain else tensors_in(arguments))
             found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
             # Batches of two loaders may have one size.
             known = list({(share.rows, share.global_rows): share for share in found}.values())
@@ -203,7 +203,7 @@ class BatchSizes:
             share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are
         # sure to fit.
-        in_rows = arguments if are_tensors else [*row_tensors(_nest(arguments), share.rows)]
+        in_rows = arguments if is_plain else [*row_tensors(_nest(arguments), share.rows)]
         to_learn = is_certain, share.rows, [tensor.shape for tensor in in_rows]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
             self._learn_layout(_with_dims(in_rows), max(share.rows, 1), is_certain)
@@ -259,17 +259,6 @@ def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
     )
 
 
-def _are_tensors(arguments: Sequence[Any]) -> bool:
-    """Return True if all arguments are tensors, as in most scripts.
-
-    No nest has to be searched for tensors then, which would take longer than a small layer.
-    """
-    for argument in arguments:  # noqa: SIM110 (a generator takes twice as long)
-        if not isinstance(argument, Tensor):
-            return False
-    return True
-
-
 def _nest(arguments: Sequence[Any]) -> dict[int, Any]:
     """Return the arguments as a nest: no list of samples, though there may be as many."""
     return dict(enumerate(arguments))
@@ -290,15 +279,15 @@ def _have_one_size(loaders: Sequence[BatchSource]) -> bool:
 
 def _length(arguments: Sequence[Any]) -> int:
     """Return the number of samples that the tensors and lists of a batch agree on."""
-    are_tensors = _are_tensors(arguments)
-    tensors = _with_dims(arguments if are_tensors else tensors_in(arguments))
+    is_plain = are_tensors(arguments)
+    tensors = _with_dims(arguments if is_plain else tensors_in(arguments))
     if not tensors:
         raise UsageError(
             "forward_backward: the batch has no tensor, so its number of samples is unknown. Say "
             "it: run.forward_backward(compute_loss, *batch, rows=8)."
         )
     length = len(tensors[0])
-    if are_tensors and all(len(tensor) == length for tensor in tensors):
+    if is_plain and all(len(tensor) == length for tensor in tensors):
         return length
     try:
         return rows_of(_nest(arguments))

@@ -13,6 +13,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
 from shoal.data.sample_lists import mark_sample_lists
 from shoal.data.seeds import preserve_rng_state
+from shoal.data.tree_map import are_tensors
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
@@ -39,8 +40,11 @@ def make_batch(
     """
     prepared.watch.end()
     data, is_divided = prepared.mesh.data, prepared.mesh.size * prepared.settings.accumulate > 1
-    args, kwargs = mark_sample_lists((args, kwargs), prepared.sizes.hold_samples, is_divided)
     arguments = (*args, *kwargs.values()) if kwargs else args
+    if not are_tensors(arguments):
+        hold_samples = prepared.sizes.hold_samples
+        args, kwargs = mark_sample_lists((args, kwargs), hold_samples, is_divided)
+        arguments = (*args, *kwargs.values())
     found = prepared.sizes.resolve(arguments, rows, data.size)
     weight = None
     if reduction == "ranks":
