@@ -7,9 +7,11 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 from test_checkpoint_store import data_file, filled, flip_a_bit, saved
 
-from shoal.train.checkpoint import manifest
+from shoal.train.checkpoint import block_digest, manifest
 from shoal.train.checkpoint.block_digest import BLOCK_BYTES, BlockDigest
 
 
@@ -40,6 +42,24 @@ def test_a_file_has_the_digest_of_its_bytes(tmp_path: Path) -> None:
 
 def test_it_is_the_same_in_every_version_as_checkpoints_hold_it() -> None:
     assert digest_of(b"shoal") == "81a94a2c874393e6662890e7098f1291"
+
+
+def test_compiled_sums_are_those_of_torch_wherever_a_block_begins() -> None:
+    if block_digest.compiled is None:
+        pytest.skip("the compiled part of Shoal is not there")
+    data = np.frombuffer(random.Random(4).randbytes(BLOCK_BYTES + 8), np.uint8)
+    for begin in range(8):
+        block = data[begin : begin + BLOCK_BYTES]
+        expected = [value % (1 << 64) for value in block_digest.sums_by_torch(block)]
+        found = block_digest.compiled.block_sums(block, *block_digest.factors())
+        assert list(found) == expected
+
+
+def test_compiled_sums_take_no_buffers_of_different_lengths() -> None:
+    if block_digest.compiled is None:
+        pytest.skip("the compiled part of Shoal is not there")
+    with pytest.raises(ValueError, match="one length"):
+        block_digest.compiled.block_sums(bytes(16), bytes(16), bytes(8))
 
 
 def test_flipped_bits_swapped_words_and_equal_flips_in_two_words_are_found() -> None:
