@@ -3,9 +3,10 @@ export, by `memory`. Run it by `make bench-checkpoint`.
 
     round    torch.save │ Shoal, waiting │ Shoal, overlapped: copy ─ steps, a thread writes ─ wait
 
-Each saves the same state, a GPT and its AdamW moments under ddp, to a fresh directory on the same
-disk, and fsyncs it. Ours and torch's change places in each round: the second one gets memory that
-the first has just freed, which a virtual machine need not fetch from its host."""
+Each saves the same state, a GPT and its AdamW moments under ddp, to the same disk, and fsyncs it:
+torch.save over its own file, and once more to a new one, after which the older one is removed as
+ours is. They change places in each round: what follows gets memory that the one before has freed,
+which a virtual machine need not fetch from its host."""
 
 from __future__ import annotations
 
@@ -49,19 +50,22 @@ def measured(folder: Path) -> dict[str, list[float]]:
             found.setdefault(what, []).append(ended_s - started_s)
             found.setdefault(f"{what}, processor", []).append(busiest.item())
 
-    def in_turns(number: int, *both: tuple[str, Callable[[], object]]) -> None:
-        for what, action in both if number % 2 else reversed(both):
+    def in_turns(number: int, *actions: tuple[str, Callable[[], object]]) -> None:
+        first = number % len(actions)
+        for what, action in actions[first:] + actions[:first]:
             note(number, what, action)
 
     for number in range(1, ROUNDS + 1):
         note(number, "steps", steps)
         tensors, info, private = run.state()
-        plain = (
-            partial(_torch_save, folder / "plain.pt", tensors) if run.rank == 0 else partial(int)
-        )
+        over, new = partial(int), partial(int)
+        if run.rank == 0:
+            over = partial(_torch_save, folder / "plain.pt", tensors)
+            new = partial(_save_to_new_file, folder, number, tensors)
         in_turns(
             number,
-            ("torch.save", plain),
+            ("torch.save", over),
+            ("torch.save, new file", new),
             ("waiting", partial(waiting.save, number, tensors, info, private)),
         )
         note(
@@ -90,6 +94,12 @@ def _torch_save(path: Path, tensors: dict[str, torch.Tensor]) -> None:
         torch.save(tensors, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _save_to_new_file(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    """Save as a script does that is never without a checkpoint: then remove the one before."""
+    _torch_save(folder / f"plain-{number}.pt", tensors)
+    (folder / f"plain-{number - 1}.pt").unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -11,7 +11,8 @@ from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 ROWS = {
-    "torch.save": "`torch.save` by rank 0, fsynced: training stands still",
+    "torch.save": "`torch.save` by rank 0 over the file before, fsynced: training stands still",
+    "torch.save, new file": "the same to a new file; then the file before is removed",
     "waiting": "Shoal, waiting: written by both ranks, hashed, fsynced, renamed, read back",
     "beside, stall": "**Shoal, beside training: the stall**",
     "beside, the rest": "what is left to wait for after three steps",
