@@ -196,9 +196,10 @@ def _redirect_output(stdout: Connection | None, stderr: Connection | None) -> No
         with open(os.devnull, "wb") if target is None else target as opened:
             os.dup2(opened.fileno(), descriptor)
     # The fork server created these two objects, with buffering for its own outputs. The user of a
-    # rank wants each line at once.
+    # rank wants each line at once, and whole: where PYTHONUNBUFFERED is set, `print` would write
+    # the newline by itself, behind the line of another rank.
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1 PID` prints the stacks of a rank
 

@@ -163,6 +163,17 @@ def test_output_all_shows_stdout_of_every_rank(tmp_path, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] stdout of 1", "stdout of 0"]
 
 
+def test_a_line_of_rank_0_is_one_write_where_python_buffers_nothing(tmp_path):
+    (tmp_path / "says.py").write_text("print('one'); print('two')")
+    reader, writer = os.pipe2(os.O_DIRECT)  # a read returns what one write has written
+    with open(reader, "rb", buffering=0) as packets:
+        with open(writer, "wb") as stdout:
+            command = [sys.executable, "-m", "shoal", "launch", "-n", "1", "says.py"]
+            environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+            subprocess.run(command, cwd=tmp_path, env=environment, stdout=stdout, check=True)
+        assert list(iter(lambda: packets.read(1 << 12), b"")) == [b"one\n", b"two\n"]
+
+
 @pytest.mark.parametrize("processes", [0, -2])
 def test_less_than_one_process_is_refused(tmp_path, processes):
     with pytest.raises(LaunchError, match=f"{processes} processes were asked for"):
