@@ -60,53 +60,67 @@ class _Regroup(torch.autograd.Function):
         return stored_gradient, None, None
 
 
-def _stored_rows(num_rows: int, axis: Axis) -> list[list[int]]:
+def _stored_rows(num_rows: int, axis: Axis) -> list[list[range]]:
     """Return for each rank the rows that it stores."""
     size = num_rows // axis.size
-    return [list(range(rank * size, (rank + 1) * size)) for rank in range(axis.size)]
+    return [[range(rank * size, (rank + 1) * size)] for rank in range(axis.size)]
 
 
-def _used_rows(num_rows: int, axis: Axis, parts: int) -> list[list[int]]:
+def _used_rows(num_rows: int, axis: Axis, parts: int) -> list[list[range]]:
     """Return for each rank the rows that it computes with: 1/T of each part."""
     part_size = num_rows // parts
     size = part_size // axis.size
-    rows_by_rank = []
-    for rank in range(axis.size):
-        rows: list[int] = []
-        for part_start in range(0, num_rows, part_size):
-            rows += range(part_start + rank * size, part_start + (rank + 1) * size)
-        rows_by_rank.append(rows)
-    return rows_by_rank
+    return [
+        [
+            range(part_start + rank * size, part_start + (rank + 1) * size)
+            for part_start in range(0, num_rows, part_size)
+        ]
+        for rank in range(axis.size)
+    ]
 
 
 def _exchange_rows(
-    tensor: Tensor, before: list[list[int]], after: list[list[int]], axis: Axis
+    tensor: Tensor, before: list[list[range]], after: list[list[range]], axis: Axis
 ) -> Tensor:
-    """Move rows between ranks: from the assignment `before` to the assignment `after`."""
-    owner = {row: rank for rank, rows in enumerate(before) for row in rows}
-    send_rows = [[row for row in rows if owner[row] == axis.rank] for rows in after]
-    receive_rows = [
-        [row for row in after[axis.rank] if owner[row] == rank] for rank in range(axis.size)
-    ]
-    send_order = _positions(_concatenate(send_rows), before[axis.rank], tensor.device)
+    """Move rows between ranks: from the assignment `before` to the assignment `after`.
+
+    Args:
+        tensor: the rows `before[axis.rank]`.
+        before, after: ranges of rows of each rank, in ascending order.
+    """
+    own = before[axis.rank]
+    sent = [_overlaps(own, rows) for rows in after]
+    received = [_overlaps(rows, after[axis.rank]) for rows in before]
+    slices = [_rows_of(tensor, own, rows) for to_rank in sent for rows in to_rank]
     # Contiguous, also for a transposed matrix: a message is sent as it lies in memory.
-    send_buffer = tensor[send_order].contiguous()
+    send_buffer = torch.cat(slices).contiguous()
     receive_buffer = torch.empty_like(send_buffer)
-    all_to_all(
-        receive_buffer,
-        send_buffer,
-        [len(rows) for rows in receive_rows],
-        [len(rows) for rows in send_rows],
-        group=axis.group,
-    )
-    return receive_buffer[_positions(after[axis.rank], _concatenate(receive_rows), tensor.device)]
+    all_to_all(receive_buffer, send_buffer, _num_rows(received), _num_rows(sent), group=axis.group)
+    arrived = [rows for from_rank in received for rows in from_rank]
+    chunks = receive_buffer.split([len(rows) for rows in arrived])
+    in_order = sorted(range(len(arrived)), key=lambda index: arrived[index].start)
+    return torch.cat([chunks[index] for index in in_order])
 
 
-def _concatenate(lists: list[list[int]]) -> list[int]:
-    return [row for rows in lists for row in rows]
+def _overlaps(some: list[range], others: list[range]) -> list[range]:
+    """Return the rows that are in both, in ascending order."""
+    both = [
+        range(max(rows.start, other.start), min(rows.stop, other.stop))
+        for rows in some
+        for other in others
+    ]
+    return [rows for rows in both if rows]
 
 
-def _positions(rows: list[int], order: list[int], device: torch.device) -> Tensor:
-    """Return the index of each of `rows` in `order`."""
-    position = {row: index for index, row in enumerate(order)}
-    return torch.tensor([position[row] for row in rows], device=device)
+def _rows_of(tensor: Tensor, held: list[range], rows: range) -> Tensor:
+    """Return some rows of a tensor that holds the rows `held`; `rows` is within one range of it."""
+    position = 0
+    for each in held:
+        if rows.start in each:
+            return tensor.narrow(0, position + rows.start - each.start, len(rows))
+        position += len(each)
+    raise AssertionError(f"rows {rows} are not among {held}")
+
+
+def _num_rows(rows_by_rank: list[list[range]]) -> list[int]:
+    return [sum(len(rows) for rows in from_rank) for from_rank in rows_by_rank]

@@ -9,7 +9,7 @@ gradient, and its slice of it is that of its shard: no sum is needed.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from typing import Any
 
 import torch
@@ -191,9 +191,15 @@ def _has_sliced_tensor(args: Any, options: Any) -> bool:
         if isinstance(arg, DTensor):
             if is_tensor_sharded(arg):
                 return True
-        elif isinstance(arg, (list, tuple)) and any(is_tensor_sharded(item) for item in arg):
+        elif isinstance(arg, (list, tuple)) and _has_sliced_item(arg):
             return True
     return False
+
+
+def _has_sliced_item(items: Sequence[Any]) -> bool:
+    """Look at the types first: `torch.tensor` gets lists of thousands of numbers."""
+    has_distributed = any(issubclass(kind, DTensor) for kind in set(map(type, items)))
+    return has_distributed and any(is_tensor_sharded(item) for item in items)
 
 
 def _concerns_tensor_itself(func: Any, name: str) -> bool:
