@@ -50,6 +50,7 @@ def collect_and_use() -> str:
     return "all of them work"
 
 
+@pytest.mark.slow
 def test_a_garbage_socket_of_the_rank_closes_nothing_in_a_helper() -> None:
     gc.disable()
     try:

@@ -252,6 +252,7 @@ def states(pids: list[str]) -> str:
     return "".join(Path("/proc", pid, "stat").read_text().rpartition(") ")[2][0] for pid in pids)
 
 
+@pytest.mark.slow
 def test_ranks_stop_and_continue_with_their_launcher(tmp_path):
     terminal, inner = pty.openpty()
     with program(tmp_path, stdout=inner, stderr=inner) as (process, _):

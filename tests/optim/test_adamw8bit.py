@@ -206,7 +206,7 @@ def test_resumed_at_the_same_world_it_ends_bit_equal(
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        (("zero3", 3), ("zero1", 2)),
+        pytest.param(("zero3", 3), ("zero1", 2), marks=SLOW),
         pytest.param(("zero3", 3), ("single", 1), marks=SLOW),
         pytest.param(("ddp", 2), ("zero3", 4), marks=SLOW),
     ],

@@ -17,13 +17,6 @@ SMALL = [layout for layout in LAYOUTS if layout[1] <= 4]
 # Every third strategy on one model, each model in its turn; the rest is behind a marker: `make
 # test-slow`.
 EVERY_DAY = {(layout, MODELS[7 * turn % len(MODELS)]) for turn, layout in enumerate(SMALL[1::3])}
-# Statistics in slices, compared by a collective that not all ranks would make.
-EVERY_DAY.add(
-    (
-        ("tensor=2,pipeline=2,balance=parameters,schedule=zero-bubble,recompute,zero3", 8, 1),
-        "cnn with BatchNorm",
-    )
-)
 
 
 def test_every_model_has_its_turn() -> None:

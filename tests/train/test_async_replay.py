@@ -204,6 +204,7 @@ def shoal(*words: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_the_command_line_records_and_replays(tmp_path: Path) -> None:
     words = (
         "--strategy",

@@ -55,6 +55,7 @@ def test_state_given_back_continues_the_average() -> None:
     assert torch.equal(first.state()["ema.weight"], second.state()["ema.weight"])
 
 
+@pytest.mark.slow
 def test_an_average_is_divided_with_the_model_that_waits_for_its_first_batch(
     tmp_path: Path,
 ) -> None:

@@ -124,6 +124,7 @@ def test_what_cannot_be_is_said_before_anything_is_written(
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_training_starts_from_given_weights(tmp_path: Path) -> None:
     import torch
 

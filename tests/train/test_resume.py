@@ -78,9 +78,8 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks"), [("ddp", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 1), ("zero3", 2)])
 def test_moments_of_eight_bits_are_resumed(tmp_path: Path, strategy: str, ranks: int) -> None:
     wide = {**MLP, "model.options.hidden": [256, 64]}
     settings = {
@@ -213,9 +212,8 @@ def test_a_checkpoint_that_is_due_when_an_epoch_ends_is_saved(tmp_path: Path) ->
     assert names == ["step-00000004", "step-00000008", "step-00000012"]
 
 
-@pytest.mark.parametrize(
-    ("hint", "step"), [("best", 4), pytest.param("latest", 12, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("hint", "step"), [("best", 4), ("latest", 12)])
 def test_what_a_killed_save_left_undone_is_done_by_the_resume(
     tmp_path: Path, hint: str, step: int
 ) -> None:

@@ -73,6 +73,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert_equal_to_the_bit(everything(tmp_path / "run"), {**undisturbed, "checkpoints": names})
 
 
+@pytest.mark.slow
 def test_a_failed_last_save_fails_a_run_that_the_same_command_completes(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:

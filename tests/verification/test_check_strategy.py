@@ -24,7 +24,14 @@ def not_a_number(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output, target) * (torch.nan if distributed.get_world_size() > 1 else 1)
 
 
-@pytest.mark.parametrize("loss_fn", [wrong_scale, one_rank_wrong, not_a_number])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        wrong_scale,
+        pytest.param(one_rank_wrong, marks=pytest.mark.slow),
+        pytest.param(not_a_number, marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_scale_a_wrong_rank_and_a_nan_are_caught(loss_fn: LossFunction) -> None:
     with pytest.raises(AssertionError, match="differs from one process:"):
         check_strategy("ddp", 2, Experiment(mlp, image_loader, loss_fn))

@@ -80,7 +80,12 @@ def trained(strategy: str, accumulate: int) -> dict[str, tuple[list[float], dict
 
 @pytest.mark.parametrize(
     ("strategy", "accumulate"),
-    [("ddp", 1), ("ddp,bucket_mb=0.0001", 1), ("ddp,bucket_mb=0.0001", 2), ("local=1", 1)],
+    [
+        pytest.param("ddp", 1, marks=pytest.mark.slow),
+        ("ddp,bucket_mb=0.0001", 1),
+        pytest.param("ddp,bucket_mb=0.0001", 2, marks=pytest.mark.slow),
+        ("local=1", 1),
+    ],
 )
 def test_a_step_may_call_what_it_likes(strategy: str, accumulate: int) -> None:
     expected = trained("single", accumulate)

@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
         ("halving-doubling", 3, 1),
         pytest.param("halving-doubling", 4, 1, marks=SLOW),
         pytest.param("hierarchical", 4, 1, marks=SLOW),
-        ("auto", 3, 1),
+        pytest.param("auto", 3, 1, marks=SLOW),
     ],
 )
 def test_training_with_an_algorithm_is_exact(algorithm: str, ranks: int, accumulate: int) -> None:

@@ -20,8 +20,8 @@ from shoal.verification.trajectory import Experiment
     ("name", "strategy", "ranks"),
     [
         ("gpt", "pipeline=2,schedule=zbv", 2),
-        ("U-Net", "pipeline=2,schedule=zero-bubble,zero1", 4),
-        ("lstm", "pipeline=3,schedule=gpipe,microbatches=4", 3),
+        pytest.param("U-Net", "pipeline=2,schedule=zero-bubble,zero1", 4, marks=pytest.mark.slow),
+        pytest.param("lstm", "pipeline=3,schedule=gpipe,microbatches=4", 3, marks=pytest.mark.slow),
         # A stage of the second input alone gives something that does not come from what it
         # receives.
         ("two inputs", "pipeline=2,schedule=zero-bubble,cuts=right", 2),
@@ -33,6 +33,7 @@ def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: 
         alike(one, told)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_from_layout_to_layout(tmp_path: Path) -> None:
     layouts = [("single", 1), ("pipeline=2,schedule=interleaved", 2), ("pipeline=2,zero2", 4)]
     saved = {}

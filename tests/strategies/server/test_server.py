@@ -82,7 +82,13 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
         ), name
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("SGD", "AdamW") else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZERS
+    ],
+)
 def test_servers_step_as_the_optimizer_itself_does_and_give_back_its_state(name: str) -> None:
     expected = trained("single", name)
     for found in world.run(2, trained, "server=2,part_mb=0.001", name):
@@ -120,7 +126,7 @@ def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
     return run.weights(), loss.item(), were_apart
 
 
-@pytest.mark.parametrize("staleness", ["1", "3", "async"])
+@pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "3", "async"])
 def test_stale_workers_learn_and_end_at_the_same_weights(staleness: str) -> None:
     found = world.run(3, apart, f"server=2,staleness={staleness},part_mb=0.001")
     (weights, _, were_apart), *others = found

@@ -75,6 +75,7 @@ def with_many_words(
     )
 
 
+@pytest.mark.slow
 def test_only_rows_of_a_sparse_gradient_are_sent_with_the_same_bits() -> None:
     strategy = "server=2,part_mb=0.1,shared_memory=false"
     dense, (dense_received, dense_sent) = world.run(2, with_many_words, strategy, False, 0.0)[0]

@@ -102,6 +102,7 @@ def train_all(strategy: str) -> dict[str, tuple[list[float], dict[str, Tensor], 
     return found
 
 
+@pytest.mark.slow
 def test_attention_of_scripts_is_cut_in_heads_and_trains_as_on_one_device() -> None:
     single = train_all("single")
     for found in world.run(2, train_all, "tensor=2"):

@@ -33,7 +33,7 @@ def test_two_slices_are_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "name"),
     [
-        ("tensor=2,ddp", 4, 1, "gpt"),
+        pytest.param("tensor=2,ddp", 4, 1, "gpt", marks=pytest.mark.slow),
         ("tensor=2,zero3", 4, 2, "gpt"),
         ("tensor=2,recompute,unit=Core", 2, 1, "rows"),
         pytest.param("tensor=2,ddp", 6, 2, "gpt", marks=SLOW),

@@ -135,7 +135,7 @@ def same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
     [
-        ("zero1", 2, 1),
+        pytest.param("zero1", 2, 1, marks=pytest.mark.slow),
         ("zero3", 2, 1),
         pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
         pytest.param("recompute,zero3", 2, 1, marks=pytest.mark.slow),
