@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -9,8 +8,7 @@ def are_finite(
     tensors: list[Tensor],
     others: list[Tensor],
     tensor_type: type,
-    strided: Any,
-    kinds: Mapping[Any, int],
+    exchange: Any,
     max_bytes: int,
     /,
 ) -> bool: ...
@@ -19,8 +17,7 @@ def copy_finite(
     sources: list[Tensor],
     others: list[int],
     tensor_type: type,
-    strided: Any,
-    kinds: Mapping[Any, int],
+    exchange: Any,
     max_bytes: int,
     /,
 ) -> bool: ...

@@ -6,12 +6,16 @@
  *
  * A sum of the values may overflow where no value does, and a call of torch for each tensor takes
  * longer than a small tensor's values. What is not dense in the CPU's memory is left to torch.
+ *
+ * DLPack's exchange of C functions says where a tensor's values lie, in one call: to ask a tensor
+ * for six attributes takes longer than to look at a small one. See
+ * https://dmlc.github.io/dlpack/latest/c_api.html
  */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>
 
-#define VERSION 2 /* of the arguments; see finite_values.py */
+#define VERSION 3 /* of the arguments; see finite_values.py */
 #define STREAMS 4 /* a processor fetches several sequences of addresses ahead of their use */
 #define BLOCK 64  /* values of a stream between two tests of what was found */
 #define GIL_BYTES (1 << 20) /* up to here, to release the interpreter's lock costs more */
@@ -67,127 +71,156 @@ COPY(copy_bfloat16, uint16_t, 1 << 7)
 COPY(copy_float, uint32_t, 1 << 23)
 COPY(copy_double, uint64_t, (uint64_t)1 << 52)
 
-/* The kinds of values, as finite_values.py numbers them. */
-static const struct {
+/* --- DLPack, version 1 */
+
+enum { FLOAT = 2, BFLOAT = 4 };           /* codes of dtypes */
+enum { CPU = 1, CPU_PINNED_BY_CUDA = 3 }; /* devices */
+
+typedef struct {
+    void *data;
+    struct {
+        int32_t type, id;
+    } device;
+    int32_t dims;
+    struct {
+        uint8_t code, bits;
+        uint16_t lanes;
+    } dtype;
+    int64_t *shape, *strides; /* in values */
+    uint64_t byte_offset;
+} DLTensor;
+
+typedef struct {
+    uint32_t major, minor;
+    void *older, *allocate, *export_owned, *import_owned;
+    int (*describe)(void *object, DLTensor *described); /* owns nothing; -1 with an exception */
+} ExchangeFunctions;
+
+/* --- kinds of values */
+
+typedef struct {
+    uint8_t code, bits;
     int (*look)(const void *memory, int64_t count);
     int (*copy)(void *target, const void *source, int64_t count);
-    int64_t bytes;
-} KINDS[] = {{half_is_finite, copy_half, 2},
-             {bfloat16_is_finite, copy_bfloat16, 2},
-             {float_is_finite, copy_float, 4},
-             {double_is_finite, copy_double, 8}};
-#define KINDS_COUNT ((int)(sizeof KINDS / sizeof *KINDS))
+} Kind;
 
-/* --- tensors: 1, 0, or -1 with an exception */
+static const Kind KINDS[] = {{FLOAT, 16, half_is_finite, copy_half},
+                             {BFLOAT, 16, bfloat16_is_finite, copy_bfloat16},
+                             {FLOAT, 32, float_is_finite, copy_float},
+                             {FLOAT, 64, double_is_finite, copy_double}};
+#define KINDS_COUNT (sizeof KINDS / sizeof *KINDS)
 
-enum { IS_CPU, LAYOUT, DTYPE, IS_CONTIGUOUS, NUMEL, DATA_PTR, IS_NEG, ATTRIBUTES };
-static const char *const ATTRIBUTE_NAMES[ATTRIBUTES] = {
-    "is_cpu", "layout", "dtype", "is_contiguous", "numel", "data_ptr", "is_neg"};
-static PyObject *attributes[ATTRIBUTES];
+typedef struct {
+    const Kind *kind;
+    void *memory;
+    int64_t count, bytes;
+} Values;
 
-static int is_value(PyObject *value, PyObject *expected) {
-    if (value == NULL) return -1;
-    Py_DECREF(value);
-    return value == expected;
+/* Return 1 if the values of a tensor lie one after the other in their order, and count them. */
+static int is_contiguous(const DLTensor *tensor, int64_t *count) {
+    *count = 1;
+    for (int32_t i = 0; i < tensor->dims; i++) *count *= tensor->shape[i];
+    int64_t stride = 1;
+    for (int32_t i = tensor->dims - 1; i >= 0 && *count; i--) {
+        if (tensor->shape[i] != 1 && tensor->strides[i] != stride) return 0;
+        stride *= tensor->shape[i];
+    }
+    return 1;
 }
 
-static long long number(PyObject *value) {
-    if (value == NULL) return -1;
-    long long found = PyLong_AsLongLong(value);
-    Py_DECREF(value);
-    return found;
+/* Find the values of a plain tensor that lie contiguous in the CPU's memory; 0 for any other. */
+static int find_values(PyObject *tensor, PyObject *tensor_type, const ExchangeFunctions *functions,
+                       Values *found) {
+    DLTensor described;
+    if ((PyObject *)Py_TYPE(tensor) != tensor_type) return 0;
+    if (functions->describe(tensor, &described)) { /* sparse, for example */
+        PyErr_Clear();
+        return 0;
+    }
+    if (described.device.type != CPU && described.device.type != CPU_PINNED_BY_CUDA) return 0;
+    found->kind = NULL;
+    for (size_t i = 0; i < KINDS_COUNT; i++)
+        if (KINDS[i].code == described.dtype.code && KINDS[i].bits == described.dtype.bits)
+            found->kind = &KINDS[i];
+    if (!found->kind || described.dtype.lanes != 1) return 0;
+    if (!is_contiguous(&described, &found->count)) return 0;
+    found->memory = (char *)described.data + described.byte_offset;
+    found->bytes = found->count * found->kind->bits / 8;
+    return 1;
 }
 
-/* Find the memory of a dense tensor on the CPU; 0 for any other. */
-static int read_plain(PyObject *tensor, PyObject *strided, PyObject *kinds, int *kind,
-                      const void **memory, int64_t *count) {
-    int found;
-    if ((found = is_value(PyObject_GetAttr(tensor, attributes[IS_CPU]), Py_True)) < 1) return found;
-    if ((found = is_value(PyObject_GetAttr(tensor, attributes[LAYOUT]), strided)) < 1) return found;
-    PyObject *dtype = PyObject_GetAttr(tensor, attributes[DTYPE]);
-    if (dtype == NULL) return -1;
-    PyObject *known = PyDict_GetItemWithError(kinds, dtype);
-    Py_DECREF(dtype);
-    if (known == NULL) return PyErr_Occurred() ? -1 : 0;
-    *kind = (int)PyLong_AsLong(known);
-    if (PyErr_Occurred()) return -1;
-    if (*kind < 0 || *kind >= KINDS_COUNT) return 0;
-    found = is_value(PyObject_CallMethodNoArgs(tensor, attributes[IS_CONTIGUOUS]), Py_True);
-    if (found < 1) return found;
-    *count = number(PyObject_CallMethodNoArgs(tensor, attributes[NUMEL]));
-    if (*count < 0) return -1;
-    PyObject *address = PyObject_CallMethodNoArgs(tensor, attributes[DATA_PTR]);
-    *memory = (const void *)(intptr_t)number(address);
-    return PyErr_Occurred() ? -1 : *memory != NULL || !*count;
+/* Return the functions in a capsule, or NULL with an exception. */
+static const ExchangeFunctions *functions_in(PyObject *capsule) {
+    const ExchangeFunctions *functions = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (functions && functions->major == 1 && functions->describe) return functions;
+    if (functions) PyErr_SetString(PyExc_TypeError, "not a description by DLPack, version 1");
+    return NULL;
 }
 
-static int look_at(int kind, const void *memory, int64_t count) {
-    if (count * KINDS[kind].bytes <= GIL_BYTES) return KINDS[kind].look(memory, count);
+/* --- lists of tensors */
+
+static PyObject *is_neg; /* the name */
+
+static int look_at(const Values *values) {
+    if (values->bytes <= GIL_BYTES) return values->kind->look(values->memory, values->count);
     int finite;
     Py_BEGIN_ALLOW_THREADS
-    finite = KINDS[kind].look(memory, count);
+    finite = values->kind->look(values->memory, values->count);
     Py_END_ALLOW_THREADS
     return finite;
 }
 
-/* Look at one tensor, or append it to `others`. */
-static int is_finite(PyObject *tensor, PyObject *const *args, int64_t max_bytes) {
-    const void *memory;
-    int64_t count;
-    int kind, plain = (PyObject *)Py_TYPE(tensor) == args[2];
-    if (plain) plain = read_plain(tensor, args[3], args[4], &kind, &memory, &count);
-    if (plain < 0) return -1;
-    if (plain && count <= max_bytes / KINDS[kind].bytes) return look_at(kind, memory, count);
-    return PyList_Append(args[1], tensor) ? -1 : 1;
-}
-
 PyDoc_STRVAR(are_finite_doc,
-             "are_finite(tensors, others, tensor_type, strided, kinds, max_bytes) -> bool\n\n"
+             "are_finite(tensors, others, tensor_type, exchange, max_bytes) -> bool\n\n"
              "Return False if a value in a list of tensors is not finite. Those that it does not\n"
              "look at are appended to the list `others`: not of exactly `tensor_type`, not\n"
-             "`strided`, not dense on the CPU, of a dtype that is not in the dict `kinds`, or\n"
-             "larger than `max_bytes`.");
+             "contiguous in the CPU's memory, no floating-point numbers, or larger than\n"
+             "`max_bytes`. `exchange` is the type's `__dlpack_c_exchange_api__`.");
 
 static PyObject *are_finite(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t length) {
-    if (length != 6 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyDict_Check(args[4]))
-        return PyErr_Format(PyExc_TypeError, "are_finite takes two lists, a type, a layout, a dict "
-                                             "and a number");
-    long long max_bytes = PyLong_AsLongLong(args[5]);
-    if (max_bytes == -1 && PyErr_Occurred()) return NULL;
+    if (length != 5 || !PyList_Check(args[0]) || !PyList_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "are_finite takes two lists, a type, a capsule and a "
+                                             "number");
+    const ExchangeFunctions *functions = functions_in(args[3]);
+    long long max_bytes = PyLong_AsLongLong(args[4]);
+    if (PyErr_Occurred()) return NULL;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]); i++) {
+        Values values;
         PyObject *tensor = Py_NewRef(PyList_GET_ITEM(args[0], i)); /* threads may change the list */
-        int finite = is_finite(tensor, args, max_bytes);
+        int finite = 1, failed = 0;
+        if (find_values(tensor, args[2], functions, &values) && values.bytes <= max_bytes)
+            finite = look_at(&values);
+        else
+            failed = PyList_Append(args[1], tensor);
         Py_DECREF(tensor);
-        if (finite < 0) return NULL;
+        if (failed) return NULL;
         if (!finite) Py_RETURN_FALSE;
     }
     Py_RETURN_TRUE;
 }
 
 /* Copy one tensor to another: 1 if it is finite, 0 if not, 2 if torch has to copy, -1 on error. */
-static int copy_one(PyObject *target, PyObject *source, PyObject *const *args, int64_t max_bytes) {
-    const void *from, *to;
-    int64_t count, room;
-    int kind, target_kind, finite, found;
-    if ((PyObject *)Py_TYPE(source) != args[3] || (PyObject *)Py_TYPE(target) != args[3]) return 2;
-    found = read_plain(source, args[4], args[5], &kind, &from, &count);
-    if (found < 1) return found ? -1 : 2;
-    found = read_plain(target, args[4], args[5], &target_kind, &to, &room);
-    if (found < 1) return found ? -1 : 2;
-    if (kind != target_kind || count != room || count > max_bytes / KINDS[kind].bytes) return 2;
+static int copy_one(PyObject *target, PyObject *source, PyObject *tensor_type,
+                    const ExchangeFunctions *functions, int64_t max_bytes) {
+    Values from, to;
+    if (!find_values(source, tensor_type, functions, &from)) return 2;
+    if (!find_values(target, tensor_type, functions, &to)) return 2;
+    if (from.kind != to.kind || from.count != to.count || from.bytes > max_bytes) return 2;
     /* Of such a view of complex numbers the memory has the other sign. */
-    found = is_value(PyObject_CallMethodNoArgs(source, attributes[IS_NEG]), Py_False);
-    if (found < 1) return found ? -1 : 2;
-    if (count * KINDS[kind].bytes <= GIL_BYTES) return KINDS[kind].copy((void *)to, from, count);
+    PyObject *is_negative = PyObject_CallMethodNoArgs(source, is_neg);
+    if (is_negative == NULL) return -1;
+    Py_DECREF(is_negative);
+    if (is_negative != Py_False) return 2;
+    if (from.bytes <= GIL_BYTES) return from.kind->copy(to.memory, from.memory, from.count);
+    int finite;
     Py_BEGIN_ALLOW_THREADS
-    finite = KINDS[kind].copy((void *)to, from, count);
+    finite = from.kind->copy(to.memory, from.memory, from.count);
     Py_END_ALLOW_THREADS
     return finite;
 }
 
 PyDoc_STRVAR(copy_finite_doc,
-             "copy_finite(targets, sources, others, tensor_type, strided, kinds, max_bytes) -> bool\n"
-             "\n"
+             "copy_finite(targets, sources, others, tensor_type, exchange, max_bytes) -> bool\n\n"
              "Copy a list of tensors to another of the same length and shapes, and return False if\n"
              "a value that was copied is not finite. The indices of pairs that are left to torch\n"
              "are appended to the list `others`: where `are_finite` would not look at one of them,\n"
@@ -195,17 +228,17 @@ PyDoc_STRVAR(copy_finite_doc,
 
 static PyObject *copy_finite(PyObject *Py_UNUSED(module), PyObject *const *args,
                              Py_ssize_t length) {
-    if (length != 7 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyList_Check(args[2]) ||
-        !PyDict_Check(args[5]))
-        return PyErr_Format(PyExc_TypeError, "copy_finite takes three lists, a type, a layout, a "
-                                             "dict and a number");
-    long long max_bytes = PyLong_AsLongLong(args[6]);
-    if (max_bytes == -1 && PyErr_Occurred()) return NULL;
+    if (length != 6 || !PyList_Check(args[0]) || !PyList_Check(args[1]) || !PyList_Check(args[2]))
+        return PyErr_Format(PyExc_TypeError, "copy_finite takes three lists, a type, a capsule and "
+                                             "a number");
+    const ExchangeFunctions *functions = functions_in(args[4]);
+    long long max_bytes = PyLong_AsLongLong(args[5]);
+    if (PyErr_Occurred()) return NULL;
     int all_finite = 1;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(args[0]) && i < PyList_GET_SIZE(args[1]); i++) {
         PyObject *target = Py_NewRef(PyList_GET_ITEM(args[0], i));
         PyObject *source = Py_NewRef(PyList_GET_ITEM(args[1], i));
-        int finite = copy_one(target, source, args, max_bytes);
+        int finite = copy_one(target, source, args[3], functions, max_bytes);
         Py_DECREF(target);
         Py_DECREF(source);
         if (finite < 0) return NULL;
@@ -229,9 +262,7 @@ static PyModuleDef module = {
     PyModuleDef_HEAD_INIT, .m_name = "_finite_values", .m_size = -1, .m_methods = methods};
 
 PyMODINIT_FUNC PyInit__finite_values(void) {
-    for (int i = 0; i < ATTRIBUTES; i++)
-        if (!attributes[i] && !(attributes[i] = PyUnicode_InternFromString(ATTRIBUTE_NAMES[i])))
-            return NULL;
+    if (!is_neg && !(is_neg = PyUnicode_InternFromString("is_neg"))) return NULL;
     PyObject *made = PyModule_Create(&module);
     if (made && PyModule_AddIntConstant(made, "VERSION", VERSION) < 0) Py_CLEAR(made);
     return made;

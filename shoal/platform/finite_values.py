@@ -17,10 +17,10 @@ else:
     except ImportError:  # there was no compiler when Shoal was installed
         compiled = None
 
-VERSION = 2
+VERSION = 3
 """Version of the compiled module's arguments: raise it here and in finite_values.c."""
-KINDS = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
-"""Numbers of finite_values.c for the dtypes that it looks at."""
+EXCHANGE = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+"""DLPack's functions that tell where the values of a tensor lie; None if torch is too old."""
 ONE_THREAD_BYTES = 4 << 20
 """Largest tensor that is not left to torch's threads, where there are several."""
 ANY_BYTES = 1 << 62
@@ -28,7 +28,7 @@ ANY_BYTES = 1 << 62
 
 def has_compiled_look() -> bool:
     """Return True if the compiled module is there. SHOAL_COMPILED=0 disables it."""
-    is_usable = compiled is not None and compiled.VERSION == VERSION
+    is_usable = compiled is not None and compiled.VERSION == VERSION and EXCHANGE is not None
     return is_usable and os.environ.get("SHOAL_COMPILED") != "0"
 
 
@@ -36,19 +36,19 @@ _is_usable = has_compiled_look()
 
 
 def first_look(tensors: list[Tensor]) -> tuple[bool, list[Tensor]]:
-    """Look at all values that lie dense in the CPU's memory, once.
+    """Look at all values that lie contiguous in the CPU's memory, once.
 
     Returns: False if one is not finite, and the tensors that were not looked at.
     """
     if not _is_usable:
         return True, tensors
     others: list[Tensor] = []
-    finite = compiled.are_finite(tensors, others, Tensor, torch.strided, KINDS, _max_bytes())
+    finite = compiled.are_finite(tensors, others, Tensor, EXCHANGE, _max_bytes())
     return finite, others
 
 
 def first_copy(targets: list[Tensor], sources: list[Tensor]) -> tuple[bool, Sequence[int]]:
-    """Copy sources to targets of the same shapes, where both lie dense in the CPU's memory.
+    """Copy sources to targets of the same shapes, where both lie contiguous in the CPU's memory.
 
     A copy and a look at once read the memory once.
 
@@ -58,8 +58,8 @@ def first_copy(targets: list[Tensor], sources: list[Tensor]) -> tuple[bool, Sequ
     if not _is_usable:
         return True, range(len(sources))
     others: list[int] = []
-    dense = Tensor, torch.strided, KINDS
-    return compiled.copy_finite(targets, sources, others, *dense, _max_bytes()), others
+    finite = compiled.copy_finite(targets, sources, others, Tensor, EXCHANGE, _max_bytes())
+    return finite, others
 
 
 def _max_bytes() -> int:
