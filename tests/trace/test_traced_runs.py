@@ -90,11 +90,12 @@ def test_messages_of_a_pipeline_say_for_which_micro_batch_they_are(tmp_path: Pat
 def test_pushes_and_pulls_of_parameter_servers_are_seen(tmp_path: Path) -> None:
     trace, _ = traced(
         tmp_path, 2, "server=1,part_mb=0.001", "2@2", "backward"
-    )  # rank 0 waits for rank 1's
+    )  # rank 0 waits for rank 1's, or the other way round on a busy machine
     parts = [name for name in names(trace, EXCHANGE) if name.startswith("push and pull part")]
     assert len(parts) % 2 == 0
     assert len(set(parts)) > 1
-    assert any(name.startswith("push and pull") for name in names(trace, BLOCKED))
+    waits = [name for rank in range(2) for name in names(trace, BLOCKED, rank=rank)]
+    assert any(name.startswith("push and pull") for name in waits)
 
 
 def test_sums_of_slices_and_the_means_beside_them_are_seen_in_groups_of_their_own(
