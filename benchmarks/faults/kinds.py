@@ -89,7 +89,7 @@ KINDS = (
     Kind("everything stopped for 5 s", IN_PLACE),
     _hosts("agent killed", RESTART),
     _hosts("agent stopped", RESTART),
-    _hosts("agent and its watcher stopped", RESTART),
+    _hosts("agent, fork server and ranks of a host stopped", RESTART),
     _hosts("store killed", RESTART, rank=0),
     _hosts("ssh client killed", RESTART),
     _hosts("ssh server's session killed", RESTART),
