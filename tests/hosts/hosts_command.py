@@ -66,17 +66,10 @@ class HostsCommand:
 
     def agent(self, host: str) -> int:
         """Return the process of a host's agent."""
-        return self.of_host(host, "shoal agent")[0]
-
-    def of_host(self, host: str, *words: str) -> list[int]:
-        """Return the processes of a host but multiprocessing's tracker; those with all `words`."""
-        found = []
-        for pid in sorted(set(self.others(*words)) - set(self.others("resource_tracker"))):
-            with contextlib.suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                if f"SHOAL_HOST={host}\0".encode() in environment:
-                    found.append(pid)
-        return found
+        for pid in self.others("shoal agent"):
+            if f"SHOAL_HOST={host}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                return pid
+        raise AssertionError(f"{host} has no agent")
 
 
 @contextmanager
