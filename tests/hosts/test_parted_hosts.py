@@ -29,6 +29,7 @@ LONG = {
     "evaluation.every": 100,
     "log.every": 400,
 }
+MODULES = f"{REPOSITORY}:{TRAIN_TESTS}"
 
 
 @contextmanager
@@ -51,6 +52,13 @@ def no_route(hosts: Hosts, first: Host, second: Host) -> Iterator[None]:
             yield
 
 
+def write_job(hosts: Hosts) -> list[str]:
+    """Write the experiment, and return the words of its command."""
+    job = tiny_jobs.tiny(hosts.shared / "run", tiny_jobs.MLP, LONG)
+    (hosts.shared / "job.yaml").write_text(to_yaml(job))
+    return ["train", "job.yaml", "--hosts", "node1,node2,node3", "--env", "PYTHONPATH"]
+
+
 @pytest.mark.parametrize("parted", [lost_packets, no_route])
 def test_a_run_waits_for_hosts_that_lose_each_other_and_ends_bit_equal(
     tmp_path: Path, parted
@@ -59,10 +67,7 @@ def test_a_run_waits_for_hosts_that_lose_each_other_and_ends_bit_equal(
     world.run(3, tiny_jobs.trains, tiny_jobs.tiny(alone, tiny_jobs.MLP, LONG))
     with Hosts(tmp_path / "hosts", 3) as hosts:
         run = hosts.shared / "run"
-        job = tiny_jobs.tiny(run, tiny_jobs.MLP, LONG)
-        (hosts.shared / "job.yaml").write_text(to_yaml(job))
-        words = ["train", "job.yaml", "--hosts", "node1,node2,node3", "--env", "PYTHONPATH"]
-        with shoal(hosts, *words, PYTHONPATH=f"{REPOSITORY}:{TRAIN_TESTS}") as process:
+        with shoal(hosts, *write_job(hosts), PYTHONPATH=MODULES) as process:
             until(lambda: any((run / "checkpoints").glob("step-*/manifest.json")))
             with parted(hosts, *hosts.nodes[1:]):
                 time.sleep(PARTED_S)
@@ -72,4 +77,16 @@ def test_a_run_waits_for_hosts_that_lose_each_other_and_ends_bit_equal(
         assert "3 processes start from the checkpoint of step" in stderr
         assert "is lost" not in stderr
         assert_equal_to_the_bit(everything(run), everything(alone))
+        assert hosts.leftovers() == {}
+
+
+def test_a_run_waits_for_hosts_that_do_not_reach_each_other_when_it_starts(tmp_path: Path) -> None:
+    with Hosts(tmp_path / "hosts", 3) as hosts:
+        with shoal(hosts, *write_job(hosts), PYTHONPATH=MODULES) as process:
+            with no_route(hosts, *hosts.nodes[1:]):
+                time.sleep(PARTED_S)
+            _, stderr = process.communicate(timeout=90)
+        assert process.returncode == 0, stderr
+        assert "note: node3 and node2 cannot reach each other (10.77.0.102: " in stderr
+        assert "3 processes start from the beginning, for there is no checkpoint" in stderr
         assert hosts.leftovers() == {}

@@ -118,6 +118,10 @@ class HostsJob:
             self._wanted = self._found = processes
         return self._start(processes, again=True)
 
+    def is_parted(self) -> bool:
+        """Return True if two hosts that answer do not reach each other now."""
+        return bool(self._parted())
+
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
 
