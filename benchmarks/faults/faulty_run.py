@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ SETTINGS = {
     "log.tensorboard": "false",
     "train.hang_limit_s": LIMIT_S,
 }
-HOSTS = "node1:2,node2,node3"
 CLEAR_S = 10.0
 
 
@@ -44,7 +43,7 @@ class FaultyRun(WatchedTraining):
     Args:
         folder: with the orders; on three hosts the directory that all see.
         strategy: its line.
-        ranks: of one host; on three hosts there are four.
+        counts: the number of ranks of each host.
         settings: besides SETTINGS.
         place: three hosts, a `namespaces.Hosts`; None for this one.
         chosen: the number of the host that meets the fault, from 1.
@@ -54,7 +53,7 @@ class FaultyRun(WatchedTraining):
         self,
         folder: Path,
         strategy: str,
-        ranks: int,
+        counts: Sequence[int],
         settings: Mapping[str, object],
         place: Any = None,
         chosen: int = 1,
@@ -68,9 +67,10 @@ class FaultyRun(WatchedTraining):
         words += [word for name, value in pairs for word in (f"--{name}", str(value))]
         own = {"FAULTS": str(folder), "FAULTS_RUN": str(directory), "PYTHONPATH": str(ROOT)}
         if place is None:
-            super().__init__(directory, ["-n", str(ranks), *words], own)
+            super().__init__(directory, ["-n", str(counts[0]), *words], own)
             return
-        words += ["--hosts", HOSTS]
+        listed = ",".join(f"node{host}:{count}" for host, count in enumerate(counts, 1))
+        words += ["--hosts", listed]
         if strategy.startswith("server"):
             (folder / "servers").mkdir(mode=0o700, exist_ok=True)
             own["SHOAL_SERVER_DIRECTORY"] = str(folder / "servers")

@@ -17,6 +17,8 @@ STRATEGIES = {
     "server, 2 replicas": f"server=2,replicas=2,{LEASE}",
     "stale server": f"server=2,staleness=2,{LEASE}",
 }
+RANKS = {"tensor": (2, 2, 2), "tensor x pipeline x zero1": (4, 2, 2)}
+"""The ranks of each of three hosts, where (2, 1, 1) would tear groups of tensor ranks apart."""
 SERVERS = tuple(name for name, line in STRATEGIES.items() if line.startswith("server"))
 SNAPSHOTS_EVERY = 4
 # A new best evaluation is saved too.
@@ -89,7 +91,7 @@ KINDS = (
     Kind("everything stopped for 5 s", IN_PLACE),
     _hosts("agent killed", RESTART),
     _hosts("agent stopped", RESTART),
-    _hosts("agent and its watcher stopped", RESTART),
+    _hosts("agent, fork server and ranks of a host stopped", RESTART),
     _hosts("store killed", RESTART, rank=0),
     _hosts("ssh client killed", RESTART),
     _hosts("ssh server's session killed", RESTART),
@@ -135,8 +137,15 @@ class Cell:
         return STRATEGIES[self.strategy]
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the number of ranks of each host."""
+        if self.place == PLACES[0]:
+            return (4,) if self.line.endswith("zero1") else (2,)
+        return RANKS.get(self.strategy, (2, 1, 1))
+
+    @property
     def ranks(self) -> int:
-        return 4 if self.place != PLACES[0] or self.line.endswith("zero1") else 2
+        return sum(self.counts)
 
     @property
     def is_exact(self) -> bool:

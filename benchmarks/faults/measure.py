@@ -19,8 +19,6 @@ from benchmarks.faults.trial import Trial, make_trial, undisturbed
 from benchmarks.report_page import circumstances
 
 RESULT = Path(__file__).with_name("result.json")
-FIRST_OF_HOST = {1: (0, 1), 2: (2,), 3: (3,)}
-"""The ranks of each of three hosts."""
 
 
 def main() -> None:
@@ -66,7 +64,7 @@ def drawn_order(cell: Cell, seed: int) -> dict[str, Any]:
     """Return where and when a trial meets its fault."""
     draw = random.Random(f"{cell.place} {cell.fault} {cell.strategy} {seed}")
     rank = draw.randrange(cell.ranks) if cell.kind.rank is None else cell.kind.rank
-    host = next(host for host, ranks in FIRST_OF_HOST.items() if rank in ranks)
+    host = [host for host, count in enumerate(cell.counts, 1) for _ in range(count)][rank]
     order: dict[str, Any] = {"fault": cell.fault, "rank": rank, "host": host}
     order["step"] = 4 if cell.fault == "slow" else draw.randrange(10, 50)
     if "again after" in cell.fault:

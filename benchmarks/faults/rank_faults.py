@@ -179,7 +179,7 @@ def kill_keeper(moment: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# Of several hosts alone: agent ── fork server ─┬─ ranks, store, lease watcher.
+# Of several hosts alone: agent ── fork server ─── ranks, store.
 
 
 def agent() -> int:
@@ -208,13 +208,11 @@ def ssh_session() -> int:
     return parent(agent())
 
 
-def stop_agent_and_its_watcher(moment: Any) -> None:
-    """Stop the agent and every process that the fork server has started but ranks and store."""
-    known = {*ranks_of_this_host(moment), os.getpid()}
-    for pid in children(os.getppid()):
-        if pid not in known:
-            os.kill(pid, signal.SIGSTOP)
-    os.kill(agent(), signal.SIGSTOP)
+def stop_agent_fork_server_and_ranks(_: Any) -> None:
+    """Stop the agent, its fork server, and every process that this has started; this rank last."""
+    others = set(children(os.getppid())) - {os.getpid()}
+    for pid in (agent(), os.getppid(), *others, os.getpid()):
+        os.kill(pid, signal.SIGSTOP)
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
@@ -256,7 +254,7 @@ RANK_FAULTS: dict[str, Callable[[Any], None]] = {
     "rank and server killed": kill_rank_and_server,
     "agent killed": lambda _: kill(agent()),
     "agent stopped": lambda _: kill(agent(), signal.SIGSTOP),
-    "agent and its watcher stopped": stop_agent_and_its_watcher,
+    "agent, fork server and ranks of a host stopped": stop_agent_fork_server_and_ranks,
     "store killed": lambda _: kill(store()),
     "ssh server's session killed": lambda _: kill(ssh_session()),
 }

@@ -64,7 +64,7 @@ def place_of(cell: Cell) -> Iterator[tuple[Path, Any]]:
 def undisturbed(cell: Cell) -> str:
     """Return the outcome of a run without a fault."""
     with place_of(cell) as (folder, hosts):
-        run = FaultyRun(folder, cell.line, cell.ranks, cell.settings, hosts)
+        run = FaultyRun(folder, cell.line, cell.counts, cell.settings, hosts)
         run.process.wait(TRIAL_S)
         if run.close() != 0:
             raise SystemExit(run.text())
@@ -80,7 +80,7 @@ def make_trial(cell: Cell, seed: int, order: Mapping[str, Any], expected: str) -
     """
     with place_of(cell) as (folder, hosts):
         (folder / f"order.{order['rank']}").write_text(json.dumps(order))
-        words = folder, cell.line, cell.ranks, cell.settings, hosts, order["host"]
+        words = folder, cell.line, cell.counts, cell.settings, hosts, order["host"]
         run = FaultyRun(*words)
         told, step_s, done = _watch(run, cell.fault)
         code = run.close()

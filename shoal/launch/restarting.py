@@ -4,7 +4,8 @@
       start 4 ──> `shoal scale` ──> all stop and save at a step ─> start 6 from there
 
 This module knows nothing of checkpoints: ranks resume by themselves. It does not restart a program
-that failed with an exception, because the program would fail again. Nor does it restart a run that
+that failed with an exception, because the program would fail again, unless hosts do not reach each
+other. Nor does it restart a run that
 loses a rank in the same way twice without a checkpoint in between.
 """
 
@@ -153,7 +154,7 @@ class RestartingRun:
     def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
         """Return True if the ranks start again after a loss. Print that, or why not."""
         cause = supervision.cause
-        if cause is None or not _has_lost_rank(supervision) or self.policy.restarts == 0:
+        if cause is None or self.policy.restarts == 0 or not self._is_loss(supervision):
             return False
         loss = cause.summary(self.processes)
         saved_step = self.job.saved_step()
@@ -171,6 +172,17 @@ class RestartingRun:
         count = f"restart {self.policy.made} of {self.policy.restarts}"
         _print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True
+
+    def _is_loss(self, supervision: Supervision) -> bool:
+        """Return True if a rank was lost, or failed while hosts do not reach each other.
+
+        A rank that cannot connect to another fails with an exception of torch's.
+        """
+        if _has_lost_rank(supervision):
+            return True
+        cause = supervision.cause
+        may_be = cause is not None and cause.code == 1 and supervision.stop_signal is None
+        return may_be and self.job.is_parted()
 
     def _describe_start(self, step: int | None) -> str:
         start = "1 process starts" if self.processes == 1 else f"{self.processes} processes start"

@@ -140,6 +140,14 @@ def prepare(preload: Iterable[str] = ()) -> Context:
     return _context((*preloads.ALWAYS, *preload))
 
 
+def wait_for_imports(context: Context) -> None:
+    """Wait until a process of the context can start: the fork server has imported everything."""
+    with _named_end_of_fork_server():
+        process = context.Process(target=os.getpid)
+        process.start()
+        process.join()
+
+
 def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((target, arguments))

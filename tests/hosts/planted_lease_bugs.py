@@ -59,8 +59,8 @@ def lease_begins_with_the_marker(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AgentSession, "hello", hello)
 
 
-def lease_is_not_told_to_the_watcher(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Simulation, "write_lease", lambda simulation, agent: None)
+def the_timer_is_not_set(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Simulation, "set_timer", lambda simulation, agent: None)
 
 
 def agent_lives_on_without_a_connection(patch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ PLANTED: dict[str, Plant] = {
         lease_is_not_renewed,
         lease_by_a_clock_of_another_host,
         lease_begins_with_the_marker,
-        lease_is_not_told_to_the_watcher,
+        the_timer_is_not_set,
         agent_lives_on_without_a_connection,
         agent_forgets_its_ranks,
         agent_tells_the_end_before_the_output,

@@ -25,8 +25,8 @@ from shoal.launch.hosts.driver_session import DriverEvent, DriverSession, HostLo
 from shoal.launch.hosts.lease import LeaseTimes
 
 TIMES = LeaseTimes()
-WATCHER_S = 0.5
-"""So long after the end of a lease its watcher has killed the agent and its ranks."""
+TIMER_S = 0.5
+"""So long after the end of a lease the kernel has killed the agent and its ranks."""
 RATE = 0.005
 """Clocks run faster or slower by so much at most."""
 CALM_S = 50.0
@@ -55,7 +55,7 @@ class Agent:
     stopped_until_s: float = 0.0
     is_alive: bool = True
     epoch: int = 0  # of ranks that are alive
-    lease_word_s: float = inf
+    timer_s: float = inf
     contact_s: float = inf  # when it last read anything
     closed_s: float = inf  # when it was told that its connection has ended
     printed: int = 0
@@ -190,7 +190,7 @@ class Simulation:
                 agent.closed_s = min(agent.closed_s, self.now_s)
             self.obey(agent, agent.session.received(data, self.clock(agent.host)))
         self.obey(agent, agent.session.tick(self.clock(agent.host)))
-        self.write_lease(agent)
+        self.set_timer(agent)
         self.agent_sends(agent)
 
     def obey(self, agent: Agent, orders: list[Order]) -> None:
@@ -198,7 +198,7 @@ class Simulation:
             match order:
                 case Specified():
                     agent.session.hello({}, self.clock(agent.host))
-                    self.write_lease(agent)
+                    self.set_timer(agent)
                 case StartRanks(message):
                     if agent.epoch:
                         self.problems.append("an agent runs two epochs")
@@ -208,9 +208,9 @@ class Simulation:
                 case EndAgent():
                     self.at(self.now_s + self.kill_s(), lambda: self.agent_ends(agent))
 
-    def write_lease(self, agent: Agent) -> None:
+    def set_timer(self, agent: Agent) -> None:
         if agent.session.lease_until_s < inf:
-            agent.lease_word_s = agent.session.lease_until_s
+            agent.timer_s = agent.session.lease_until_s
 
     def kill_s(self) -> float:
         return self.random.uniform(0, 0.95 * TIMES.kill_s)
@@ -338,7 +338,7 @@ class Simulation:
         for agent in self.agents:
             if not agent.epoch:
                 continue
-            if self.clock(agent.host) > agent.lease_word_s + WATCHER_S:
+            if self.clock(agent.host) > agent.timer_s + TIMER_S:
                 self.agent_ends(agent)
                 continue
             epochs.add(agent.epoch)

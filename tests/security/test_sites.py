@@ -21,7 +21,6 @@ SITES = {
     "doctor/machine_info.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
     "launch/hosts/agent_questions.py": (["create_server"], "the store of several hosts"),
-    "launch/hosts/lease_watcher.py": (["memfd_create"], "leases"),
     "launch/hosts/reach.py": (["create_server"], "the try of the network"),
     "launch/private_store.py": (["memfd_create"], "the meeting of ranks"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),

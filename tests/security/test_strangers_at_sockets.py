@@ -12,7 +12,6 @@ from strangers import needs_python, needs_root, python_of_stranger
 
 from shoal.launch.control_channel import NAME, ControlServer
 from shoal.launch.hosts.agent_questions import AgentQuestions
-from shoal.launch.hosts.lease_watcher import LeaseWord
 from shoal.launch.hosts.rank_logs import RankLogs
 from shoal.launch.hosts.shared_directory import remove_probe, write_probe
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
@@ -47,13 +46,12 @@ def test_another_user_cannot_ask_a_run_for_other_ranks(public: Path) -> None:
 
 @needs_root
 @needs_python
-def test_another_user_reads_neither_logs_nor_probes_nor_the_lease(public: Path) -> None:
+def test_another_user_reads_neither_logs_nor_probes(public: Path) -> None:
     logs = RankLogs(public)
     logs.close()
     probe = write_probe(str(public), "5e2a9c")
     assert probe is not None
-    lease = f"/proc/{os.getpid()}/fd/{LeaseWord()._descriptor}"
-    for path in (public / "rank-0.log", probe, lease):
+    for path in (public / "rank-0.log", probe):
         assert python_of_stranger(READS, str(path)).stdout.strip() == REFUSED
     remove_probe(probe)
 

@@ -1,7 +1,6 @@
 """The process of `shoal agent`: it owns the connection to the driver, the ranks, and the clock.
 
     ssh ── agent ─┬─ fork server ─┬─ store of torch, on one host
-                  │               ├─ lease watcher
                   │               └─ ranks, each with its data-loader workers
                   └─ threads that answer questions about this host
 
@@ -30,7 +29,7 @@ from shoal.launch.hosts.agent_questions import AgentQuestions, imported
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.lease_watcher import LeaseWord
+from shoal.launch.hosts.lease_timer import LeaseTimer
 from shoal.launch.hosts.progress_messages import ProgressChanges
 from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import StreamName
@@ -40,7 +39,7 @@ from shoal.launch.rank_set import RankEvent
 from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import SigstopDetector
 from shoal.launch.snapshot_memory import VARIABLE, SnapshotMemory
-from shoal.launch.start import prepare, start
+from shoal.launch.start import prepare, start, wait_for_imports
 from shoal.platform.processes import adopt_orphans, kill_descendants
 
 RETRY_S = 0.02  # until the connection takes more bytes
@@ -94,7 +93,7 @@ class AgentProcess:
         self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
         self.progress: LocalProgress | None = None
-        self.lease_word = LeaseWord()
+        self.lease_timer = LeaseTimer()
         self.memory: SnapshotMemory | None = None
         self._source = source
         self._sink = sink
@@ -119,10 +118,11 @@ class AgentProcess:
             self._obey(self.session.tick(clock_s()))
             self._look()
             if not self._is_over:
-                self.lease_word.write(self.session.lease_until_s)
+                self.lease_timer.set(self.session.lease_until_s)
 
     def close(self) -> None:
         """End everything that was started."""
+        self.lease_timer.set(clock_s() + self.session.times.kill_s)
         self._kill_ranks()
         self.questions.close()
         if self.memory is not None:
@@ -204,12 +204,12 @@ class AgentProcess:
                 self.memory = SnapshotMemory()
                 os.environ[VARIABLE] = str(self.memory.path)
         self.session.hello(collect_facts(request).to_json(), clock_s())
-        self.lease_word.write(self.session.lease_until_s)  # before any rank can be asked for
+        self.lease_timer.set(self.session.lease_until_s)  # before any rank can be asked for
 
     def _prepare(self, number: int) -> None:
         """Import in the fork server what ranks need; answer when it is done."""
         context = prepare(self._work["preload"])
-        self.questions.answer_later(number, partial(self.lease_word.watch, context))
+        self.questions.answer_later(number, partial(wait_for_imports, context))
 
     def _start(self, message: Message) -> None:
         """Start this host's ranks of an epoch."""

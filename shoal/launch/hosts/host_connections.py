@@ -160,18 +160,28 @@ class HostConnections:
         Raises:
             LaunchError: a host does not answer, or answers with a problem.
         """
-        numbers = {host: self.post(host, question) for host, question in questions.items()}
+        answers = self.ask_all(list(questions.items()), limit_s)
+        return dict(zip(questions, answers, strict=True))
+
+    def ask_all(
+        self, questions: Sequence[tuple[int, Mapping[str, Any]]], limit_s: float
+    ) -> list[Message]:
+        """Ask hosts at once, each any number of questions. Return the answers in this order.
+
+        Raises: as `ask`.
+        """
+        asked = [(host, self.post(host, question)) for host, question in questions]
         end_s = clock_s() + limit_s
-        while missing := [host for host in numbers if numbers[host] not in self._answers]:
+        while missing := [host for host, number in asked if number not in self._answers]:
             for event in self.pump(max(0.0, end_s - clock_s())):
                 self._raise_if_lost(event)
             if clock_s() > end_s:
                 raise LaunchError(f"host {self.name(missing[0])}: its agent does not answer.")
-        answers = {host: self._answers.pop(number) for host, number in numbers.items()}
-        for host, answer in answers.items():
+        answers = [(host, self._answers.pop(number)) for host, number in asked]
+        for host, answer in answers:
             if problem := answer.get("problem"):
                 raise LaunchError(f"host {self.name(host)}: {problem}")
-        return answers
+        return [answer for _, answer in answers]
 
     def drop(self, host: int) -> str:
         """Close the connection to a lost host. Return what its client had printed last."""
@@ -211,6 +221,7 @@ class HostConnections:
             if begin_s > clock_s() or not may_start(host, starting, hops):
                 continue
             remaining.remove((host, tries, begin_s))
+            self._drop(host)  # it may have been lost while nobody looked
             name, lease_s = self.hosts[host].name, self.session.times.lease_s
             self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
             starting[host] = tries, clock_s() + START_S

@@ -20,6 +20,7 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
+from shoal.launch.hosts.pair_checks import PartedPair, largest_group, parted_pairs
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.hosts.ssh_command import is_unknown_name
@@ -28,7 +29,7 @@ from shoal.watchdog.hang_limit import limit_of_ranks
 PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
-"""Waits before each try to connect to a lost host again."""
+"""Waits before each try to connect to a lost host again, and to let hosts reach each other."""
 MOST_LOSSES = 3
 """A host that was lost so often is left out, where `--min-hosts` allows it."""
 
@@ -52,6 +53,9 @@ class HostsJob:
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
         self._has_separate_disks = False
+        # The own addresses of hosts in the last start, and hosts that reach not all others.
+        self._sources: dict[int, str] = {}
+        self._left_out: frozenset[int] = frozenset()
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -114,32 +118,47 @@ class HostsJob:
             self._wanted = self._found = processes
         return self._start(processes, again=True)
 
+    def is_parted(self) -> bool:
+        """Return True if two hosts that answer do not reach each other now."""
+        return bool(self._parted())
+
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
 
-        Those are as many as the user wants, if the hosts that are there have room for them.
+        Those are as many as the user wants, if the hosts that are there, and reach each other, have
+        room for them. Hosts that do not reach each other are waited for before one is left out.
         """
         wanted = self._wanted if processes == self._found else processes
         for host in self._missing():
             self._losses[host] += 1
+        parted: list[PartedPair] = []
         for wait_s in RETRIES_S:
             absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
-            problems = self._connect_again(absent, wait_s, signals)
+            problems = self._connect_again(absent, wait_s if absent or parted else 0.0, signals)
+            parted = [] if is_readable([signals]) else self._parted()
             if is_readable([signals]):
                 return 0
-            for problem in problems:
+            for problem in [*problems, *(pair.describe(self.connections) for pair in parted)]:
                 _print_note(problem)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
-            if found == wanted or self._may_go_on(len(slots), found):
+            is_patient = bool(parted) and wait_s != RETRIES_S[-1]
+            if found == wanted or (not is_patient and self._may_go_on(len(slots), found)):
                 self._wanted, self._found = wanted, found
                 return found
-        _print_note("the lost hosts did not come back")
+        if self._missing():
+            _print_note("the lost hosts did not come back")
+        if parted:
+            _print_note(
+                f"{parted[0].describe(self.connections)}, for {sum(RETRIES_S):.0f} s now. Let "
+                "these hosts connect to each other and start the same command again; --min-hosts N "
+                "lets a run go on without some of its hosts"
+            )
         return 0
 
     def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
         """Wait, then connect to hosts. Return the problems of those that cannot be used."""
-        begin_s = clock_s() + (wait_s if hosts else 0.0)
+        begin_s = clock_s() + wait_s
         while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
             self.connections.pump(remaining_s, [signals])
         problems = self.connections.connect(hosts, [signals])
@@ -147,13 +166,29 @@ class HostsJob:
         problems += host_problems(self.connections, self.work.request, [])
         return problems
 
+    def _parted(self) -> list[PartedPair]:
+        """Return the pairs of hosts that do not reach each other; leave out as few as possible."""
+        self._left_out = frozenset()
+        while True:
+            slots = self._slots()
+            try:
+                parted = parted_pairs(self.connections, self._sources)
+            except LaunchError as error:
+                _print_note(str(error))
+                if list(slots) == self.connections.connected:  # the start tells the problem
+                    return []
+            else:
+                self._left_out = frozenset(slots) - frozenset(largest_group(slots, parted))
+                return parted
+
     def _missing(self) -> list[int]:
         connected = self.connections.connected
         return [host for host in range(len(self.options.hosts)) if host not in connected]
 
     def _slots(self) -> dict[int, int]:
-        """Return the room of each host that is connected, in the order of their ranks."""
-        return {host: self.options.count(host) for host in self.connections.connected}
+        """Return the room of each host that can have ranks now, in the order of their ranks."""
+        found = [host for host in self.connections.connected if host not in self._left_out]
+        return {host: self.options.count(host) for host in found}
 
     def _may_go_on(self, hosts: int, processes: int) -> bool:
         """Return True if the run may go on with so many hosts and processes."""
@@ -163,7 +198,8 @@ class HostsJob:
         if problems := self.work.problems(processes):
             _print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
             return False
-        left = ", ".join(self.connections.name(host) for host in self._missing())
+        left_out = sorted({*self._missing(), *self._left_out})
+        left = ", ".join(self.connections.name(host) for host in left_out)
         _print_note(f"the run goes on without {left}")
         return True
 
@@ -183,6 +219,7 @@ class HostsJob:
         members = [share.host for share in placement]
         self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
         meeting = find_meeting(self.connections, self.options, members)
+        self._sources = meeting.sources
         store = {"question": "store", "address": meeting.address}
         port = self.connections.ask({members[0]: store}, ANSWER_S)[members[0]]["port"]
         starts: list[tuple[int, dict[str, Any]]] = [
