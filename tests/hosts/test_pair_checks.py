@@ -5,6 +5,7 @@ Here the hosts are simulated; `test_parted_hosts.py` has real ones.
 
 from __future__ import annotations
 
+import random
 import socket
 from itertools import combinations
 from types import SimpleNamespace
@@ -47,6 +48,14 @@ def test_a_network_that_falls_into_halves_keeps_the_larger_one_and_takes_no_time
     left, right = range(20), range(20, 45)
     cut = [(first, second) for first in left for second in right]
     assert largest_group(dict.fromkeys(range(45), 1), pairs(*cut)) == list(right)
+
+
+def test_among_many_pairs_without_a_pattern_a_group_is_found_without_trying_all():
+    draw = random.Random(1)
+    cut = [pair for pair in combinations(range(100), 2) if draw.random() < 0.05]
+    kept = largest_group(dict.fromkeys(range(100), 1), pairs(*cut))
+    assert not any(first in kept and second in kept for first, second in cut)
+    assert len(kept) > 30
 
 
 class Network:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, count
 
 from shoal.launch.hosts.addresses import candidate_addresses
 from shoal.launch.hosts.host_checks import ANSWER_S
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.reach import Reach
+
+MOST_BRANCHES = 1000
+"""Of the search for the largest group. It is short, for heartbeats of hosts wait for its end."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ def largest_group(room: Mapping[int, int], parted: Sequence[PartedPair]) -> list
     """Return the most hosts of which no two are parted.
 
     Of several such groups it is the one with room for the most ranks, then that of the first hosts.
+    Where dozens of pairs are parted without a pattern, there may be a larger group.
 
     Args:
         room: the most ranks of each host.
@@ -93,6 +97,8 @@ def largest_group(room: Mapping[int, int], parted: Sequence[PartedPair]) -> list
     for first, second in (pair.hosts for pair in parted):
         partners[first].add(second)
         partners[second].add(first)
+
+    branches = count()
 
     def merit(group: frozenset[int]) -> tuple[int, int, list[int]]:
         return len(group), sum(room[host] for host in group), [-host for host in sorted(group)]
@@ -106,6 +112,9 @@ def largest_group(room: Mapping[int, int], parted: Sequence[PartedPair]) -> list
         if len(others) == 1:  # then all are parted from one other at most, and pairs are apart
             (other,) = others
             return best_of(hosts - {min(most, other, key=lambda host: (room[host], -host))})
-        return max(best_of(hosts - {most}), best_of(hosts - others), key=merit)
+        without = best_of(hosts - {most})
+        if next(branches) > MOST_BRANCHES:
+            return without
+        return max(without, best_of(hosts - others), key=merit)
 
     return sorted(best_of(frozenset(room)))
