@@ -138,14 +138,22 @@ class HostsJob:
             parted = [] if is_readable([signals]) else self._parted()
             if is_readable([signals]):
                 return 0
-            for problem in [*problems, *(pair.describe(self.connections) for pair in parted)]:
-                _print_note(problem)
+            self._note_problems(problems, parted)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
             is_patient = bool(parted) and wait_s != RETRIES_S[-1]
             if found == wanted or (not is_patient and self._may_go_on(len(slots), found)):
                 self._wanted, self._found = wanted, found
                 return found
+        self._note_end(parted)
+        return 0
+
+    def _note_problems(self, problems: Sequence[str], parted: Sequence[PartedPair]) -> None:
+        for problem in [*problems, *(pair.describe(self.connections) for pair in parted)]:
+            _print_note(problem)
+
+    def _note_end(self, parted: Sequence[PartedPair]) -> None:
+        """Tell why the run cannot go on."""
         if self._missing():
             _print_note("the lost hosts did not come back")
         if parted:
@@ -154,7 +162,6 @@ class HostsJob:
                 "these hosts connect to each other and start the same command again; --min-hosts N "
                 "lets a run go on without some of its hosts"
             )
-        return 0
 
     def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
         """Wait, then connect to hosts. Return the problems of those that cannot be used."""
