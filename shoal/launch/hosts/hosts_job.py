@@ -133,37 +133,27 @@ class HostsJob:
             self._losses[host] += 1
         parted: list[PartedPair] = []
         for wait_s in RETRIES_S:
-            parted = self._look_again(wait_s, parted, signals)
+            absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
+            problems = self._connect_again(absent, wait_s if absent or parted else 0.0, signals)
+            parted = [] if is_readable([signals]) else self._parted()
             if is_readable([signals]):
                 return 0
+            self._note_problems(problems, parted)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
             is_patient = bool(parted) and wait_s != RETRIES_S[-1]
             if found == wanted or (not is_patient and self._may_go_on(len(slots), found)):
                 self._wanted, self._found = wanted, found
                 return found
-        self._print_what_is_missing(parted)
+        self._note_end(parted)
         return 0
 
-    def _look_again(
-        self, wait_s: float, parted: Sequence[PartedPair], signals: socket
-    ) -> list[PartedPair]:
-        """Connect to lost hosts, and let all try to reach each other; print what is wrong.
-
-        Args:
-            wait_s: to wait before, unless there is nothing to wait for.
-            parted: pairs that did not reach each other the last time.
-        """
-        absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
-        problems = self._connect_again(absent, wait_s if absent or parted else 0.0, signals)
-        if is_readable([signals]):
-            return []
-        found = self._parted()
-        for problem in [*problems, *(pair.describe(self.connections) for pair in found)]:
+    def _note_problems(self, problems: Sequence[str], parted: Sequence[PartedPair]) -> None:
+        for problem in [*problems, *(pair.describe(self.connections) for pair in parted)]:
             _print_note(problem)
-        return found
 
-    def _print_what_is_missing(self, parted: Sequence[PartedPair]) -> None:
+    def _note_end(self, parted: Sequence[PartedPair]) -> None:
+        """Tell why the run cannot go on."""
         if self._missing():
             _print_note("the lost hosts did not come back")
         if parted:

@@ -16,7 +16,7 @@ from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.reach import Reach
 
 MOST_BRANCHES = 1000
-"""Limit of the search for the largest group: heartbeats of hosts wait for its end."""
+"""The most branches of the search for the largest group: heartbeats of hosts wait for its end."""
 
 
 @dataclass(frozen=True)
