@@ -10,8 +10,9 @@ random numbers   A layer may draw in its `forward` (stochastic depth, noise, `F.
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -87,31 +88,41 @@ def noting_buffers(
     """
     before = snapshot(module)
     yield
-    changes = changed_since(module, before)
-    buffers = mutable_buffers(module)
-    names = [name for name in buffers if changes[name] and buffers[name].is_floating_point()]
-    flags = torch.tensor([name in names for name in buffers], dtype=torch.float64)
-    if not len(buffers) or not bool(mesh.data.all_reduce(flags.to(mesh.device)).sum()):
-        return
-    sums = torch.stack([_checksum(buffer) for buffer in buffers.values()]).to(mesh.device)
-    largest, negated_smallest = mesh.data.all_reduce_max(torch.stack((sums, -sums)))
-    differs = (largest + negated_smallest > 0).tolist()
-    apart = [
-        name.removeprefix(".")
-        for name, differ in zip(buffers, differs, strict=True)
-        if differ or (divided and name in names)
-    ]
-    if apart:
+    apart = _buffers_apart(module, changed_since(module, before), mesh, divided)
+    stages = mesh.pipeline.all_gather_str(json.dumps(apart))  # each rank knows its own buffers
+    names = [*dict.fromkeys(name for text in stages for name in json.loads(text))]
+    if names:
         announce(
-            f"note: {', '.join(apart[:3])}{' and others' if len(apart) > 3 else ''}: a forward "
+            f"note: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: a forward "
             f"{WRITES} or micro-batch, so they are not those of one device. Compute them from "
             "run.gather(...), if they must be."
         )
 
 
+def _buffers_apart(
+    module: nn.Module, changes: Mapping[str, bool], mesh: Mesh, divided: bool
+) -> list[str]:
+    """Return the buffers here that were written and are not those of one device. Collective over
+    the data axis.
+    """
+    buffers = mutable_buffers(module)
+    names = [name for name in buffers if changes[name] and buffers[name].is_floating_point()]
+    flags = torch.tensor([name in names for name in buffers], dtype=torch.float64)
+    if not len(buffers) or not bool(mesh.data.all_reduce(flags.to(mesh.device)).sum()):
+        return []
+    sums = torch.stack([_checksum(buffer) for buffer in buffers.values()]).to(mesh.device)
+    largest, negated_smallest = mesh.data.all_reduce_max(torch.stack((sums, -sums)))
+    differs = (largest + negated_smallest > 0).tolist()
+    return [
+        name.removeprefix(".")
+        for name, differ in zip(buffers, differs, strict=True)
+        if differ or (divided and name in names)
+    ]
+
+
 def _checksum(buffer: Tensor) -> Tensor:
     """Return a number that differs where values differ, nearly always; 0 for other dtypes."""
-    if not buffer.is_floating_point() or not buffer.numel():
+    if not buffer.is_floating_point() or not buffer.numel() or buffer.is_meta:
         return torch.zeros((), dtype=torch.float64)
     return torch.nan_to_num(buffer.detach().double()).sum().cpu()
 

@@ -12,10 +12,10 @@ from shoal.testing import world
 class Running(nn.Module):
     """A linear layer behind a moving average of its inputs, and a counter of passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.layer = nn.Linear(4, 3)
-        self.register_buffer("center", torch.zeros(4))
+        self.layer = nn.Linear(width, 3)
+        self.register_buffer("center", torch.zeros(width))
         self.register_buffer("passes", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,3 +45,20 @@ def test_buffers_that_differ_between_ranks_are_named_once() -> None:
 def test_buffers_that_micro_batches_write_are_named() -> None:
     (line,) = notes(2)
     assert line.startswith("note: center, passes: a forward pass writes these buffers")
+
+
+def notes_of_stages() -> list[str]:
+    """Train a model whose last layer counts its passes, on the last stage."""
+    lines: list[str] = []
+    run = shoal.init("pipeline=2,microbatches=2", announce=lines.append)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), Running(8)).double()
+    model, _, loader = run.prepare(*parts(net))
+    for x, y in loader:
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    return [line for line in lines if "buffers" in line]
+
+
+def test_buffers_of_other_stages_are_named_too() -> None:
+    first, _ = world.run(2, notes_of_stages)
+    (line,) = first
+    assert line.startswith("note: 3.center, 3.passes: a forward pass writes these buffers")
