@@ -11,7 +11,7 @@ calls it otherwise for fewer samples, nothing is said.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.module_state import replace_call
+from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.trial.batch_rows import map_nest, take_rows
 from shoal.trial.guess_cause import guess_cause
 from shoal.trial.judge_loss import TOLERANCE, TOLERANCE_IN_FLOAT64, LossJudge
@@ -69,10 +70,10 @@ class OutputRecorder:
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            try:
-                kept = map_tensors(output, lambda tensor: tensor.detach())
-            except CannotTry:
-                kept = None
+            kept = None
+            if not in_function_transform():
+                with suppress(CannotTry):
+                    kept = map_tensors(output, lambda tensor: tensor.detach())
             self.calls.append(RecordedCall(module, (args, kwargs), kept))
 
 

@@ -93,6 +93,18 @@ def _with_hook_tables(with_hook_tables: Any) -> bool:
     return [with_hook_tables([plain, leaf]) for leaf in (plain, early, late)] == [False, True, True]
 
 
+def _in_function_transform(in_function_transform: Any) -> bool:
+    seen = [in_function_transform()]
+
+    def noting(x: torch.Tensor) -> torch.Tensor:
+        seen.append(in_function_transform())
+        return x.sum()
+
+    torch.func.vmap(torch.func.grad(noting))(torch.ones(2, 3))
+    seen.append(in_function_transform())
+    return seen == [False, True, False]
+
+
 def _in_backward_pass(in_backward_pass: Any) -> bool:
     seen = [in_backward_pass()]
     leaf = torch.zeros(1, requires_grad=True)
@@ -206,6 +218,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.accumulation_hooks": _accumulation_hooks,
     "tensor_state.with_hook_tables": _with_hook_tables,
     "tensor_state.in_backward_pass": _in_backward_pass,
+    "tensor_state.in_function_transform": _in_function_transform,
     "tensor_state.schema_of": _schema_of,
     "tensor_state.ATEN_TO_COPY": lambda found: str(found) == "aten._to_copy.default",
     "tensor_state.memory_of": _memory_of,

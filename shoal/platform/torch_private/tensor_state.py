@@ -50,6 +50,15 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def in_function_transform() -> bool:
+    """Return whether a transform of torch.func, such as vmap, is active.
+
+    Why: its tensors must not be kept for later, and no public name tells. Without: a trial of the
+    loss would fail on outputs of a model that was called inside. Checked: 2.11, 2.13, 2.15.
+    """
+    return torch._C._are_functorch_transforms_active()
+
+
 def has_hooks(parameter: Tensor) -> bool:
     """Return whether hooks wait for the gradient of `parameter`, before or after it is accumulated.
 

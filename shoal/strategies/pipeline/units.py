@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 from shoal.data.host_generators import DrawnWords, HostGenerators
+from shoal.errors import StrategyRefused
 from shoal.platform.torch_private import DYNAMO
+from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
@@ -157,6 +159,11 @@ class Units:
         self._begun.clear()
 
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if in_function_transform():
+            raise StrategyRefused(
+                f"pipeline: {name} is called inside of a transform of torch.func (vmap, grad, "
+                "jvp), and other ranks hold layers that it would go through. Use ddp."
+            )
         if self.observer is not None:
             return self.observer.call(name, forward, args, kwargs)
         return self.run(name, forward, args, kwargs, draw_seed())

@@ -33,7 +33,11 @@ from shoal.comm.mappings import (
     slice_to_region,
 )
 from shoal.errors import StrategyRefused, UsageError
-from shoal.platform.torch_private.tensor_state import in_backward_pass, version
+from shoal.platform.torch_private.tensor_state import (
+    in_backward_pass,
+    in_function_transform,
+    version,
+)
 from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.narrowed_input import full_inputs
 from shoal.strategies.tensor.sequence import (
@@ -229,7 +233,17 @@ def local_shard(tensor: Tensor | None) -> Any:
 
 
 def local_part(tensor: Tensor | None) -> Any:
-    """Return this rank's shard, differentiable; a replicated tensor, or None, as it is."""
+    """Return this rank's shard, differentiable; a replicated tensor, or None, as it is.
+
+    Raises:
+        StrategyRefused: a transform of torch.func is active, which no collective goes through.
+    """
+    if in_function_transform():
+        raise StrategyRefused(
+            "tensor: compute_loss calls a layer in slices inside of a transform of torch.func "
+            "(vmap, grad, jvp), which does not go through the sum over ranks. Keep the model whole "
+            "by the strategy's option `whole`, or use ddp."
+        )
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
 from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
-from shoal.platform.torch_private.tensor_state import in_backward_pass
+from shoal.platform.torch_private.tensor_state import in_backward_pass, in_function_transform
 from shoal.strategies.finite_check import nonfinite_names, seem_finite
 from shoal.strategies.grad_checks import accumulated_twice_error
 from shoal.strategies.zero.unit_order import END_OF_STEP
@@ -225,7 +225,15 @@ def call_on_gradients(
     """Return the tensors, with a node in the graph that calls `callback` in the backward pass.
 
     The node runs once, when the gradients of all returned tensors are there.
+
+    Raises:
+        StrategyRefused: a transform of torch.func is active, which takes no such node.
     """
+    if in_function_transform():
+        raise StrategyRefused(
+            "zero: compute_loss calls a unit inside of a transform of torch.func (vmap, grad, "
+            "jvp), which gathers no parameters again in its backward pass. Use ddp."
+        )
     outputs: tuple[Tensor, ...] = _GradientCallback.apply(callback, *tensors)
     return outputs
 
