@@ -62,11 +62,12 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 }
 FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
     (NonfiniteSteps, ("begin", "judge", "_before_optimizer_step")),
-    (FiniteCheck, ("look", "copy")),
+    (FiniteCheck, ("look",)),
     (Guards, ("before_step", "after_step")),
     (StepPhase, ("__enter__", "__exit__")),
 )
-"""Functions of the checks that a step calls."""
+"""Functions of the checks that a step calls. Not the look at gradients on several ranks: it happens
+while they are copied into the message, so only the difference of steps tells what it adds."""
 Step = Callable[[], object]
 
 
