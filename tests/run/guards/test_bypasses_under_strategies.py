@@ -278,6 +278,8 @@ SHARDS = REFUSED | {
     "weights_of_groups": r"item\(\).*part of this number",
     "weights_listed": r"tolist\(\) \(optimizer_acts.*a part of this tensor.*run\.weights",
 }
+ADDS_WHOLE = torch.__version__ < (2, 12)
+"""Older torch makes parts of sums whole where it adds numbers to them."""
 OF_SERVERS = r"optimizer\.state.*\(\w*(acts|strategies)\.py:\d+\) under server.*servers hold"
 OF_STAGES = r"optimizer\.state.*\(\w*acts\.py:\d+\) under pipeline.*own stage.*run\.state\(\)"
 STATE_READS = ("momentum_norms", "momentum_of_groups", "states_counted", "state_looked_for")
@@ -322,6 +324,8 @@ SERVERS = REFUSED | {
 def test_each_bypass_is_exact_or_refused_by_its_true_reason(
     strategy: str, refused: dict[str, str]
 ) -> None:
+    if ADDS_WHOLE and strategy in ("zero3", "tensor=2"):
+        refused = {act: words for act, words in refused.items() if act != "weights_of_groups"}
     for rank, found in enumerate(world.run(2, results, strategy)):
         for act, result in found.items():
             if strategy == "pipeline=2" and act == "submodule_state" and rank == 0:
