@@ -146,7 +146,8 @@ def _compare(expected: _TrialRun, found: _TrialRun) -> None:
 def _refuse(difference: str) -> None:
     raise WalkRefusal(
         f"pipeline: in stages, {difference}: a block passes something on otherwise than by what it "
-        "returns (a number, an attribute, a counter). Return it from the block."
+        "returns (a number, an attribute, a counter), or an autograd.Function is called between "
+        "blocks. Return it from the block; call the function inside a block that has parameters."
     )
 
 

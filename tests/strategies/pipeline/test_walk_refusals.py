@@ -73,6 +73,35 @@ def checkpoints_with_reentry(h: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
+class Reversed(torch.autograd.Function):
+    """Reverse gradients, as adversarial training of domains does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.5 * gradient
+
+
+class ReversedLinear(nn.Linear):
+    """Reverse gradients inside of a block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(reverse(x))
+
+
+def reverse(x: Tensor) -> Tensor:
+    output: Tensor = Reversed.apply(x)
+    return output
+
+
+def reverses_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
+    x = torch.tanh(h[1](h[0](x)))
+    return h[2](x) + h[3](reverse(x))
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize(
     ("function", "message"),
@@ -81,11 +110,18 @@ def checkpoints_with_reentry(h: nn.ModuleList, x: Tensor) -> Tensor:
         (hides_errors, "bool() looks at a value of gt, which another rank computes"),
         (catches_everything, "it catches BaseException, by which a stage ends"),
         (checkpoints_with_reentry, "Use use_reentrant=False"),
+        (reverses_gradients, "call the function inside a block that has parameters"),
     ],
 )
 def test_the_reason_is_told(function: Forward, message: str) -> None:
     model = Blocks(function).double()
     assert message in refusal(model, loss_of(model), (ROWS,), 2)
+
+
+def test_a_function_of_ones_own_inside_a_block_is_exact() -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 8), ReversedLinear(8, 8), nn.Linear(8, 8)]
+    model = nn.Sequential(*layers).double()
+    assert difference(model, lambda x: model(x).square().mean(), (ROWS,), 2) <= 1e-10
 
 
 class Counting(nn.Module):
