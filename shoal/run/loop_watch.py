@@ -23,6 +23,7 @@ from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.run.captured_batch import captured_tensors
+from shoal.run.outside_values import OutsideValues
 from shoal.strategies.base import LocalBatch
 from shoal.trial.mixed_rows import mixes_rows
 from shoal.trial.replaced_rows import ReplacedRows
@@ -47,6 +48,13 @@ ONE_NUMBER = (
     "rank alone. One device computes it from the samples of all ranks, and so does "
     "run.gather(tensor).mean(). A count that goes into shoal.counted is right as it is."
 )
+LIFTED = (
+    "note: forward_backward was given samples that the loop has taken from NumPy or from Python "
+    "numbers, so nothing tells from which samples they were computed. Where they depend on other "
+    "samples of this rank, as after a normalisation over the batch, one device gives other "
+    "numbers. run.gather(tensor) returns the samples of all ranks, and the loader's collate_fn is "
+    "given whole batches."
+)
 
 
 class LoopWatch(YieldWatch):
@@ -55,6 +63,7 @@ class LoopWatch(YieldWatch):
     Attributes:
         yielded: the shard that was yielded last; None before the first.
         enabled: False with one data rank, without guards, and where each rank steps by itself.
+        outside_values: compares what ranks use beside the batch, in the steps that are looked at.
         has_loader: a loader was prepared. Without one, only `run.share` gives batches.
 
     Args: announce: prints a note.
@@ -65,8 +74,9 @@ class LoopWatch(YieldWatch):
         self._data = mesh.data
         self.enabled = enabled and mesh.data.size > 1
         self.has_loader = False
+        self.outside_values = OutsideValues(mesh, announce)
         self._announce = announce
-        self._has_noted = False
+        self._noted: set[str] = set()
         self._rows = ReplacedRows()
         self._calls = 0
         self._batches = 0
@@ -99,12 +109,17 @@ class LoopWatch(YieldWatch):
         To be called in each step whose loss is that of the global batch.
         """
         is_due, self._calls = self._is_due, self._calls + 1
+        self.outside_values.is_due = is_due
         # Alike on all ranks, also where one has looked at a batch of a loader by itself.
         has_source = self.has_loader or self.yielded is not None
         if not (is_due and has_source):
             return
         self._batches, self._chosen = 0, {}
         is_mixed = self._mixes(batch)
+        self._note_numbers(batch)
+        self.outside_values.loop_uses = self._rows.lifted.uses
+        if self._rows.lifted.meet_samples:
+            self._note(LIFTED)
         if not self._is_due:
             self._rows.forget()
         if self._data.sum_of_host_numbers([is_mixed])[0]:
@@ -113,6 +128,7 @@ class LoopWatch(YieldWatch):
     def skip(self) -> None:
         """Count a step for which a rank may mix its samples."""
         self._calls += 1
+        self.outside_values.is_due = False
         self._batches, self._chosen = 0, {}
         self._rows.forget()
 
@@ -124,12 +140,8 @@ class LoopWatch(YieldWatch):
     def _mixes(self, batch: LocalBatch) -> bool:
         same, replaced, rows = [], [], None
         for tensor in self._tensors_of(batch):
-            copies = self._rows.copies_of(tensor)
-            if copies is None or not _same_bits(tensor, copies[0]):
-                continue  # something unseen has written into it
-            if not tensor.dim():
-                self._note_number(*copies[:2])
-            elif rows is None or rows is copies[2]:
+            copies = self._copies_of(tensor)
+            if copies is not None and tensor.dim() and (rows is None or rows is copies[2]):
                 rows = copies[2]
                 same.append(copies[0])
                 replaced.append(copies[1])
@@ -140,11 +152,24 @@ class LoopWatch(YieldWatch):
         for _, tensor in captured_tensors(batch.compute_loss):
             yield tensor
 
-    def _note_number(self, same: Tensor, replaced: Tensor) -> None:
-        is_count = not (same.is_floating_point() or same.is_complex())
-        if not (is_count or self._has_noted or _same_bits(same, replaced)):
-            self._has_noted = True
-            self._announce(ONE_NUMBER)
+    def _copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        copies = self._rows.copies_of(tensor)
+        if copies is None and tensor.dim() and self._rows.lifted.is_lifted(tensor):
+            self._note(LIFTED)
+        # Something unseen may have written into it.
+        return copies if copies is not None and _same_bits(tensor, copies[0]) else None
+
+    def _note_numbers(self, batch: LocalBatch) -> None:
+        for number in tensors_in([batch.args, dict(batch.kwargs)]):
+            copies = None if number.dim() else self._copies_of(number)
+            is_count = not (number.is_floating_point() or number.is_complex())
+            if not (copies is None or is_count or _same_bits(*copies[:2])):
+                self._note(ONE_NUMBER)
+
+    def _note(self, note: str) -> None:
+        if note not in self._noted:
+            self._noted.add(note)
+            self._announce(note)
 
     def _choose(self, samples: int) -> tuple[Tensor, Tensor]:
         """Choose which samples are replaced by which: about half of them, by some of the others."""

@@ -11,6 +11,7 @@ script has read from a tensor is known by its digits where it is used, unless it
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
+from shoal.trial.lifted_values import LiftedValues
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
@@ -56,10 +58,14 @@ class _Copies(NamedTuple):
 
 
 class ReplacedRows(DispatchMode):
-    """Computes on copies of a batch what a script computes between `start` and `stop`."""
+    """Computes on copies of a batch what a script computes between `start` and `stop`.
+
+    Attributes: lifted: what the script takes from NumPy and Python meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.lifted = LiftedValues()
         self._copies: dict[int, _Copies] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -133,13 +139,16 @@ class ReplacedRows(DispatchMode):
         """Forget all copies."""
         self._copies.clear()
         self._numbers.clear()
+        self.lifted.forget()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [copies for copies in map(self._find, given) if copies is not None]
         if not known:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            self.lifted.after_constants(func, given, output)
+            return output
         self._operators += 1
         if func is READ_NUMBER:
             return self._note_number(given[0])
@@ -154,9 +163,11 @@ class ReplacedRows(DispatchMode):
         if not can_follow:
             self._drop(given)
             return func(*args, **kwargs)
-        return self._follow(func, args, kwargs, given, rows)
+        caller = sys._getframe(1)
+        self.lifted.before_samples(func, (args, kwargs), len(rows), self._numbers, caller)
+        return self._follow(func, args, kwargs, rows)
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, given: list[Tensor], rows: Tensor) -> Any:
+    def _follow(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
         written = _written(func, args, kwargs)
         for tensor in written:
             self._copy(tensor, rows)

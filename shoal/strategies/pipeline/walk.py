@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -280,7 +280,13 @@ class Walk(TorchFunctionMode):
         modes = function_modes()
         self._inside += 1
         try:
-            with pop_mode_temporarily() if modes and modes[-1] is self else nullcontext():
+            with ExitStack() as stack:
+                if self in modes:  # below others, such as one that watches what a loss uses
+                    above = len(modes) - modes.index(self) - 1
+                    others = [stack.enter_context(pop_mode_temporarily()) for _ in range(above)]
+                    stack.enter_context(pop_mode_temporarily())
+                    for mode in reversed(others):
+                        stack.enter_context(mode)
                 yield
         finally:
             self._inside -= 1

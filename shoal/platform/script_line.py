@@ -1,0 +1,27 @@
+"""The line of a script that has called an operator of torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_SHARDING = f"{_TORCH}distributed/"
+_SHOAL = f"{Path(__file__).parents[1]}/"
+
+
+def calling_line(frame: FrameType | None) -> str:
+    """Return `train.py:41`, the innermost line from `frame` on that is not torch's.
+
+    Empty where Shoal has called, or `torch.distributed`, which shards parameters for it.
+    """
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith((_SHOAL, _SHARDING)):
+            return ""
+        if not file.startswith((_TORCH, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
