@@ -100,7 +100,8 @@ class StepTrials:
         model = self._prepared.local_model()
         if model.pass_traits.collective_forward and not trial.is_scheduled:
             return  # other data ranks have no news, and make no pass
-        with leaving_no_trace(self._prepared.models, batch.compute_loss) as can_repeat:
+        given = batch.args, batch.kwargs
+        with leaving_no_trace(self._prepared.models, batch.compute_loss, given) as can_repeat:
             # Ranks decide alike: an iterator may have been read on some of them.
             if self._prepared.mesh.pipeline.sum_of_host_numbers([not can_repeat])[0] == 0:
                 trial.try_stages(batch, model.outside_step.call)
