@@ -96,7 +96,8 @@ class MicrobatchGathering:
         key = _place_of(function)
         if not self._known.get(key, True):
             return batch
-        with leaving_no_trace(self._models, function) as can_repeat:
+        given = batch.args, batch.kwargs
+        with leaving_no_trace(self._models, function, given) as can_repeat:
             seeds = self._seeds()
             values = []
             if not self._on_any_rank(not can_repeat):
@@ -106,7 +107,7 @@ class MicrobatchGathering:
         if not num_gathers:
             return batch
         gathered = [self._gathered(own, microbatches) for own in values]
-        with leaving_no_trace(self._models, function):
+        with leaving_no_trace(self._models, function, given):
             asked = self._asked(gathered, values, microbatches, model, seeds)
         self._seeds()  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))

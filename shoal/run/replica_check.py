@@ -74,16 +74,16 @@ def check_replicas(
     if mesh.size == 1 or not local_model.strategy_state.is_synchronous:
         return []
     tensors = replicated_tensors(local_model, optimizers, mesh)
-    digests = _digests([entry.value for entry in tensors])
+    found = digests([entry.value for entry in tensors])
     parts: dict[str, list[int]] = {}
-    for entry, digest in zip(tensors, digests, strict=True):
+    for entry, digest in zip(tensors, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
     summary = {part: _combined(of_part) for part, of_part in parts.items()}
     if _agree([json.loads(text) for text in mesh.all_gather_str(json.dumps(summary))]):
         return []
     details = {
         f"{entry.part}|{entry.name}": [digest, to_local(entry.value).nbytes]
-        for entry, digest in zip(tensors, digests, strict=True)
+        for entry, digest in zip(tensors, found, strict=True)
     }
     reports = [json.loads(text) for text in mesh.all_gather_str(json.dumps(details))]
     differences = find_differences(reports)
@@ -167,17 +167,17 @@ def _shard_of(tensor: Tensor) -> str:
     )
 
 
-def _digests(tensors: Sequence[Tensor]) -> list[int]:
+def digests(tensors: Sequence[Tensor]) -> list[int]:
     """Return the digest of each tensor. Waits for the device once."""
     by_device: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_device.setdefault(tensor.device, []).append(index)
-    digests = [0] * len(tensors)
+    found = [0] * len(tensors)
     for indices in by_device.values():
         values = torch.stack([tensor_digest(tensors[index]) for index in indices]).tolist()
         for index, value in zip(indices, values, strict=True):
-            digests[index] = value
-    return digests
+            found[index] = value
+    return found
 
 
 def _combined(digests: Sequence[int]) -> int:

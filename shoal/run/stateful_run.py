@@ -47,6 +47,7 @@ class StatefulRun:
         """
         local_model = self._local_model()
         self.synchronize()
+        self._run_guards.check_equal_weights()
         self.mesh.data.broadcast_buffers(local_model.module)
         full = train_state.full_state_dict(local_model)
         return unshared(full, train_state.tensors_of(local_model.module).values())
@@ -89,6 +90,7 @@ class StatefulRun:
         check_path("run.save", path)
         local_model = self._local_model()
         self.synchronize()
+        self._run_guards.check_equal_weights()
         train_state.save_model(local_model, self.mesh, path)
 
     def state(
@@ -109,6 +111,7 @@ class StatefulRun:
         resumable = self._train_state()
         self.synchronize()
         self._prepared.nonfinite_steps.check_weights()
+        self._run_guards.check_equal_weights()
         tensors, info, private = resumable.state()
         if copies:
             tensors = unshared(tensors, tensors.values())

@@ -13,8 +13,11 @@ from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
 from shoal.data.sample_lists import mark_sample_lists
 from shoal.data.seeds import preserve_rng_state
-from shoal.data.tree_map import are_tensors
+from shoal.data.tree_map import are_tensors, tensors_in
+from shoal.data.tree_map import tree_map as map_items
+from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
+from shoal.platform.torch_private.tensor_state import version
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
@@ -83,8 +86,11 @@ def example_of(
     Args: full_batch_rows: samples of a full global batch, where `batch` may be a shorter one.
     """
     window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
-    args = chunk_args(batch.args, window, batch.num_samples)
-    kwargs = chunk(dict(batch.kwargs), window, batch.num_samples)
+    taken = (
+        chunk_args(batch.args, window, batch.num_samples),
+        chunk(dict(batch.kwargs), window, batch.num_samples),
+    )
+    args, kwargs = _copied(taken[0]), _copied(taken[1])
     calls: list[base.ModuleCall] = []
     with (
         preserve_rng_state([mesh.device]),
@@ -93,6 +99,7 @@ def example_of(
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
         batch.compute_loss(*args, **kwargs)
+    _check_unwritten((args, kwargs), mesh)
     # Rounded up: the largest micro-batch that any rank computes.
     share = batch.num_samples
     if batch.sizes_known:
@@ -126,6 +133,23 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _copied(batch: Any) -> Any:
+    """Return a nest with tensors of its own: the function may write into its batch."""
+    return batch.clone() if isinstance(batch, Tensor) else map_items(batch, _copied)
+
+
+def _check_unwritten(batch: Any, mesh: Mesh) -> None:
+    """Raise StrategyRefused if a function has written into its batch, which stages read anew.
+
+    Args: batch: of copies that nothing else has written into.
+    """
+    if mesh.pipeline.size > 1 and any(version(tensor) for tensor in tensors_in(batch)):
+        raise StrategyRefused(
+            "pipeline: compute_loss writes into its batch, and it runs once for each stage on the "
+            "same samples. Write into a copy: x = x.clone()."
+        )
 
 
 def _without_graph(value: Any) -> Any:

@@ -11,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
+
+from shoal.errors import StrategyRefused
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_output import StepOutput
@@ -31,20 +34,41 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
+        self._keeps_scale = False
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
         if not self._guards.enabled:
             return batch
         if self._trial is not None:
-            return self._tried(self._trial, batch)
+            batch = self._tried(self._trial, batch)
+            return batch._replace(keeps_scale=True) if self._keeps_scale else batch
         sizes, data = self._prepared.sizes, self._prepared.mesh.data
         sizes.check_shared(data)
         if not batch.sizes_known and data.size > 1:
             sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
-            return self._tried(self._trial, batch)
+            batch = self._tried(self._trial, batch)
+        self._keeps_scale = self._must_keep_scale(self._trial)
+        return batch._replace(keeps_scale=self._keeps_scale)
+
+    def _must_keep_scale(self, trial: LossTrial) -> bool:
+        """Return whether gradients are bounded on their way back, on any rank. Collective.
+
+        Raises: StrategyRefused: they are used in the backward pass, before a factor can follow.
+        """
+        mesh = self._prepared.mesh
+        flag = torch.tensor([float(trial.bounds_gradients)], device=mesh.host_device)
+        if not mesh.all_reduce_max(flag).item():
+            return False
+        if self._prepared.steps_in_backward and mesh.data.size > 1:
+            raise StrategyRefused(
+                "step_in_backward: a hook or an autograd.Function bounds gradients on their way "
+                "back, and here they would be as many times as large as there are ranks. Leave out "
+                "step_in_backward, or bound the gradients of parameters."
+            )
+        return True
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""
@@ -76,7 +100,8 @@ class StepTrials:
         model = self._prepared.local_model()
         if model.pass_traits.collective_forward and not trial.is_scheduled:
             return  # other data ranks have no news, and make no pass
-        with leaving_no_trace(self._prepared.models, batch.compute_loss) as can_repeat:
+        given = batch.args, batch.kwargs
+        with leaving_no_trace(self._prepared.models, batch.compute_loss, given) as can_repeat:
             # Ranks decide alike: an iterator may have been read on some of them.
             if self._prepared.mesh.pipeline.sum_of_host_numbers([not can_repeat])[0] == 0:
                 trial.try_stages(batch, model.outside_step.call)

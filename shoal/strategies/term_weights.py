@@ -3,6 +3,8 @@
 a mean                    x num_samples / global batch size
 one sum with a count      divided by the global count after the backward pass
 several counts            divided by the global counts before it: one small message
+one, where gradients are  the same: what bounds them on their way back must see those of one device
+bounded on their way
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 from shoal.strategies.loss_terms import Term
+
+BOUNDED_SUM = (
+    "compute_loss returned counted(sum, count), and a hook or an autograd.Function bounds "
+    "gradients on their way back: they depend on the count of the whole batch, which is known "
+    "after the last micro-batch only. Use accumulate=1 and no pipeline, or return a mean over "
+    "samples."
+)
 
 
 class CombinedLoss(NamedTuple):
@@ -43,14 +52,16 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     """
     if batch.loss_weight is not None:
         return CombinedLoss(_mean_of_rank(terms), weight=batch.loss_weight)
-    if len(terms) == 1:
+    if len(terms) == 1 and not batch.keeps_scale:
         return _single(terms[0], batch)
     if not batch.sizes_known:
         terms = [_with_count(term, batch.num_samples) for term in terms]
     terms = _merged(terms)
-    if len(terms) == 1:
+    if len(terms) == 1 and (terms[0].count is None or not batch.keeps_scale):
         return _single(terms[0], batch)
     if not batch.is_last_microbatch or batch.previous_totals is not None:
+        if batch.keeps_scale:
+            raise UsageError(BOUNDED_SUM)
         raise UsageError(
             f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
             "batch is divided into micro-batches: the counts of all of them are needed before the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from shoal.data.tree_map import in_dtype
 from shoal.errors import ShoalError
 from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
+from shoal.trial.bounded_gradients import BOUNDED_TOGETHER, at_bounds, bounded_leaves
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_models import models_in_float64
@@ -156,7 +158,25 @@ class LossJudge:
             verdict = verdict if in_blocks.objects else in_blocks
         if verdict.kind is LossKind.COUPLED and self.draws.uncut:
             return self._without_dropout()
+        if not verdict.objects and self._num_splits > 1:
+            bounded = self._bounded_leaves(whole)
+            if bounded:
+                verdict = replace(self._compare_at_bounds(bounded), bounds_gradients=True)
         return self._confirmed(verdict, whole) if verdict.objects else verdict
+
+    def _bounded_leaves(self, whole: Measured) -> set[int]:
+        try:
+            return bounded_leaves(self._loss, self._measure_again, whole, self._tolerance)
+        except (_FailedError, CannotTry):  # an overflow: 16 bits have no room for such gradients
+            return set()
+
+    def _compare_at_bounds(self, bounded: set[int]) -> LossVerdict:
+        with at_bounds(self._loss, bounded):
+            verdict = self._compare(self._measure_again())
+        return replace(verdict, cause=BOUNDED_TOGETHER) if verdict.objects else verdict
+
+    def _measure_again(self) -> Measured:
+        return self._pass(lambda: self._loss.whole(self._all), self._all)
 
     def _measure_whole(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), None)
@@ -239,11 +259,11 @@ class LossJudge:
     def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
         """Return the objection, if it is neither randomness nor rounding."""
         try:
-            again = self._pass(lambda: self._loss.whole(self._all), self._all)
+            again = self._measure_again()
             if distance_of_repeat(whole, again) > self._tolerance:
                 return _cannot("the same samples give another loss when they are tried again")
             self._state.reseed(1)
-            other = self._pass(lambda: self._loss.whole(self._all), self._all)
+            other = self._measure_again()
             if distance_of_repeat(whole, other) > self._tolerance:
                 return _cannot("it draws numbers from numpy or random, which no part can share")
         except _FailedError as failed:

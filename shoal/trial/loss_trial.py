@@ -55,6 +55,8 @@ class LossTrial:
         whole_models: this rank can run the models without the others, and has all parameters whole.
         runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
             not, as in a pipeline, later trials are those of `try_stages`.
+
+    Attributes: bounds_gradients: a trial has found that gradients do not grow with the loss.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class LossTrial:
         self._news = _News()
         self._noted: set[LossKind] = set()
         self._verdict: LossVerdict | None = None
+        self.bounds_gradients = False
 
     @property
     def verdict(self) -> LossVerdict | None:
@@ -171,6 +174,7 @@ class LossTrial:
 
     def _take(self, verdict: LossVerdict) -> None:
         """Keep the verdict that says more: an objection, then any that could be reached."""
+        self.bounds_gradients |= verdict.bounds_gradients
         old = self._verdict
         if old is None or (not old.objects and (verdict.objects or old.kind in _WITHOUT_ANSWER)):
             self._verdict = verdict

@@ -61,6 +61,8 @@ class LossVerdict:
         cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
         outputs_only: the models' recorded outputs were used; what models do inside was not seen.
+        bounds_gradients: twice the loss has not twice the gradients: a hook or an autograd.Function
+            bounds them on their way back.
     """
 
     kind: LossKind
@@ -69,6 +71,7 @@ class LossVerdict:
     cause: str = ""
     reason: str = ""
     outputs_only: bool = False
+    bounds_gradients: bool = False
 
     @property
     def objects(self) -> bool:

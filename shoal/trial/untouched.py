@@ -20,8 +20,9 @@ import torch
 from torch import nn
 
 from shoal.data.seeds import GeneratorStates, preserve_rng_state
+from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.module_state import BatchNormBase
-from shoal.platform.torch_private.tensor_state import gradient_hooks
+from shoal.platform.torch_private.tensor_state import gradient_hooks, version
 from shoal.strategies.module_snapshot import ModelSnapshot, trial_running
 from shoal.trial.loss_verdict import CannotTry
 from shoal.trial.saved_objects import SavedObjects
@@ -33,11 +34,17 @@ def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
 
 
 @contextmanager
-def leaving_no_trace(models: Sequence[nn.Module], function: Any) -> Iterator[bool]:
-    """Put models, the script and generators back after passes that run as those of a step.
+def leaving_no_trace(models: Sequence[nn.Module], function: Any, batch: Any) -> Iterator[bool]:
+    """Put models, the script, its batch and generators back after passes that run as those of a
+    step.
 
     Yields False if the script cannot be put back, as one that reads from an iterator.
     """
+    given = [
+        (tensor, tensor.detach().clone(), version(tensor))
+        for tensor in tensors_in(batch)
+        if not tensor.is_inference()
+    ]
     snapshots = [ModelSnapshot(model) for model in models]
     objects, can_repeat = SavedObjects(), True
     objects.skip(module for model in models for module in model.modules())
@@ -52,6 +59,9 @@ def leaving_no_trace(models: Sequence[nn.Module], function: Any) -> Iterator[boo
         objects.restore()
         for state in reversed(snapshots):
             state.restore()
+        for tensor, values, before in given:
+            if version(tensor) != before:
+                tensor.detach().copy_(values)
 
 
 class Untouched:

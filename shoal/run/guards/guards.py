@@ -18,6 +18,7 @@ from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.borrowed_weights import guard_functional_call
 from shoal.run.guards.drawn_shards import guard_drawn_shards
+from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
     cut_given_optimizer_state,
     cut_given_weights,
@@ -168,6 +169,16 @@ class Guards:
         """Raise UsageError if weights were written that would be lost."""
         if self._weights is not None and not self.phase.in_edit:
             self._weights.check()
+
+    def check_equal_weights(self) -> None:
+        """Raise UsageError if ranks that hold the same weights have other ones. Collective."""
+        guarded = self._guarded
+        if (
+            self.enabled
+            and guarded is not None
+            and guarded.local_model.strategy_state.is_synchronous
+        ):
+            check_equal_weights(guarded)
 
     def accept_weights(self) -> None:
         """Take the present weights for those of the servers, which have been sent them."""

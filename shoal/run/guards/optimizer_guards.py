@@ -2,11 +2,13 @@
 
 foreign optimizers   were not prepared, and hold prepared parameters
 numbers of groups    such as learning rates must be the same on all ranks
+weights              must be the same on the ranks that hold the same part of the model
 
-A scheduler that sees each rank's own loss would make them come apart, and the ranks' weights with
-them. Ranks compare their numbers at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th.
-Not with the totals of every step: those are summed, so that a difference needs numbers of their
-own, and on a GPU a look at them waits for the device.
+A scheduler that sees each rank's own loss would make the numbers come apart, and the ranks' weights
+with them; so would weights that the script draws anew, for each data rank draws other numbers.
+Ranks compare both at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th. Not with the
+totals of every step: those are summed, so that a difference needs numbers of their own, and on a
+GPU a look at them waits for the device.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
 from shoal.run.guards.call_site import call_site
+from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.state_access import is_access_by_shoal
@@ -93,14 +95,17 @@ def guard_group_numbers(guarded: GuardedModels) -> Iterator[Removable]:
     # Ranks that step by themselves may be at different steps.
     if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
         for optimizer in guarded.optimizers:
-            yield optimizer.register_step_pre_hook(_GroupComparison(guarded.mesh))
+            yield optimizer.register_step_pre_hook(_GroupComparison(guarded))
 
 
 class _GroupComparison:
-    """Counts the steps of one optimizer, and compares its numbers over ranks. Collective."""
+    """Counts the steps of one optimizer, and compares its numbers and the weights over ranks.
+    Collective.
+    """
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+    def __init__(self, guarded: GuardedModels) -> None:
+        self._guarded = guarded
+        self._mesh = guarded.mesh
         self._steps = count(1)
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
@@ -111,6 +116,7 @@ class _GroupComparison:
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise UsageError(_describe(json.loads(texts[0]), rank, json.loads(text)))
+        check_equal_weights(self._guarded)
 
 
 def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:

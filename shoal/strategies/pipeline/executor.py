@@ -22,7 +22,7 @@ from shoal.strategies.base import (
     LocalBatch,
     StepResult,
 )
-from shoal.strategies.local_step import weighted_loss
+from shoal.strategies.local_step import factor_after, weighted_loss
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.call_planner import CallPlanner, PlannedCall, StageCall
 from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
@@ -268,7 +268,7 @@ class PipelineExecutor:
             sums = sums + batch.previous_totals
         if has_extras:
             extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
-        return StepResult(sums, is_sum_and_count, extras)
+        return StepResult(sums, is_sum_and_count, extras, factor_after(batch))
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:

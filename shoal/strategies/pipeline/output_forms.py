@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -169,7 +170,7 @@ def device_answer(func: Any, tensor: Tensor, device: torch.device) -> Any:
 
 def form_of(value: Any) -> Any:
     """Return what determines the shapes that follow from a value; hashable."""
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, np.ndarray)):
         return tuple(value.shape), value.dtype
     if isinstance(value, (bool, int, float, str, type(None))):
         return value

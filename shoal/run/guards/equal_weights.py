@@ -1,0 +1,52 @@
+"""Weights of ranks that hold the same part of a model: equal to the last bit.
+
+      model.head.reset_parameters()      each data rank draws other numbers
+      if run.rank == 0: load(...)        one rank alone has the file
+      p.grad = gradient of own rows      each rank steps by another one
+
+Nothing would bring such weights together again: means of gradients keep their distance.
+"""
+
+from __future__ import annotations
+
+import json
+
+from shoal.errors import UsageError
+from shoal.run.guards.call_site import call_site
+from shoal.run.guards.guarded_models import GuardedModels
+from shoal.run.replica_check import digests, replicated_tensors
+
+
+def check_equal_weights(guarded: GuardedModels) -> None:
+    """Compare the weights of ranks that hold the same. Collective over the data axis.
+
+    Weights that are not finite on some rank are left to the checks that look for these.
+
+    Raises: UsageError: on every rank of the data axis, a weight differs.
+    """
+    model, data = guarded.local_model, guarded.mesh.data
+    if data.size == 1 or model.remote_optimizer is not None:
+        return
+    held = replicated_tensors(model, (), guarded.mesh)
+    found = zip(held, digests([entry.value for entry in held]), strict=True)
+    mine = {f"{entry.part}|{entry.name}": digest for entry, digest in found}
+    ranks = [json.loads(text) for text in data.all_gather_str(json.dumps(mine))]
+    seen: dict[str, tuple[int, int]] = {}
+    for rank, digests_of_rank in enumerate(ranks):
+        for key, digest in digests_of_rank.items():
+            known, first = seen.setdefault(key, (digest, rank))
+            if known != digest:
+                is_finite = all(bool(entry.value.isfinite().all()) for entry in held)
+                if data.sum_of_host_numbers([not is_finite])[0]:
+                    return
+                raise UsageError(_describe(key.partition("|")[2], first, rank))
+
+
+def _describe(name: str, first: int, other: int) -> str:
+    return (
+        f"{name} has other values on data rank {other} than on data rank {first}, noticed"
+        f"{call_site() or ' now'}: the script has written it on one of them, or differently on "
+        "each. Draw weights anew under one seed, torch.manual_seed(epoch) on all ranks, for after "
+        "run.prepare torch draws other numbers on each data rank; load weights on all ranks; and "
+        "take gradients from run.forward_backward alone."
+    )

@@ -1,0 +1,57 @@
+"""Weights that come apart between ranks are noticed, not trained apart."""
+
+import re
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+
+def trained(act: str) -> str:
+    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    data = TensorDataset(torch.randn(12, 6).double(), torch.randint(3, (12,)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 4))
+    try:
+        for x, y in loader:
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        if act == "seeded":
+            torch.manual_seed(7)
+        if act in ("seeded", "drawn anew"):
+            model[2].reset_parameters()
+        if act == "own gradients":
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, run.rank)
+            optimizer.step()  # the fourth, which is compared before; the save is compared after
+        run.weights()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def acts() -> list[str]:
+    return [trained(act) for act in ("seeded", "drawn anew")]
+
+
+def own_gradients() -> str:
+    return trained("own gradients")
+
+
+def test_weights_that_each_rank_draws_anew_are_an_error() -> None:
+    for seeded, drawn in world.run(2, acts):
+        assert seeded == ""
+        assert re.search(r"2\.weight has other values on data rank 1 .*torch\.manual_seed", drawn)
+
+
+def test_steps_by_gradients_of_own_rows_are_an_error() -> None:
+    for text in world.run(2, own_gradients):
+        assert "0.weight has other values on data rank 1 than on data rank 0" in text
