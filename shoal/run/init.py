@@ -90,7 +90,8 @@ def init(
             differ, and of gradients that are not on this rank.
         announce: is called with each line of the startup summary, on rank 0 only.
         overrides: variables such as SHOAL_STRATEGY, which `shoal launch` sets, override arguments.
-            False for a program whose settings are complete, such as `shoal train`.
+            False for a program whose settings are complete, such as `shoal train`, which also
+            compares weights of ranks itself.
 
     Raises:
         EnvironmentConflict: the launcher's variables contradict each other.
@@ -139,7 +140,7 @@ def init(
         loss_scale,
         tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),
-        Guards(guards, tell, strategy),
+        Guards(guards, tell, strategy, compares_weights=overrides),
     )
 
 

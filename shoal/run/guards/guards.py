@@ -55,6 +55,8 @@ class Guards:
             steps go on then.
         announce: called with notes, on rank 0.
         strategy: name for messages, such as "zero3".
+        compares_weights: ranks that hold the same weights compare them. False for `shoal train`,
+            which calls `run.check_replicas`: that heals a flipped bit, and here it is an error.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class Guards:
         enabled: bool = True,
         announce: Callable[[str], None] = print,
         strategy: str = "",
+        compares_weights: bool = True,
     ) -> None:
         self.enabled = enabled
+        self._compares_weights = compares_weights
         self.phase = StepPhase()
         self._strategy = strategy
         self._names = ParameterNames()
@@ -132,7 +136,7 @@ class Guards:
         if not self.enabled:
             return
         handles += guard_backward(guarded)
-        handles += guard_group_numbers(guarded)
+        handles += guard_group_numbers(guarded, self._compares_weights)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
             handles += self._absent.hide_in_steps(optimizers)
@@ -175,6 +179,7 @@ class Guards:
         guarded = self._guarded
         if (
             self.enabled
+            and self._compares_weights
             and guarded is not None
             and guarded.local_model.strategy_state.is_synchronous
         ):

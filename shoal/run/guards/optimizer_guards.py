@@ -90,12 +90,15 @@ LONGEST_INTERVAL = 64
 """Steps between two comparisons, at most."""
 
 
-def guard_group_numbers(guarded: GuardedModels) -> Iterator[Removable]:
-    """Compare the numbers of each optimizer's groups before its steps; yield handles."""
+def guard_group_numbers(guarded: GuardedModels, with_weights: bool) -> Iterator[Removable]:
+    """Compare the numbers of each optimizer's groups before its steps; yield handles.
+
+    Args: with_weights: compare the weights too.
+    """
     # Ranks that step by themselves may be at different steps.
     if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
         for optimizer in guarded.optimizers:
-            yield optimizer.register_step_pre_hook(_GroupComparison(guarded))
+            yield optimizer.register_step_pre_hook(_GroupComparison(guarded, with_weights))
 
 
 class _GroupComparison:
@@ -103,8 +106,9 @@ class _GroupComparison:
     Collective.
     """
 
-    def __init__(self, guarded: GuardedModels) -> None:
+    def __init__(self, guarded: GuardedModels, with_weights: bool) -> None:
         self._guarded = guarded
+        self._with_weights = with_weights
         self._mesh = guarded.mesh
         self._steps = count(1)
 
@@ -116,7 +120,8 @@ class _GroupComparison:
         for rank, text in enumerate(texts):
             if text != texts[0]:
                 raise UsageError(_describe(json.loads(texts[0]), rank, json.loads(text)))
-        check_equal_weights(self._guarded)
+        if self._with_weights:
+            check_equal_weights(self._guarded)
 
 
 def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:
