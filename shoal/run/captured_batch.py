@@ -23,37 +23,69 @@ _QUOTING = ("and fails on", "needs the value itself", "compute_loss ends with")
 """Words of our own errors that quote one of torch: of a trial on parts, and of a pipeline."""
 
 
-def captured_batch_error(error: Exception, batch: LocalBatch, function: Any) -> UsageError | None:
+def captured_batch_error(
+    error: Exception, batch: LocalBatch, function: Any, in_parts: bool
+) -> UsageError | None:
     """Return what to raise in place of torch's error about a tensor of the whole batch.
 
     None for an error that names no such number of rows.
 
-    Args: function: the user's own function of the batch.
+    Args:
+        function: the user's own function of the batch.
+        in_parts: it is called on parts of this rank's samples.
     """
     if isinstance(error, ShoalError) and not any(each in str(error) for each in _QUOTING):
         return None
-    # Of all ranks, of this one.
+    # Of all ranks, of this one. The larger one first: it is the wrong one where both are told.
     wholes = {batch.global_batch_size, batch.num_samples} - {0, 1}
-    for name, tensor in captured_tensors(function):
-        rows = tensor.shape[0] if tensor.dim() else 0
-        if rows not in wholes or not re.search(rf"(?<!\d){rows}(?!\d)", str(error)):
-            continue
-        if tensor.layout in SPARSE:
-            return UsageError(
-                f"compute_loss reads {name}, a sparse tensor of shape {tuple(tensor.shape)}, from "
-                "around it, and is called on parts of the batch (accumulate, micro-batches of a "
-                "pipeline, or its first samples to plan). A graph couples all rows of a batch, so "
-                "it stays in one piece: give each rank graphs of its own (ddp or zero, no "
-                "pipeline, accumulate=1)."
-            )
-        return UsageError(
-            f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it: the "
-            f"rows of the whole batch. It is called on parts of the batch (accumulate, "
-            "micro-batches of a pipeline, or its first samples to plan), and only its "
-            f"arguments are divided. Pass {name} too: run.forward_backward(compute_loss, ..., "
-            f"{name})."
-        )
+    told = {size for size in wholes if re.search(rf"(?<!\d){size}(?!\d)", str(error))}
+    captured = [*captured_tensors(function)]
+    for rows in sorted(told, reverse=True):
+        for name, tensor in captured:
+            if tensor.shape[:1] == (rows,):
+                return _rows_around(name, tensor)
+            is_whole = in_parts or rows > batch.num_samples
+            if is_whole and rows in tensor.shape and not tensor.requires_grad:
+                return UsageError(
+                    f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it, "
+                    f"which was made for {rows} samples. It is called on parts of the batch (this "
+                    "rank's samples, accumulate, micro-batches of a pipeline). Make it inside of "
+                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...)."
+                )
     return None
+
+
+def _rows_around(name: str, tensor: Tensor) -> UsageError:
+    """Return the error about the rows of a whole batch in a tensor that is no argument."""
+    read = f"compute_loss reads {name}"
+    if tensor.layout in SPARSE:
+        return UsageError(
+            f"{read}, a sparse tensor of shape {tuple(tensor.shape)}, from "
+            "around it, and is called on parts of the batch (accumulate, micro-batches of a "
+            "pipeline, or its first samples to plan). A graph couples all rows of a batch, so "
+            "it stays in one piece: give each rank graphs of its own (ddp or zero, no "
+            "pipeline, accumulate=1)."
+        )
+    return UsageError(
+        f"{read} of shape {tuple(tensor.shape)} from around it: the "
+        f"rows of the whole batch. It is called on parts of the batch (accumulate, "
+        "micro-batches of a pipeline, or its first samples to plan), and only its "
+        f"arguments are divided. Pass {name} too: run.forward_backward(compute_loss, ..., "
+        f"{name})."
+    )
+
+
+def note_part(error: Exception, batch: LocalBatch, in_parts: bool) -> None:
+    """Add to an error of the user's own code how many samples it was given, if not all of them."""
+    if isinstance(error, ShoalError):
+        return
+    if in_parts or 0 < batch.num_samples < batch.global_batch_size:
+        error.add_note(
+            f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}"
+            f"{batch.num_samples} of the {batch.global_batch_size} samples of a batch. Code that "
+            "knows the size of a whole batch (a reshape, a state for each sample) must take it "
+            "from its arguments: len(x)."
+        )
 
 
 def captured_tensors(function: Any, depth: int = 2) -> Iterator[tuple[str, Tensor]]:

@@ -17,7 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
-from shoal.run.captured_batch import captured_batch_error
+from shoal.run.captured_batch import captured_batch_error, note_part
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -148,6 +148,7 @@ class Run(StatefulRun):
             stop_requested=self._stop_requested,
         )
         compute_loss = local_batch.compute_loss
+        in_parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
         self._gathering.begin_step(local_batch)
         try:
             # A loss that gathers says itself that it couples samples.
@@ -155,7 +156,6 @@ class Run(StatefulRun):
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
-            in_parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
             if in_parts and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
@@ -168,8 +168,11 @@ class Run(StatefulRun):
             raise
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
             explained = checks.single_sample_error(error, local_batch)
-            explained = explained or captured_batch_error(error, local_batch, compute_loss)
+            explained = explained or captured_batch_error(
+                error, local_batch, compute_loss, in_parts
+            )
             if explained is None:
+                note_part(error, local_batch, in_parts)
                 raise
             raise explained from error
         finally:

@@ -75,6 +75,38 @@ def test_so_are_labels_that_the_loss_of_a_pipeline_captures() -> None:
         assert "compute_loss reads y of shape (8,) from around it" in said
 
 
+def words_of_recurrent(kind: str) -> tuple[str, list[str]]:
+    """Return an error and its notes, of a network that is told the size of the whole batch."""
+    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+    net = nn.RNN(6, 5, batch_first=True).double()
+    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    state = torch.zeros(1, 8, 5, dtype=torch.float64)
+
+    def with_a_state(x: Tensor) -> Tensor:
+        return net(x, state)[0].mean()
+
+    def with_a_size(x: Tensor) -> Tensor:
+        return net(x)[0].view(8, -1, 5).mean(1).mean()
+
+    x = run.share(ROWS.view(8, 1, 6))
+    with pytest.raises((UsageError, RuntimeError)) as raised:
+        run.forward_backward(with_a_state if kind == "state" else with_a_size, x)
+    return str(raised.value), getattr(raised.value, "__notes__", [])
+
+
+def test_a_state_that_was_made_for_the_whole_batch_is_named() -> None:
+    for said, _ in world.run(2, words_of_recurrent, "state"):
+        assert "compute_loss reads state of shape (1, 8, 5) from around it" in said
+        assert "which was made for 8 samples" in said
+        assert "torch.zeros(1, len(x), ...)" in said
+
+
+def test_an_error_of_code_that_knows_the_whole_batch_tells_how_many_samples_it_was_given() -> None:
+    for said, notes in world.run(2, words_of_recurrent, "size"):
+        assert "invalid for input of size" in said
+        assert any("on 4 of the 8 samples of a batch" in note for note in notes)
+
+
 GRAPH = (torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.4).double()
 
 
