@@ -15,6 +15,7 @@ from typing import Any
 from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.reach import ReachListener, try_reach
 from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
+from shoal.platform.sockets import listen_at
 
 Answer = dict[str, Any]
 
@@ -89,9 +90,7 @@ class AgentQuestions:
         for listener in self.store_listeners.values():
             listener.close()
         self.store_listeners.clear()
-        address = str(message["address"])
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        listener = listen_at(str(message["address"]))
         port = int(listener.getsockname()[1])
         self.store_listeners[port] = listener
         return {"port": port}

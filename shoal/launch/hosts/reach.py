@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.launch.hosts.checked_json import CheckedJson
+from shoal.platform.sockets import listen_at
 
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
@@ -95,7 +96,7 @@ class ReachListener:
         ports = {}
         for address in addresses:
             with suppress(OSError):
-                listener = _listening(address)
+                listener = listen_at(address, backlog=BACKLOG)
                 listener.setblocking(False)
                 self._listeners.append(listener)
                 ports[address] = listener.getsockname()[1]
@@ -167,7 +168,7 @@ def _try_address(address: str, port: int, nonce: str, timeout_s: float) -> Reach
     try:
         with socket.create_connection((address, port), timeout_s) as connection:
             source = str(connection.getsockname()[0])
-            with _listening(source) as listener:
+            with listen_at(source, backlog=BACKLOG) as listener:
                 own_port = listener.getsockname()[1]
                 connection.sendall(f"{nonce} {own_port}\n".encode())
                 # The other host tells how its way back went, and needs as long for a try in vain.
@@ -205,11 +206,6 @@ def _reach_back(peer: str, port: int, nonce: bytes) -> str:
     except OSError as error:
         return f"the way back to {peer}: {_reason(error)}"
     return ""
-
-
-def _listening(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
 
 
 def _line(connection: socket.socket) -> bytes:

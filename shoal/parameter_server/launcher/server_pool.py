@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig, relay
+from shoal.platform.sockets import listen_at
 
 _PROBES_PER_LEASE = 4
 _MAX_SILENT_PROBES = 8
@@ -79,7 +79,7 @@ class CoordinatorProcess:
 
     def __init__(self, spawner: HelperSpawner, job: ClusterConfig, host: str) -> None:
         self.spawner = spawner
-        self.listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self.listener = listen_at(host, backlog=_BACKLOG)
         self.address: Address = self.listener.getsockname()[:2]
         file = job.folder / f"views-{job.transport.job}.json"
         self.config = CoordinatorConfig(
@@ -155,7 +155,7 @@ class ServerPool:
         number = secrets.randbelow(2**30)  # random, so hosts need not agree on the next number
         transport = self.job.transport.for_parts(self.job.settings.parts)
         config = ServerConfig(number, shard, self.coordinator_address, transport, self.job.settings)
-        with socket.create_server((self.host, 0), backlog=_BACKLOG) as listener:
+        with listen_at(self.host, backlog=_BACKLOG) as listener:
             if self.job.behind is None:
                 pid = self.spawner.start(serve, config, listener=listener)
             else:
