@@ -19,7 +19,12 @@ from shoal.data.tree_map import SPARSE
 from shoal.errors import ShoalError, UsageError
 from shoal.strategies.base import LocalBatch
 
-_QUOTING = ("and fails on", "needs the value itself", "compute_loss ends with")
+_QUOTING = (
+    "and fails on",
+    "needs the value itself",
+    "compute_loss ends with",
+    "cannot be told without computing it",
+)
 """Words of our own errors that quote one of torch: of a trial on parts, and of a pipeline."""
 
 
@@ -50,7 +55,8 @@ def captured_batch_error(
                     f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it, "
                     f"which was made for {rows} samples. It is called on parts of the batch (this "
                     "rank's samples, accumulate, micro-batches of a pipeline). Make it inside of "
-                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...)."
+                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...); or "
+                    "pass it too, with its samples along dimension 0."
                 )
     return None
 

@@ -159,7 +159,7 @@ class Walk(TorchFunctionMode):
                 f"{self.units.buffers[id(target)]}, which only one rank would see. Do so in a "
                 "block."
             )
-        self._event(label, tensors)
+        self._event(_property_of(func) or label, tensors)
         seed = self._draw_seed() if _draws(label) else None
         if self.is_computing:
             self._check_local(tensors)
@@ -326,3 +326,9 @@ class Walk(TorchFunctionMode):
 def _draws(label: str) -> bool:
     """Return whether a torch function of this name may draw random numbers."""
     return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)
+
+
+def _property_of(func: Any) -> str:
+    """Return the name of a property, such as `data`, that torch reads by `__get__`; else ""."""
+    is_read = getattr(func, "__name__", "") == "__get__"
+    return getattr(func.__self__, "__name__", "") if is_read else ""

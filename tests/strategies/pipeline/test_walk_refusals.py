@@ -66,6 +66,12 @@ def penalises_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
     return out[mask] * h[0](x).sum()
 
 
+def looks_at_data(h: nn.ModuleList, x: Tensor) -> Tensor:
+    x = h[1](h[0](x))
+    weights = x.data.numpy()
+    return h[3](h[2](x * float(weights.max())))
+
+
 def checkpoints_with_reentry(h: nn.ModuleList, x: Tensor) -> Tensor:
     x = h[0](x)
     for block in h[1:]:
@@ -108,6 +114,7 @@ def reverses_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
     [
         (exits_early, "bool() looks at a value of gt, which another rank computes"),
         (hides_errors, "bool() looks at a value of gt, which another rank computes"),
+        (looks_at_data, "numpy() looks at a value of data, which another rank computes"),
         (catches_everything, "it catches BaseException, by which a stage ends"),
         (checkpoints_with_reentry, "Use use_reentrant=False"),
         (reverses_gradients, "call the function inside a block that has parameters"),
