@@ -55,8 +55,8 @@ def captured_batch_error(
                     f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it, "
                     f"which was made for {rows} samples. It is called on parts of the batch (this "
                     "rank's samples, accumulate, micro-batches of a pipeline). Make it inside of "
-                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...); or "
-                    "pass it too, with its samples along dimension 0."
+                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...);"
+                    " or pass it too, with its samples along dimension 0."
                 )
     return None
 
