@@ -115,5 +115,7 @@ def _tensors(values: dict[str, Any], depth: int) -> Iterator[tuple[str, Tensor]]
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield name, value
+        elif type(value) in (tuple, list):
+            yield from _tensors({f"{name}[{i}]": each for i, each in enumerate(value)}, 0)
         elif depth and inspect.isfunction(value):
             yield from captured_tensors(value, depth - 1)

@@ -80,10 +80,10 @@ def words_of_recurrent(kind: str) -> tuple[str, list[str]]:
     run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
     net = nn.RNN(6, 5, batch_first=True).double()
     net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    state = torch.zeros(1, 8, 5, dtype=torch.float64)
+    states = [torch.zeros(1, 8, 5, dtype=torch.float64)]
 
     def with_a_state(x: Tensor) -> Tensor:
-        return net(x, state)[0].mean()
+        return net(x, states[0])[0].mean()
 
     def with_a_size(x: Tensor) -> Tensor:
         return net(x)[0].view(8, -1, 5).mean(1).mean()
@@ -96,7 +96,7 @@ def words_of_recurrent(kind: str) -> tuple[str, list[str]]:
 
 def test_a_state_that_was_made_for_the_whole_batch_is_named() -> None:
     for said, _ in world.run(2, words_of_recurrent, "state"):
-        assert "compute_loss reads state of shape (1, 8, 5) from around it" in said
+        assert "compute_loss reads states[0] of shape (1, 8, 5) from around it" in said
         assert "which was made for 8 samples" in said
         assert "torch.zeros(1, len(x), ...)" in said
 
