@@ -49,14 +49,16 @@ def captured_batch_error(
         for name, tensor in captured:
             if tensor.shape[:1] == (rows,):
                 return _rows_around(name, tensor)
-            is_whole = in_parts or rows > batch.num_samples
+            # An error of ours quotes one of parts, such as those of a trial.
+            is_whole = in_parts or rows > batch.num_samples or isinstance(error, ShoalError)
             if is_whole and rows in tensor.shape and not tensor.requires_grad:
                 return UsageError(
                     f"compute_loss reads {name} of shape {tuple(tensor.shape)} from around it, "
                     f"which was made for {rows} samples. It is called on parts of the batch (this "
-                    "rank's samples, accumulate, micro-batches of a pipeline). Make it inside of "
-                    "compute_loss, for as many samples as it is given: torch.zeros(1, len(x), ...);"
-                    " or pass it too, with its samples along dimension 0."
+                    "rank's samples, accumulate, micro-batches of a pipeline, a trial of the "
+                    "loss). Make it inside of compute_loss, for as many samples as it is given: "
+                    "torch.zeros(1, len(x), ...); or, where it goes from batch to batch, pass it "
+                    "and return it with its samples along dimension 0: state.transpose(0, 1)."
                 )
     return None
 

@@ -13,6 +13,7 @@ from shoal.testing import world
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = torch.arange(8) % 3
+SEQUENCES = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def sentences(strategy: str, accumulate: int) -> list[str]:
@@ -79,8 +80,9 @@ def words_of_recurrent(kind: str) -> tuple[str, list[str]]:
     """Return an error and its notes, of a network that is told the size of the whole batch."""
     run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
     net = nn.RNN(6, 5, batch_first=True).double()
+    rows = 4 if kind == "carried state" else 8
     net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    states = [torch.zeros(1, 8, 5, dtype=torch.float64)]
+    states = [torch.zeros(1, rows, 5, dtype=torch.float64)]
 
     def with_a_state(x: Tensor) -> Tensor:
         return net(x, states[0])[0].mean()
@@ -90,7 +92,7 @@ def words_of_recurrent(kind: str) -> tuple[str, list[str]]:
 
     x = run.share(ROWS.view(8, 1, 6))
     with pytest.raises((UsageError, RuntimeError)) as raised:
-        run.forward_backward(with_a_state if kind == "state" else with_a_size, x)
+        run.forward_backward(with_a_size if kind == "size" else with_a_state, x)
     return str(raised.value), getattr(raised.value, "__notes__", [])
 
 
@@ -99,6 +101,43 @@ def test_a_state_that_was_made_for_the_whole_batch_is_named() -> None:
         assert "compute_loss reads states[0] of shape (1, 8, 5) from around it" in said
         assert "which was made for 8 samples" in said
         assert "torch.zeros(1, len(x), ...)" in said
+
+
+def test_so_is_a_state_of_this_rank_which_the_trial_of_the_loss_cannot_divide() -> None:
+    for said, _ in world.run(2, words_of_recurrent, "carried state"):
+        assert "compute_loss reads states[0] of shape (1, 4, 5) from around it" in said
+        assert "state.transpose(0, 1)" in said
+
+
+def carried(strategy: str, accumulate: int) -> list[float]:
+    """Train a network whose states go from batch to batch, with their samples first."""
+    run = shoal.init(strategy, precision="fp64", accumulate=accumulate, announce=lambda _: None)
+    torch.manual_seed(3)
+    net = nn.LSTM(6, 5, batch_first=True).double()
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    x = run.share(SEQUENCES)
+    states = [torch.zeros(len(x), 1, 5, dtype=torch.float64)] * 2
+
+    def compute_loss(x: Tensor, states: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        out, new = net(x, [state.transpose(0, 1).contiguous() for state in states])
+        return (out**2).mean(), [state.detach().transpose(0, 1) for state in new]
+
+    losses = []
+    for begin in (0, 3, 6):
+        loss, states = run.forward_backward(compute_loss, x[:, begin : begin + 3], states)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("zero3", 2)])
+def test_states_with_their_samples_first_go_from_batch_to_batch_as_on_one_device(
+    strategy: str, accumulate: int
+) -> None:
+    expected = carried("single", 1)
+    for losses in world.run(2, carried, strategy, accumulate):
+        assert losses == pytest.approx(expected, rel=1e-12)
 
 
 def test_an_error_of_code_that_knows_the_whole_batch_tells_how_many_samples_it_was_given() -> None:
