@@ -48,7 +48,7 @@ def captured_batch_error(
     for rows in sorted(told, reverse=True):
         for name, tensor in captured:
             if tensor.shape[:1] == (rows,):
-                return _rows_around(name, tensor)
+                return _rows_around(name, tensor, of_all_ranks=rows > batch.num_samples)
             # An error of ours quotes one of parts, such as those of a trial.
             is_whole = in_parts or rows > batch.num_samples or isinstance(error, ShoalError)
             if is_whole and rows in tensor.shape and not tensor.requires_grad:
@@ -63,8 +63,11 @@ def captured_batch_error(
     return None
 
 
-def _rows_around(name: str, tensor: Tensor) -> UsageError:
-    """Return the error about the rows of a whole batch in a tensor that is no argument."""
+def _rows_around(name: str, tensor: Tensor, of_all_ranks: bool) -> UsageError:
+    """Return the error about the rows of a whole batch in a tensor that is no argument.
+
+    Args: of_all_ranks: the rows of the global batch, and not those of this rank.
+    """
     read = f"compute_loss reads {name}"
     if tensor.layout in SPARSE:
         return UsageError(
@@ -73,6 +76,14 @@ def _rows_around(name: str, tensor: Tensor) -> UsageError:
             "pipeline, or its first samples to plan). A graph couples all rows of a batch, so "
             "it stays in one piece: give each rank graphs of its own (ddp or zero, no "
             "pipeline, accumulate=1)."
+        )
+    if of_all_ranks:
+        return UsageError(
+            f"{read} of shape {tuple(tensor.shape)} from around it: as many rows as the batch of "
+            "all ranks has. It is called on the samples of this rank, and on parts of them. Make "
+            "it for as many samples as the batch that the loop is given: torch.ones(len(x), 1) in "
+            f"place of torch.ones({len(tensor)}, 1); or take this rank's rows, run.share({name}). "
+            f"And pass it: run.forward_backward(compute_loss, ..., {name})."
         )
     return UsageError(
         f"{read} of shape {tuple(tensor.shape)} from around it: the "

@@ -109,6 +109,23 @@ def test_so_is_a_state_of_this_rank_which_the_trial_of_the_loss_cannot_divide() 
         assert "state.transpose(0, 1)" in said
 
 
+def words_of_adversary() -> str:
+    """Return the error about labels that a loop makes for the size of the whole batch."""
+    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+    net = nn.Sequential(nn.Linear(6, 1), nn.Sigmoid()).double()
+    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    real = torch.ones(8, 1, dtype=torch.float64)
+    with pytest.raises(UsageError) as raised:
+        run.forward_backward(lambda x: F.binary_cross_entropy(net(x), real), run.share(ROWS))
+    return str(raised.value)
+
+
+def test_labels_that_were_made_for_the_batch_of_all_ranks_are_to_be_made_for_this_rank() -> None:
+    for said in world.run(2, words_of_adversary):
+        assert "compute_loss reads real of shape (8, 1) from around it: as many rows as the" in said
+        assert "torch.ones(len(x), 1) in place of torch.ones(8, 1)" in said
+
+
 def carried(strategy: str, accumulate: int) -> list[float]:
     """Train a network whose states go from batch to batch, with their samples first."""
     run = shoal.init(strategy, precision="fp64", accumulate=accumulate, announce=lambda _: None)
