@@ -55,6 +55,11 @@ LIFTED = (
     "numbers. run.gather(tensor) returns the samples of all ranks, and the loader's collate_fn is "
     "given whole batches."
 )
+DRAWN = (
+    "note: the loop draws random numbers by torch ({place}): other ones on each data rank, so same "
+    'law, other numbers. Drawn inside of compute_loss, draws="global" makes them those of one '
+    "device."
+)
 
 
 class LoopWatch(YieldWatch):
@@ -120,6 +125,8 @@ class LoopWatch(YieldWatch):
         self.outside_values.loop_uses = self._rows.lifted.uses
         if self._rows.lifted.meet_samples:
             self._note(LIFTED)
+        for place in [*self._rows.draws.places][:1]:
+            self._note(DRAWN, place=place)
         if not self._is_due:
             self._rows.forget()
         if self._data.sum_of_host_numbers([is_mixed])[0]:
@@ -166,10 +173,10 @@ class LoopWatch(YieldWatch):
             if not (copies is None or is_count or _same_bits(*copies[:2])):
                 self._note(ONE_NUMBER)
 
-    def _note(self, note: str) -> None:
+    def _note(self, note: str, **facts: str) -> None:
         if note not in self._noted:
             self._noted.add(note)
-            self._announce(note)
+            self._announce(note.format(**facts))
 
     def _choose(self, samples: int) -> tuple[Tensor, Tensor]:
         """Choose which samples are replaced by which: about half of them, by some of the others."""

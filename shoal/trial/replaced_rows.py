@@ -35,6 +35,7 @@ from shoal.platform.torch_private.tensor_state import (
     schema_of,
 )
 from shoal.trial.lifted_values import LiftedValues
+from shoal.trial.loop_draws import LoopDraws
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
@@ -60,12 +61,15 @@ class _Copies(NamedTuple):
 class ReplacedRows(DispatchMode):
     """Computes on copies of a batch what a script computes between `start` and `stop`.
 
-    Attributes: lifted: what the script takes from NumPy and Python meanwhile.
+    Attributes:
+        lifted: what the script takes from NumPy and Python meanwhile.
+        draws: which random numbers it draws by torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.lifted = LiftedValues()
+        self.draws = LoopDraws()
         self._copies: dict[int, _Copies] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -142,7 +146,8 @@ class ReplacedRows(DispatchMode):
         self.lifted.forget()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, caller = kwargs or {}, sys._getframe(1)
+        self.draws.see(func, args, kwargs, caller)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [copies for copies in map(self._find, given) if copies is not None]
         if not known:
@@ -163,7 +168,6 @@ class ReplacedRows(DispatchMode):
         if not can_follow:
             self._drop(given)
             return func(*args, **kwargs)
-        caller = sys._getframe(1)
         self.lifted.before_samples(func, (args, kwargs), len(rows), self._numbers, caller)
         return self._follow(func, args, kwargs, rows)
 

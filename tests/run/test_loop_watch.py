@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
@@ -231,6 +231,52 @@ def test_gathered_samples_give_the_numbers_of_one_device() -> None:
     for found in world.run(2, told, "ddp", loops):
         for losses, right in zip(found, expected, strict=True):
             assert losses == pytest.approx(right, rel=1e-10)
+
+
+def notes_of_draws() -> list[list[str]]:
+    """Return the notes about draws of loops that draw noise, by a generator of their own or not."""
+    found = []
+    for own in (None, torch.Generator().manual_seed(1)):
+        lines: list[str] = []
+        run, model, loader = start(lines)
+        for x, _ in loader:
+            z = torch.randn(len(x), 6, generator=own, dtype=torch.float64)
+            run.forward_backward(lambda x, z, m=model: (m(x) * m(z)).mean(), x, z)
+        found.append([line for line in lines if "draws" in line])
+    return found
+
+
+def fetched_ahead() -> list[str]:
+    """Return the notes about draws of a data set that draws for each sample."""
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    model = nn.Linear(6, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _, loader = run.prepare(model, optimizer, DataLoader(Noisy(), batch_size=12))
+    for x, _ in pairwise(loader):
+        run.forward_backward(lambda x: model(x).mean(), x)
+    return [line for line in lines if "draws" in line]
+
+
+class Noisy(Dataset):
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(6, dtype=torch.float64)
+
+
+def test_random_numbers_that_a_loop_draws_by_torch_are_told_once() -> None:
+    told, quiet = world.run(2, notes_of_draws)[0]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "note: the loop draws random numbers by torch (randn at test_loop_watch.py:"
+    )
+    assert quiet == []
+
+
+def test_those_of_a_data_set_that_a_loop_fetches_ahead_are_not() -> None:
+    assert world.run(2, fetched_ahead) == [[], []]
 
 
 def test_loops_of_other_forms_are_watched_too() -> None:
