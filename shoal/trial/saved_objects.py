@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.platform.torch_private.tensor_state import version
+from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.trial.loss_verdict import CannotTry
 
 DEPTH = 4
@@ -94,7 +95,10 @@ class SavedObjects:
             self._save_dict(vars(value), depth)
 
     def _save_tensor(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor) or tensor.numel() > LARGEST_COPY or tensor.is_inference():
+        # An absent tensor, which a hook may have kept, has no memory.
+        if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
+            return
+        if tensor.numel() > LARGEST_COPY:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
