@@ -33,13 +33,14 @@ def trained(strategy: str, by_hook: bool) -> list[float] | str:
     layers = [nn.Linear(6, 6) for _ in range(3)] if by_hook else [Sparse() for _ in range(3)]
     model = nn.Sequential(*layers).double()
     features: dict[str, Tensor] = {}
-    model[1].register_forward_hook(lambda _, given, out: features.update(middle=out))
+    model[0].register_forward_hook(lambda _, given, out: features.update(first=out))
+    model[2].register_forward_hook(lambda _, given, out: features.update(last=out))
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:
         loss = F.cross_entropy(model(x), y)
         if by_hook:
-            return loss + features["middle"].square().mean()
+            return loss + (features["first"] - features["last"]).square().mean()
         for layer in model:
             loss = loss + layer.penalty
         return loss
