@@ -107,6 +107,7 @@ class DistributedBatchLoader(ShardedLoader):
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._open.clear()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         end = self._indices.end(self.epoch)
         if end is not None and self.position >= end:

@@ -60,10 +60,19 @@ class ShardedLoader(ABC):
         self.data_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
         self._recorder = recorder
+        self._open: list[object] = []
+        """Loops that have begun and not ended; none of those before `load_state_dict`."""
+        self._last_epoch = -1
 
     def __iter__(self) -> Iterator[Any]:
         watch = self.watch
         watch.end()  # of another loader's batch, in a loop over both
+        if not self._open:
+            self._last_epoch = -1
+        elif self.position:  # another loop stands within an epoch, or has left its iterator there
+            self._begin_epoch_after(self.epoch)
+        loop = object()
+        self._open.append(loop)
         try:
             for share, batch in self._timed(self._batches()):
                 self.share = share
@@ -72,10 +81,19 @@ class ShardedLoader(ABC):
                 watch.begin(batch, share)
                 yield batch
                 watch.end()
+                if loop in self._open:  # another loop may have read meanwhile
+                    self.epoch, self.position = share.epoch, share.stop
         finally:
             # A loop that stops early ends its epoch, too, as with any DataLoader.
-            self.epoch, self.position = self.epoch + 1, 0
-            self._end_epoch()
+            if loop in self._open:
+                self._open.remove(loop)
+                self._begin_epoch_after(self.epoch)
+
+    def _begin_epoch_after(self, epoch: int) -> None:
+        """Begin the next epoch that no loop has begun."""
+        self._last_epoch = max(self._last_epoch, epoch)
+        self.epoch, self.position = self._last_epoch + 1, 0
+        self._end_epoch()
 
     @abstractmethod
     def _batches(self) -> Iterable[tuple[BatchShard, Any]]:

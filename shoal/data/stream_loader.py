@@ -112,6 +112,7 @@ class StreamLoader(ShardedLoader):
         Raises: UsageError: another number of workers has read the data.
         """
         self.close()
+        self._open.clear()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         states = tuple(dict(reader) for reader in state.get("readers", ()))
         if not self.position:

@@ -198,7 +198,9 @@ class BatchSizes:
                 sizes = " and ".join(str(share.rows) for share in known)
                 raise UsageError(
                     f"forward_backward was given tensors of batches of {sizes} samples at once. "
-                    "Give it one."
+                    "Give it one. Two calls before optimizer.step() add up their gradients: "
+                    "run.forward_backward(loss_of_one, *one), then run.forward_backward("
+                    "loss_of_other, *other)."
                 )
             share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.host_generators import HostGenerators
-from shoal.platform.torch_private.module_state import is_compiled
+from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
@@ -86,9 +86,9 @@ def noting_buffers(
         divided: a batch is divided into micro-batches, so buffers that are equal on all ranks may
             differ from one device's too.
     """
-    before = snapshot(module)
+    before = snapshot(module, BatchNormBase)
     yield
-    apart = _buffers_apart(module, changed_since(module, before), mesh, divided)
+    apart = _buffers_apart(module, changed_since(module, before, BatchNormBase), mesh, divided)
     stages = mesh.pipeline.all_gather_str(json.dumps(apart))  # each rank knows its own buffers
     names = [*dict.fromkeys(name for text in stages for name in json.loads(text))]
     if names:
@@ -105,7 +105,7 @@ def _buffers_apart(
     """Return the buffers here that were written and are not those of one device. Collective over
     the data axis.
     """
-    buffers = mutable_buffers(module)
+    buffers = mutable_buffers(module, BatchNormBase)
     names = [name for name in buffers if changes[name] and buffers[name].is_floating_point()]
     flags = torch.tensor([name in names for name in buffers], dtype=torch.float64)
     if not len(buffers) or not bool(mesh.data.all_reduce(flags.to(mesh.device)).sum()):

@@ -77,7 +77,8 @@ def _problems_of_groups(
         yield (
             f"{foreign} of the optimizer's {len(params)} parameters do not belong to the model. "
             "Was the model copied, moved or wrapped after the optimizer was built? Build it from "
-            "the parameters of this model."
+            "the parameters of this model. A parameter of no model, such as a learned weight of a "
+            "loss, goes into a module of its own, which run.prepare is given as well."
         )
 
 

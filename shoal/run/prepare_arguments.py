@@ -9,11 +9,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import UsageError
+
+_SCRIPTED = (
+    "is compiled by torch.jit, whose modules take no hooks. Prepare the model itself, and compile "
+    "a copy with run.weights() for export; to train faster: shoal.init(compile=True)."
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,8 @@ def sort_arguments(things: tuple[Any, ...]) -> PrepareArguments:
         if thing is None:
             continue
         if isinstance(thing, nn.Module):
+            if any(isinstance(module, torch.jit.ScriptModule) for module in thing.modules()):
+                problems.append(f"prepare(...): argument {position} {_SCRIPTED}")
             found.models.append(thing)
         elif isinstance(thing, Optimizer):
             _add_hooks(thing)

@@ -1,6 +1,7 @@
 """Versions of buffers: which ones a forward pass has changed in place, replaced, or added.
 
-BatchNorm's buffers are left out: training never reads its running statistics.
+Running statistics of norms are left out, for training never reads them, unless who asks wants to
+know of those of InstanceNorm too.
 """
 
 from __future__ import annotations
@@ -24,30 +25,36 @@ class BufferVersion(NamedTuple):
     version: int
 
 
-def mutable_buffers(module: nn.Module) -> dict[str, Tensor]:
+def mutable_buffers(module: nn.Module, norms: type[nn.Module] = NormBase) -> dict[str, Tensor]:
     """Return buffers by name, sorted by name. A buffer with two names is there twice.
 
     The order is the same on all ranks, which broadcast them one after the other.
+
+    Args: norms: classes of layers whose buffers are left out.
     """
     buffers = {}
     for name, owner in module.named_modules():
-        if isinstance(owner, NormBase):
+        if isinstance(owner, norms):
             continue
         for key, buffer in owner.named_buffers(recurse=False):
             buffers[f"{name}.{key}"] = buffer
     return dict(sorted(buffers.items()))
 
 
-def snapshot(module: nn.Module) -> dict[str, BufferVersion]:
+def snapshot(module: nn.Module, norms: type[nn.Module] = NormBase) -> dict[str, BufferVersion]:
     """Return the versions of all buffers, to be given to `changed_since` later."""
-    buffers = mutable_buffers(module)
+    buffers = mutable_buffers(module, norms)
     return {name: BufferVersion(buffer, version(buffer)) for name, buffer in buffers.items()}
 
 
-def changed_since(module: nn.Module, before: Mapping[str, BufferVersion]) -> dict[str, bool]:
+def changed_since(
+    module: nn.Module,
+    before: Mapping[str, BufferVersion],
+    norms: type[nn.Module] = NormBase,
+) -> dict[str, bool]:
     """Return by name if a buffer is another tensor, or has other values, than in `before`."""
     changes = {}
-    for name, buffer in mutable_buffers(module).items():
+    for name, buffer in mutable_buffers(module, norms).items():
         known = before.get(name)
         is_same = known is not None and known.buffer is buffer and known.version == version(buffer)
         changes[name] = not is_same

@@ -59,14 +59,7 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     terms = _merged(terms)
     if len(terms) == 1 and (terms[0].count is None or not batch.keeps_scale):
         return _single(terms[0], batch)
-    if not batch.is_last_microbatch or batch.previous_totals is not None:
-        if batch.keeps_scale:
-            raise UsageError(BOUNDED_SUM)
-        raise UsageError(
-            f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
-            "batch is divided into micro-batches: the counts of all of them are needed before the "
-            "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
-        )
+    _check_undivided(terms, batch)
     counts = [term.count for term in terms if term.count is not None]
     divisors = iter(_global_counts(counts, batch))
     samples = max(batch.num_samples, 1)
@@ -80,6 +73,18 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
             value = value + term.value * scale.to(term.value.dtype)
     assert isinstance(value, Tensor)
     return CombinedLoss(value)
+
+
+def _check_undivided(terms: Sequence[Term], batch: LocalBatch) -> None:
+    """Raise UsageError if counts are needed of micro-batches that are still to come."""
+    if not batch.is_last_microbatch or batch.previous_totals is not None:
+        if batch.keeps_scale:
+            raise UsageError(BOUNDED_SUM)
+        raise UsageError(
+            f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
+            "batch is divided into micro-batches: the counts of all of them are needed before the "
+            "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
+        )
 
 
 def _global_counts(counts: Sequence[Tensor], batch: LocalBatch) -> Sequence[Tensor]:

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.platform.torch_private.tensor_state import version
+from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.trial.loss_verdict import CannotTry
 
 DEPTH = 4
@@ -94,7 +95,10 @@ class SavedObjects:
             self._save_dict(vars(value), depth)
 
     def _save_tensor(self, tensor: Tensor) -> None:
-        if isinstance(tensor, DTensor) or tensor.numel() > LARGEST_COPY or tensor.is_inference():
+        # An absent tensor, which a hook may have kept, has no memory.
+        if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
+            return
+        if tensor.numel() > LARGEST_COPY:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
@@ -167,6 +171,8 @@ class SavedObjects:
             for cell in value.__closure__ or ():
                 self._save_cell(cell, depth)
             self._save_globals(value, depth)
+        elif hasattr(value, "__wrapped__"):  # a function of the script, with one of ours around it
+            self.save(value.__wrapped__, depth)
 
     def _save_cell(self, cell: CellType, depth: int) -> None:
         if id(cell) in self._seen:
@@ -211,7 +217,10 @@ def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
             vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else ()
         )
         yield from reachable(function.__func__, depth)
-    elif isinstance(function, FunctionType) and depth and not _is_of_library(function.__code__):
+    elif isinstance(function, FunctionType) and _is_of_library(function.__code__):
+        if hasattr(function, "__wrapped__"):
+            yield from reachable(function.__wrapped__, depth)
+    elif isinstance(function, FunctionType) and depth:
         found = []
         for cell in function.__closure__ or ():
             try:

@@ -123,6 +123,33 @@ def test_leaving_an_epoch_early_ends_it() -> None:
     assert len(list(loader)) == 5
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loop_inside_of_another_one_sees_all_samples_and_so_does_the_outer_one(
+    workers: int,
+) -> None:
+    loader = DataLoader(Noisy(), batch_size=5, num_workers=workers)
+    shared = DistributedBatchLoader(loader, 0, 1, seed=7)
+    abandoned = iter(shared)
+    next(abandoned)  # a look at the data before training
+    outer, inner = [], []
+    for index, _ in shared:
+        outer += index.tolist()
+        if len(outer) == 10:
+            inner = [number for index, _ in shared for number in index.tolist()]
+    assert outer == inner == list(range(23))
+
+
+def test_a_position_that_is_loaded_within_a_loop_is_where_the_next_one_begins() -> None:
+    shared = DistributedBatchLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=7)
+    left = iter(shared)
+    next(left)
+    state = shared.state_dict()
+    next(left)
+    shared.load_state_dict(state)
+    left.close()
+    assert [number for index, _ in shared for number in index.tolist()] == list(range(5, 23))
+
+
 def test_drop_last_leaves_out_the_smaller_batch() -> None:
     assert [len(batch) for batch in epochs(count=1, drop_last=True)] == [5, 5, 5, 5]
 

@@ -62,3 +62,31 @@ def test_buffers_of_other_stages_are_named_too() -> None:
     first, _ = world.run(2, notes_of_stages)
     (line,) = first
     assert line.startswith("note: 3.center, 3.passes: a forward pass writes these buffers")
+
+
+class Instances(nn.Module):
+    """A linear layer behind an InstanceNorm with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(2, track_running_stats=True)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(self.norm(x.view(-1, 2, 2)).flatten(1))
+        return scores
+
+
+def notes_of_instances() -> list[str]:
+    lines: list[str] = []
+    run = shoal.init(announce=lines.append)
+    model, _, loader = run.prepare(*parts(Instances().double()))
+    for x, y in loader:
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    return [line for line in lines if "buffers" in line]
+
+
+def test_running_statistics_of_instance_norms_are_named() -> None:
+    first, _ = world.run(2, notes_of_instances)
+    assert len(first) == 1
+    assert first[0].startswith("note: norm.running_mean, norm.running_var: a forward pass writes")

@@ -103,6 +103,20 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
         quiet().prepare(model, torch.optim.SGD(nn.Linear(4, 3).parameters(), lr=0.1), loader)
 
 
+def test_a_weight_of_a_loss_that_is_in_no_model_is_told_where_to_go() -> None:
+    model, _, loader = parts()
+    weights = [*model.parameters(), nn.Parameter(torch.zeros(2))]
+    with pytest.raises(UsageError, match="goes into a module of its own"):
+        quiet().prepare(model, torch.optim.SGD(weights, lr=0.1), loader)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_model_that_torch_jit_has_compiled_is_refused_with_the_cure() -> None:
+    model = torch.jit.script(nn.Linear(4, 3))
+    with pytest.raises(UsageError, match="Prepare the model itself"):
+        quiet().prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
 def test_a_frozen_parameter_may_be_in_the_optimizer_and_never_moves() -> None:
     model, optimizer, loader = parts()
     model.bias.requires_grad_(False)

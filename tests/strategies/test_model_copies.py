@@ -87,3 +87,18 @@ def test_a_prepared_model_may_be_pickled_whole() -> None:
     again = torch.load(file, weights_only=False)
     again(torch.ones(1, 4)).sum().backward()
     assert torch.equal(again[0].weight, model[0].weight)
+
+
+def copied_with_gradients() -> tuple[list[bool], list[bool]]:
+    run, model, _, loader = prepared("tensor=2")
+    for x, y in loader:
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
+    twin = copy.deepcopy(model)
+    kept = [parameter.grad is not None for parameter in model.parameters()]
+    return kept, [parameter.grad is not None for parameter in copy.deepcopy(twin).parameters()]
+
+
+def test_a_copy_of_shards_has_no_gradients_as_no_copy_of_a_parameter_has() -> None:
+    for kept, copied in world.run(2, copied_with_gradients):
+        assert all(kept)
+        assert not any(copied)

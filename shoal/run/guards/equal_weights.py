@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 
+from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels
@@ -36,7 +37,7 @@ def check_equal_weights(guarded: GuardedModels) -> None:
         for key, digest in digests_of_rank.items():
             known, first = seen.setdefault(key, (digest, rank))
             if known != digest:
-                is_finite = all(bool(entry.value.isfinite().all()) for entry in held)
+                is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
                 if data.sum_of_host_numbers([not is_finite])[0]:
                     return
                 raise UsageError(_describe(key.partition("|")[2], first, rank))

@@ -102,6 +102,12 @@ class ReceivedValues:
         value = self.by_name.get(absent.value_name)
         if value is None:
             maker = self.labels[absent.value_name.event - 1]
+            if self.stage is None:
+                raise WalkRefusal(
+                    f"pipeline: compute_loss uses what {maker} has made, which another rank has: "
+                    "it gets there by an attribute, a list or a hook, or is from an earlier call. "
+                    "Return it from the block that makes it, and from the model."
+                )
             reason = (
                 "it gets there by other ways than an argument. Pass it as an argument"
                 if self.walking

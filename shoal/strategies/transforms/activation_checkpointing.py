@@ -36,6 +36,7 @@ from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, 
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.module_snapshot import is_trial_running
 from shoal.strategies.options import RecomputeOptions
+from shoal.strategies.transforms.recomputed_numbers import Numbers, RecomputedNumbers
 from shoal.strategies.wrap_units import innermost, units
 
 
@@ -113,6 +114,7 @@ def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> 
         lambda _, *inputs, __forward=module.forward, **options: __forward(*inputs, **options)
     )
     has_buffers = any(True for _ in module.buffers())
+    numbers = RecomputedNumbers()
 
     @wraps(module.forward)
     def run(self: nn.Module, *inputs: Any, **options: Any) -> Any:
@@ -126,23 +128,28 @@ def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> 
         extra: dict[str, Any] = {}
         if has_buffers or modes:  # else without contexts, which torch.compile does not take
             extra["context_fn"] = lambda: _contexts(self, modes)
-        compute = forward if torch.compiler.is_compiling() else _explained(forward)
+        compute = forward if torch.compiler.is_compiling() else _explained(forward, numbers)
         return checkpoint(compute, self, *inputs, use_reentrant=False, **extra, **options)
 
     return run
 
 
-def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward method whose error when it runs for the second time names the cause."""
-    is_second = False
+def _explained(forward: Callable[..., Any], numbers: RecomputedNumbers) -> Callable[..., Any]:
+    """Return a forward method that finds the same numbers when it runs for the second time, and
+    whose error then names the cause.
+    """
+    before: Numbers | None = None
 
     def compute(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        nonlocal is_second
-        if not is_second:
-            is_second = True
-            return forward(self, *inputs, **options)
+        nonlocal before
+        if before is None:
+            before = numbers.read(self)
+            output = forward(self, *inputs, **options)
+            numbers.learn(self, before)
+            return output
         try:
-            return forward(self, *inputs, **options)
+            with numbers.as_before(self, before):
+                return forward(self, *inputs, **options)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -190,9 +190,10 @@ class ShardedStep:
         """Call a function that computes with the model, as `LocalModel.call`. Collective."""
         if torch.is_grad_enabled():  # gradients inside of it are inner ones
             self._configure(reduces=False, frees=False, is_last=False)
-        return self.root.run(
-            function, partial(self.model.outside_step.call, function, *args, **kwargs)
-        )
+        with self._explain_sharded_weights():
+            return self.root.run(
+                function, partial(self.model.outside_step.call, function, *args, **kwargs)
+            )
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute both passes of one micro-batch. Collective.

@@ -12,8 +12,8 @@ from shoal.errors import UsageError
 from shoal.testing import world
 
 
-def trained(act: str) -> str:
-    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+def trained(act: str, strategy: str = "ddp") -> str:
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     data = TensorDataset(torch.randn(12, 6).double(), torch.randint(3, (12,)))
@@ -55,3 +55,8 @@ def test_weights_that_each_rank_draws_anew_are_an_error() -> None:
 def test_steps_by_gradients_of_own_rows_are_an_error() -> None:
     for text in world.run(2, own_gradients):
         assert "0.weight has other values on data rank 1 than on data rank 0" in text
+
+
+def test_shards_that_groups_of_ranks_draw_anew_are_an_error() -> None:
+    for text in world.run(4, trained, "drawn anew", "zero3,hybrid=2"):
+        assert "2.weight has other values on data rank 2" in text

@@ -212,3 +212,35 @@ def test_other_weights_than_its_own_are_refused_where_a_module_computes_again() 
 
     with pytest.raises(UsageError, match="given as another tensor"):
         run.forward_backward(compute_loss, torch.ones(3, 4))
+
+
+class Annealed(nn.Module):
+    """Lowers its temperature with each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+        self.temperature = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.layer(x) / self.temperature)
+        self.temperature *= 0.5
+        return out
+
+
+def annealed(strategy: str) -> tuple[list[float], float]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Annealed() for _ in range(3))).double()
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for _ in range(4):
+        x = run.share(torch.randn(5, 6, generator=torch.Generator().manual_seed(1)).double())
+        losses.append(run.forward_backward(lambda x: model(x).square().mean(), x).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model[0].temperature
+
+
+def test_a_number_that_a_block_changes_is_recomputed_as_it_was_and_counts_once() -> None:
+    assert annealed("recompute") == annealed("single")

@@ -1,0 +1,71 @@
+"""Values that reach the loss by a hook or by an attribute, in a pipeline of two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.errors import StrategyRefused
+from shoal.testing import world
+
+
+class Sparse(nn.Module):
+    """Leaves a part of the loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+        self.penalty = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(self.up(x))
+        self.penalty = hidden.mean()
+        out: Tensor = x + self.down(hidden)
+        return out
+
+
+def trained(strategy: str, by_hook: bool) -> list[float] | str:
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6) for _ in range(3)] if by_hook else [Sparse() for _ in range(3)]
+    model = nn.Sequential(*layers).double()
+    features: dict[str, Tensor] = {}
+    model[0].register_forward_hook(lambda _, given, out: features.update(first=out))
+    model[2].register_forward_hook(lambda _, given, out: features.update(last=out))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(model(x), y)
+        if by_hook:
+            return loss + (features["first"] - features["last"]).square().mean()
+        for layer in model:
+            loss = loss + layer.penalty
+        return loss
+
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    try:
+        for _ in range(3):
+            x = torch.randn(5, 6, generator=generator).double()
+            y = torch.randint(6, (5,), generator=generator)
+            losses.append(run.forward_backward(compute_loss, *run.share((x, y))).item())
+            optimizer.step()
+            optimizer.zero_grad()
+    except StrategyRefused as error:
+        return str(error)
+    return losses
+
+
+def test_what_a_hook_keeps_of_a_block_is_as_on_one_device() -> None:
+    expected = trained("single", True)
+    for losses in world.run(2, trained, "pipeline=2", True):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def test_what_a_block_leaves_in_an_attribute_is_refused_with_the_cure() -> None:
+    for text in world.run(2, trained, "pipeline=2", False):
+        assert "it gets there by an attribute" in text
+        assert "Return it from the block that makes it" in text
