@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shoal.data.tree_map import SPARSE
 from shoal.errors import ShoalError, UsageError
+from shoal.run.checks import single_sample_error
 from shoal.strategies.base import LocalBatch
 
 _QUOTING = (
@@ -28,16 +29,28 @@ _QUOTING = (
 """Words of our own errors that quote one of torch: of a trial on parts, and of a pipeline."""
 
 
+def explained_error(
+    error: Exception, batch: LocalBatch, function: Any, in_parts: bool
+) -> UsageError | None:
+    """Return what to raise in place of an error of a step; None for one that stays, with a note.
+
+    Args:
+        function: the user's own function of the batch.
+        in_parts: it is called on parts of this rank's samples.
+    """
+    found = single_sample_error(error, batch)
+    found = found or captured_batch_error(error, batch, function, in_parts)
+    if found is None:
+        note_part(error, batch, in_parts)
+    return found
+
+
 def captured_batch_error(
     error: Exception, batch: LocalBatch, function: Any, in_parts: bool
 ) -> UsageError | None:
     """Return what to raise in place of torch's error about a tensor of the whole batch.
 
-    None for an error that names no such number of rows.
-
-    Args:
-        function: the user's own function of the batch.
-        in_parts: it is called on parts of this rank's samples.
+    None for an error that names no such number of rows. Arguments as in `explained_error`.
     """
     if isinstance(error, ShoalError) and not any(each in str(error) for each in _QUOTING):
         return None

@@ -17,7 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
-from shoal.run.captured_batch import captured_batch_error, note_part
+from shoal.run.captured_batch import explained_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -170,12 +170,8 @@ class Run(StatefulRun):
             self._memory.explain(error, local_batch)
             raise
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            explained = checks.single_sample_error(error, local_batch)
-            explained = explained or captured_batch_error(
-                error, local_batch, compute_loss, in_parts
-            )
+            explained = explained_error(error, local_batch, compute_loss, in_parts)
             if explained is None:
-                note_part(error, local_batch, in_parts)
                 raise
             raise explained from error
         finally:

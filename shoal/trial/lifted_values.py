@@ -1,4 +1,4 @@
-"""What a loop takes from NumPy and Python into what it computes from a batch.
+"""Values that a loop takes from NumPy and Python into what it computes from a batch.
 
 x = (x - float(a.mean())) / float(a.std())        a = x.numpy(): numbers, compared between ranks
 x = torch.from_numpy((a - a.mean()) / a.std())    samples whose origin nothing tells
