@@ -1,4 +1,4 @@
-"""The addresses of this machine's network interfaces, asked of the C library."""
+"""The addresses of this machine's network interfaces, and their families."""
 
 from __future__ import annotations
 
@@ -59,6 +59,36 @@ def addresses_that_are_up() -> list[HostAddress]:
         return list(_addresses(first))
     finally:
         library.freeifaddrs(first)
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    """Return the family of an IP address: AF_INET6 or AF_INET."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def own_address_towards(host: str) -> str:
+    """Return the IP address of this machine from which packets to `host` would go.
+
+    Of a name with addresses of both families, IPv4 is taken where there is a route to it.
+
+    Args:
+        host: a name, or an IPv4 or IPv6 address.
+
+    Raises:
+        OSError: the name has no address, or no route leads to any of them.
+    """
+    found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    problem = OSError(f"{host} has neither an IPv4 nor an IPv6 address")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for place in (entry[4] for entry in found if entry[0] == family):
+            try:
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    # UDP sends nothing here. The system only chooses the interface.
+                    probe.connect(place)
+                    return str(probe.getsockname()[0])
+            except OSError as error:
+                problem = error
+    raise problem
 
 
 def _addresses(entry: Any) -> Iterator[HostAddress]:

@@ -15,6 +15,7 @@ from typing import Any
 from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.reach import ReachListener, try_reach
 from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
+from shoal.platform.interfaces import family_of
 
 Answer = dict[str, Any]
 
@@ -90,8 +91,7 @@ class AgentQuestions:
             listener.close()
         self.store_listeners.clear()
         address = str(message["address"])
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family, backlog=1024)
+        listener = socket.create_server((address, 0), family=family_of(address), backlog=1024)
         port = int(listener.getsockname()[1])
         self.store_listeners[port] = listener
         return {"port": port}

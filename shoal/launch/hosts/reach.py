@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from shoal.launch.hosts.checked_json import CheckedJson
+from shoal.platform.interfaces import family_of
 
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
@@ -208,8 +209,7 @@ def _reach_back(peer: str, port: int, nonce: bytes) -> str:
 
 
 def _listening(address: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
+    return socket.create_server((address, 0), family=family_of(address), backlog=BACKLOG)
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +34,7 @@ from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
 from shoal.platform.files import make_private_directory
+from shoal.platform.interfaces import own_address_towards
 from shoal.platform.tensors import MIB
 
 CLOSE_LIMIT_S = 30.0
@@ -188,10 +188,7 @@ class ClusterLauncher:
         place = self.mesh.place
         if place.local_world == place.world or place.master_address is None:
             return _LOCALHOST
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # UDP sends nothing here. The system only chooses the interface towards rank 0.
-            probe.connect((place.master_address, 9))
-            return str(probe.getsockname()[0])
+        return own_address_towards(place.master_address)
 
 
 def _format_address(process: CoordinatorProcess | None) -> str:

@@ -33,6 +33,7 @@ from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig, relay
+from shoal.platform.interfaces import family_of
 
 _PROBES_PER_LEASE = 4
 _MAX_SILENT_PROBES = 8
@@ -67,6 +68,10 @@ def replicas_on_host(shard: int, replicas: int, machine: int, machines: int) -> 
     return sum((shard + replica) % machines == machine for replica in range(replicas))
 
 
+def _listener_at(host: str) -> socket.socket:
+    return socket.create_server((host, 0), family=family_of(host), backlog=_BACKLOG)
+
+
 class CoordinatorProcess:
     """The coordinator's process, which may be started again after its death.
 
@@ -79,7 +84,7 @@ class CoordinatorProcess:
 
     def __init__(self, spawner: HelperSpawner, job: ClusterConfig, host: str) -> None:
         self.spawner = spawner
-        self.listener = socket.create_server((host, 0), backlog=_BACKLOG)
+        self.listener = _listener_at(host)
         self.address: Address = self.listener.getsockname()[:2]
         file = job.folder / f"views-{job.transport.job}.json"
         self.config = CoordinatorConfig(
@@ -155,7 +160,7 @@ class ServerPool:
         number = secrets.randbelow(2**30)  # random, so hosts need not agree on the next number
         transport = self.job.transport.for_parts(self.job.settings.parts)
         config = ServerConfig(number, shard, self.coordinator_address, transport, self.job.settings)
-        with socket.create_server((self.host, 0), backlog=_BACKLOG) as listener:
+        with _listener_at(self.host) as listener:
             if self.job.behind is None:
                 pid = self.spawner.start(serve, config, listener=listener)
             else:
