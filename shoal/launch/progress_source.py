@@ -8,6 +8,8 @@ from typing import Literal, Protocol
 
 from shoal.watchdog.progress_word import RankProgress
 
+SECONDS_BETWEEN_LOOKS = 1.0
+
 Halt = Literal["", "stopped", "traced"]
 """Nothing; all ranks are stopped by a signal; one of them is in a debugger."""
 

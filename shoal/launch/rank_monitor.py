@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from shoal.launch import hang_report
 from shoal.launch.failure import Failure
-from shoal.launch.progress_source import ProgressSource
+from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS, ProgressSource
 from shoal.watchdog.hang_detector import HangDetector
 from shoal.watchdog.straggler_detector import StragglerDetector
 
-LOOK_S = 1.0
 EXIT_HANG = 124
 """Exit code of a launcher whose run has ended because of a hang; that of `timeout`."""
 
@@ -37,7 +36,7 @@ class RankMonitor:
         """Return the failure of a rank that does not come; tell of it, and of slow ranks."""
         if self._hangs is None or time.monotonic() < self._next_s:
             return []
-        self._next_s = time.monotonic() + LOOK_S
+        self._next_s = time.monotonic() + SECONDS_BETWEEN_LOOKS
         look = self._source.look()
         for slow in self._stragglers.look(look.progress):
             self._source.name_slow(slow.rank)

@@ -17,6 +17,8 @@ def listen_at(address: str, port: int = 0, backlog: int = 1024) -> socket.socket
 def own_address_towards(host: str) -> str:
     """Return the IP address of the interface by which this host reaches another one.
 
+    Of a name with addresses of both families, IPv4 is taken where there is a route to it.
+
     Args: host: a name or an address of either family.
 
     Raises: OSError: no route leads to any address of the host.
@@ -24,7 +26,9 @@ def own_address_towards(host: str) -> str:
     # UDP sends nothing here. Port 9 is that of discarded messages.
     found = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
     errors: list[OSError] = []
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in sorted(
+        found, key=lambda one: one[0] != socket.AF_INET
+    ):
         with socket.socket(family, kind, protocol) as probe:
             try:
                 probe.connect(address)

@@ -201,3 +201,19 @@ def test_parameter_servers_serve_ranks_of_two_hosts(hosts: Hosts) -> None:
     assert code == 0, stderr
     assert "12 steps" in stdout
     assert hosts.leftovers() == {}
+
+
+def test_hosts_with_only_ipv6_train_with_ddp_and_with_servers(tmp_path: Path) -> None:
+    with Hosts(tmp_path, 2, network="v6", names="none") as hosts:
+        (hosts.shared / "servers").mkdir(mode=0o700)
+        servers = ["--env", f"SHOAL_SERVER_DIRECTORY={hosts.shared / 'servers'}"]
+        strategies = {"ddp": [], "server=2": servers, "server=2,replicas=2": servers}
+        for strategy, more in strategies.items():
+            folder = hosts.shared / strategy
+            job = tiny_jobs.tiny(folder, tiny_jobs.MLP, strategy=strategy)
+            (hosts.shared / "job.yaml").write_text(to_yaml(job))
+            words = ["train", str(hosts.shared / "job.yaml"), "--hosts", "node1:2,node2:2", *more]
+            code, _, stderr = ended(hosts, *words)
+            assert code == 0, f"{strategy}: {stderr}"
+            assert tiny_jobs.metrics(folder)[-1]["step"] == 12
+            assert hosts.leftovers() == {}

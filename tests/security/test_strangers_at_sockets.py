@@ -97,3 +97,4 @@ def test_servers_listen_on_loopback_or_at_the_address_that_leads_to_rank_0() -> 
     assert listens_at(2, "192.0.2.1") == "127.0.0.1"
     assert listens_at(4, None) == "127.0.0.1"
     assert listens_at(4, "127.0.0.9") == "127.0.0.1"  # the way there begins at loopback
+    assert listens_at(4, "::1") == "::1"

@@ -33,8 +33,8 @@ from shoal.launch.hosts.lease_timer import LeaseTimer
 from shoal.launch.hosts.progress_messages import ProgressChanges
 from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import StreamName
+from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS
 from shoal.launch.rank_events import RankExited
-from shoal.launch.rank_monitor import LOOK_S
 from shoal.launch.rank_set import RankEvent
 from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import SigstopDetector
@@ -247,13 +247,13 @@ class AgentProcess:
         self._look_s = clock_s() if ranks.hang_limit_s > 0 else inf
 
     def _look(self) -> None:
-        """Send the words of ranks that have changed, once in LOOK_S.
+        """Send the words of ranks that have changed, once in SECONDS_BETWEEN_LOOKS.
 
         While the connection takes nothing there is no look, so that no words pile up.
         """
         if clock_s() < self._look_s or self._unsent or self.progress is None:
             return
-        self._look_s = clock_s() + LOOK_S
+        self._look_s = clock_s() + SECONDS_BETWEEN_LOOKS
         for message in self._changes.messages(self.progress.look()):
             self.session.tell(**message)
 
