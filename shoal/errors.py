@@ -24,6 +24,7 @@ A message states the fact, the values and the cure. `assert` is kept for our own
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 
@@ -155,3 +156,10 @@ def printable(message: str) -> str:
         lambda match: f"{match[0][:80]}... ({len(match[0])} characters)",
         text,
     )
+
+
+def headline_of(error: BaseException) -> str:
+    """Return "ValueError: its text", the first line of an error, without the notes added to it."""
+    shown = traceback.TracebackException(type(error), error, None)
+    shown.__notes__ = None
+    return list(shown.format_exception_only())[-1].strip().splitlines()[0]

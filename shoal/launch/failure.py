@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from shoal.errors import BAD_INPUT, PeerLost, ServerLost, ShoalError
+from shoal.errors import BAD_INPUT, PeerLost, ServerLost, ShoalError, headline_of
 
 # Modules that only call the user's code: a traceback is clearer without their frames.
 CALLING_MODULES = ("shoal.launch.rank", "shoal.testing.world", "runpy")
@@ -90,7 +90,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         text = f"{error}{_script_line(error)}"
         code = 2 if isinstance(error, BAD_INPUT) else 1
         return Failure(rank, time_s, "", text, is_secondary, code=code, is_loss=is_loss)
-    headline = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    headline = headline_of(error)
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
 

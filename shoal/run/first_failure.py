@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -28,6 +27,7 @@ from shoal.errors import (
     StrategyRefused,
     TrainingDiverged,
     UsageError,
+    headline_of,
 )
 from shoal.launch.failure import is_lost_peer
 from shoal.platform.torch_private.c10d import default_store
@@ -144,4 +144,4 @@ def _is_consequence(error: Exception) -> bool:
 
 
 def _headline(error: Exception) -> str:
-    return traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    return headline_of(error)

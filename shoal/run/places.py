@@ -65,8 +65,9 @@ def _in_object(value: Any, depth: int, seen: set[int]) -> Iterator[Place]:
     if isinstance(value, nn.Module):
         for module in value.modules():
             seen.add(id(module))
-            name = type(module).__name__
-            table = vars(module)
+            name, table = type(module).__name__, vars(module)
+            if _is_of_library(type(module)):  # a strategy may write into it, such as a momentum
+                continue
             yield from (Place(table, key, f"{name}.{key}") for key in list(table))
     elif isinstance(value, functools.partial):
         for each in (value.func, *value.args, *value.keywords.values()):
@@ -78,7 +79,7 @@ def _in_object(value: Any, depth: int, seen: set[int]) -> Iterator[Place]:
         yield from _in_function(value, depth, seen)
     elif isinstance(value, dict):
         yield from _in_dict(value, "[...]", depth, seen)
-    elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _LIBRARIES:
+    elif hasattr(value, "__dict__") and not _is_of_library(type(value)):
         yield from _in_dict(vars(value), f"{type(value).__name__}.", depth, seen)
 
 
@@ -89,7 +90,7 @@ def _in_dict(value: dict[Any, Any], prefix: str, depth: int, seen: set[int]) -> 
 
 
 def _in_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator[Place]:
-    if function.__module__.split(".")[0] in _LIBRARIES:
+    if _is_of_library(function):
         return
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     for name, cell in cells:
@@ -102,3 +103,8 @@ def _in_function(function: FunctionType, depth: int, seen: set[int]) -> Iterator
     for name in set(global_names(function.__code__)) & table.keys():
         yield Place(table, name, name)
         yield from _in_object(table[name], depth - 1, seen)
+
+
+def _is_of_library(definition: Any) -> bool:
+    """Return whether a class or a function is torch's, NumPy's or Shoal's own."""
+    return definition.__module__.split(".")[0] in _LIBRARIES

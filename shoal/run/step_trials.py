@@ -54,11 +54,14 @@ class StepTrials:
         return batch._replace(keeps_scale=self._keeps_scale)
 
     def _must_keep_scale(self, trial: LossTrial) -> bool:
-        """Return whether gradients are bounded on their way back, on any rank. Collective.
+        """Return whether gradients are bounded on their way back, on any rank. Collective, where
+        ranks step together.
 
         Raises: StrategyRefused: they are used in the backward pass, before a factor can follow.
         """
         mesh = self._prepared.mesh
+        if not self._prepared.local_model().strategy_state.is_synchronous:
+            return trial.bounds_gradients  # nothing is sent between rounds
         flag = torch.tensor([float(trial.bounds_gradients)], device=mesh.host_device)
         if not mesh.all_reduce_max(flag).item():
             return False

@@ -13,21 +13,30 @@ NAMES = {
     *("bind", "listen", "create_server", "start_server", "create_unix_server", "HTTPServer"),
     *("TCPServer", "UnixStreamServer", "Listener", "mkfifo", "memfd_create", "SharedMemory"),
     *("mkstemp", "mkdtemp", "mktemp", "NamedTemporaryFile", "TemporaryFile", "TemporaryDirectory"),
-    *("SpooledTemporaryFile", "shm_open", "TCPStore", "FileStore", "HashStore", "create_device"),
+    *(
+        "SpooledTemporaryFile",
+        "shm_open",
+        "listen_at",
+        "TCPStore",
+        "FileStore",
+        "HashStore",
+        "create_device",
+    ),
 }
 SITES = {
     # module: the calls there, and words of the row of docs/security.md that tells of them
     "comm/mesh.py": (["FileStore", "HashStore"], "the meeting of ranks"),
     "doctor/machine_info.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
-    "launch/hosts/agent_questions.py": (["create_server"], "the store of several hosts"),
-    "launch/hosts/reach.py": (["create_server"], "the try of the network"),
+    "launch/hosts/agent_questions.py": (["listen_at"], "the store of several hosts"),
+    "launch/hosts/reach.py": (["listen_at"] * 2, "the try of the network"),
     "launch/private_store.py": (["memfd_create"], "the meeting of ranks"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
     "launch/script_worlds.py": (["TCPStore"], "torch's TCPStore"),  # a client
     "launch/slurm/slurm_task.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
-    "parameter_server/launcher/server_pool.py": (["create_server"] * 2, "parameter servers"),
+    "parameter_server/launcher/server_pool.py": (["listen_at"] * 2, "parameter servers"),
+    "platform/sockets.py": (["create_server"], "parameter servers"),  # for those three
     "platform/files.py": (["mkdtemp"] * 2, "temporary directories"),
     "platform/torch_private/c10d.py": (["create_device"], "Gloo"),
     "shm_backend/segment.py": (["memfd_create"], "shared memory of ranks"),
