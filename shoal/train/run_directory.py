@@ -22,6 +22,7 @@ from typing import IO, TYPE_CHECKING, Any
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
+from shoal.launch.hosts.shared_directory import PROBE_PREFIX
 from shoal.platform.files import atomic_write
 from shoal.platform.ownership import open_own, others_can_read, untrusted_reason
 from shoal.train.console import warn
@@ -204,13 +205,14 @@ def _unwritable(directory: Path, error: OSError) -> ConfigError:
 def _foreign_files(directory: Path) -> list[str]:
     """Return names of files that no run makes.
 
-    A kill may have left a temporary file of the config.
+    A kill may have left a temporary file of the config, and another host may look just now if it
+    sees this directory.
     """
     entries = directory.iterdir() if directory.exists() else ()
     return sorted(
         path.name
         for path in entries
-        if path.name != LOCK and not path.name.startswith(f"{CONFIG}.")
+        if path.name != LOCK and not path.name.startswith((f"{CONFIG}.", PROBE_PREFIX))
     )
 
 

@@ -11,9 +11,10 @@ from tiny_jobs import MLP, WORKERS, contents, everything, tiny
 
 from shoal.config.job import Job
 from shoal.errors import ConfigError, StrategyRefused
+from shoal.launch.hosts.shared_directory import remove_probe, write_probe
 from shoal.testing import world
 from shoal.train.loop import train
-from shoal.train.run_directory import lock
+from shoal.train.run_directory import check_usable, lock
 
 
 def closing_table(said: str) -> list[str]:
@@ -102,3 +103,14 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_file_by_which_hosts_look_for_each_other_is_not_foreign(tmp_path: Path) -> None:
+    job = tiny(tmp_path, MLP)
+    probe = write_probe(str(tmp_path), "abc")
+    assert probe is not None
+    check_usable(job)
+    (tmp_path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match=r"holds files \(thesis.txt\)"):
+        check_usable(job)
+    remove_probe(probe)

@@ -23,6 +23,9 @@ SERVERS_NEED_ONE = (
     "of their updates are files that all workers read"
 )
 
+PROBE_PREFIX = ".shoal-probe-"
+"""Beginning of the name of a file that is there for a moment."""
+
 
 def existing_directory(directory: str) -> Path:
     """Return `directory`, or the nearest directory above it that exists."""
@@ -43,7 +46,7 @@ def write_probe(directory: str, nonce: str) -> Path | None:
         The file, which the caller must remove with `remove_probe`; None where nothing can be
         written there.
     """
-    probe = existing_directory(directory) / f".shoal-probe-{secrets.token_hex(NAME_BYTES)}"
+    probe = existing_directory(directory) / f"{PROBE_PREFIX}{secrets.token_hex(NAME_BYTES)}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         with open(os.open(probe, flags, 0o600), "w") as file:
