@@ -47,7 +47,6 @@ RECIPES: dict[str, dict[str, str]] = {
 }
 EVERY_DAY = (
     "mixup and cutmix",
-    "clipping",
     "accumulation",
 )
 

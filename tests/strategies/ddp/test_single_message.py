@@ -107,7 +107,7 @@ def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulate"),
     [
-        ("unused, frozen, shared and scalar parameters", 3, 2),
+        ("unused, frozen, shared and scalar parameters", 2, 2),
         pytest.param("lstm", 3, 1, marks=pytest.mark.slow),
     ],
 )
