@@ -120,9 +120,11 @@ class Candidate:
         return max(float(process.stdout.readline()) for process in self._processes)
 
     def end(self) -> None:
-        """Let the processes end, and wait for them."""
+        """Let the processes end, and wait for them. Under servers no rank ends before the others."""
         for process in self._processes:
-            process.communicate()
+            process.stdin.close()
+        for process in self._processes:
+            process.wait()
 
 
 def in_turns(
