@@ -44,6 +44,7 @@ from shoal.launch.output import (
 from shoal.launch.private_store import PrivateStore
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.ranks import Rank, Ranks
+from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
 from shoal.watchdog.progress_memory import ProgressMemory
 
@@ -164,6 +165,7 @@ def _context(preload: Sequence[str]) -> Context:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
+    make_socket_directory()
     # The resource tracker comes first, because its start unblocks the signals that are blocked
     # next.
     resource_tracker.ensure_running()

@@ -1,8 +1,14 @@
-"""Sockets at addresses of either family, IPv4 or IPv6."""
+"""Sockets at addresses of either family, IPv4 or IPv6, and the directory of Unix sockets."""
 
 from __future__ import annotations
 
+import os
 import socket
+import tempfile
+from multiprocessing import util
+
+TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""Longest TMPDIR under which multiprocessing's sockets have an address: unix(7) gives it 108."""
 
 
 def listen_at(address: str, port: int = 0, backlog: int = 1024) -> socket.socket:
@@ -37,3 +43,19 @@ def own_address_towards(host: str) -> str:
                 continue
             return str(probe.getsockname()[0])
     raise errors[0]
+
+
+def make_socket_directory() -> None:
+    """Let multiprocessing make its directory of sockets elsewhere if TMPDIR is too long a name.
+
+    Child processes inherit it, so it serves the fork server, ranks and their loader workers.
+    """
+    chosen = tempfile.gettempdir()
+    if len(os.fsencode(chosen)) <= TEMPORARY_BYTES:
+        return
+    places = [place for place in ("/tmp", "/var/tmp", "/dev/shm") if os.access(place, os.W_OK)]
+    try:
+        tempfile.tempdir = places[0] if places else chosen
+        util.get_temp_dir()
+    finally:
+        tempfile.tempdir = chosen

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -84,6 +87,25 @@ def test_data_loader_workers_start_as_in_any_script(tmp_path, capfd):
     )
     assert local.run_script(script, [], 1) == 0
     assert capfd.readouterr().out == "None\n"
+
+
+WITH_WORKERS = """
+    import shoal, torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    run = shoal.init()
+    loader = run.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 4, num_workers=1))
+    print(sum(batch.sum().item() for (batch,) in loader))
+"""
+
+
+def test_a_long_name_of_the_temporary_directory_leaves_room_for_sockets(tmp_path):
+    temporary = tmp_path / ("t" * 120)  # a socket's address has 108 bytes
+    temporary.mkdir()
+    command = [sys.executable, "-m", "shoal", "launch", "-n", "2", written(tmp_path, WITH_WORKERS)]
+    variables = os.environ | {"TMPDIR": str(temporary)}
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout) == (0, "10.0\n")  # of rank 0: 0 + 1 + 4 + 5
 
 
 def test_ranks_draw_different_random_numbers_unless_they_are_seeded(tmp_path, capfd):
