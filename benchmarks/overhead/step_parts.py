@@ -120,7 +120,7 @@ class Candidate:
         return max(float(process.stdout.readline()) for process in self._processes)
 
     def end(self) -> None:
-        """Let the processes end, and wait for them. Under servers no rank ends before the others."""
+        """Let the processes end together, as they do under servers, and wait for them."""
         for process in self._processes:
             process.stdin.close()
         for process in self._processes:

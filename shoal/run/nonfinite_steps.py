@@ -3,10 +3,10 @@
       passes ── look at this rank's gradients ── reduce ── verdict ──┬── finite: step
                         (a number in the totals, or one vote)        └── NaN: who? told; skip it
 
-Where a strategy looks at gradients before it sends them, the rank is known, and ddp sends what it
-has found with the totals. Where ranks hold different gradients afterwards (shards, stages), they
-vote. Ranks that step by themselves decide by themselves. Only a step that is not finite costs more
-than a few microseconds.
+Where a strategy looks at gradients before it sends them, the rank is known; ddp and synchronous
+servers send what they have found with the totals. Where ranks hold different gradients afterwards
+(shards, stages), they vote. Ranks that step by themselves decide by themselves. Only a step that is
+not finite costs more than a few microseconds.
 """
 
 from __future__ import annotations
@@ -184,8 +184,11 @@ class NonfiniteSteps:
         model = self._model
         if self._mesh.size == 1 or not model.strategy_state.is_synchronous:
             return True
-        whole = model.remote_optimizer is None and not model.is_partial
-        return whole and self._mesh.data.size == self._mesh.size and not model.has_sharded_params
+        return (
+            not model.is_partial
+            and self._mesh.data.size == self._mesh.size
+            and not model.has_sharded_params
+        )
 
     def _reduced_values(self) -> list[Tensor]:
         """Return the gradients after the reduction; the weights if those are stepped by now."""

@@ -1,7 +1,7 @@
 """One worker's steps through parameter servers, and its state for checkpoints.
 
 run       the backward pass pushes each partition as soon as it has its gradients
-          (`gradient_pusher.py`); with synchronous steps, the totals are summed meanwhile
+          (`gradient_pusher.py`); with synchronous steps, the totals are summed after it
 gather    the step request: learning rates and the like. A server steps a partition when it
           has the pushes and requests of all workers
 forward   of the next step: each unit waits for the values that it reads (`value_waits.py`)
@@ -30,8 +30,8 @@ from shoal.parameter_server.partitioning import param_metas, partition, partitio
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
-from shoal.strategies import SYNCHRONOUS
-from shoal.strategies.base import STOP, Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies import SYNCHRONOUS, base
+from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
 from shoal.strategies.server.value_waits import ValueWaits
@@ -63,7 +63,7 @@ class WorkerEngine(StrategyState):
 
     Attributes:
         staleness: steps that a worker may be ahead of the slowest one; None without a bound.
-        totals: totals of this step; their sum over ranks when `totals_work` is done.
+        totals: totals of this step; after `run` their sum over the ranks that step together.
         factor: factor of the next step's gradients, by clipping for example.
         has_pushed: gradients are with the servers, which wait for the step request.
         leaves_out: the gradients that were pushed are to be dropped, and no step be taken.
@@ -86,7 +86,6 @@ class WorkerEngine(StrategyState):
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
         self.totals: Tensor | None = None
-        self.totals_work: dist.Work | None = None
         self.factor = 1.0
         self.has_pushed = False
         self.leaves_out = False
@@ -103,14 +102,11 @@ class WorkerEngine(StrategyState):
     # One step
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
+        """Compute a micro-batch and its loss. The last one has the totals of the step."""
         with self.waits.at_first_read():
             output = self.model.forward(batch)
         if batch.is_last_microbatch:
             self.totals = output.step_totals
-            self.totals_work = None
-            if self.mesh.size > 1 and self.is_synchronous:
-                self.totals_work = dist.all_reduce(self.totals, async_op=True)
         return output
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
@@ -136,10 +132,13 @@ class WorkerEngine(StrategyState):
         self.has_pushed = True
         self.factor = 1.0
         assert self.totals is not None
-        if self.totals_work is not None:
-            self.totals_work.wait()
         if not self.is_synchronous:
             self._sync_stop(batch.stop_requested)
+        elif self.mesh.size > 1:
+            # Summed here and not during the backward pass, which tells if gradients are finite: a
+            # message of its own for that would wait for the slowest rank once more.
+            self.totals[base.NONFINITE] = float(self.model.finite_check.found)
+            dist.all_reduce(self.totals)
         return result._replace(step_totals=self.totals)
 
     def gather(self) -> None:
@@ -180,7 +179,7 @@ class WorkerEngine(StrategyState):
         self.wait()
         if stop_requested:
             self.client.request_stop()
-        self.totals[STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
+        self.totals[base.STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
 
     # Optimizer and checkpoints
 
