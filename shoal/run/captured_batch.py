@@ -112,11 +112,13 @@ def note_part(error: Exception, batch: LocalBatch, in_parts: bool) -> None:
     if isinstance(error, ShoalError):
         return
     if in_parts or 0 < batch.num_samples < batch.global_batch_size:
+        rows, whole = batch.num_samples, batch.global_batch_size
+        of_batch = "" if rows == whole else f" (of {whole} in the batch)"
         error.add_note(
-            f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}"
-            f"{batch.num_samples} of the {batch.global_batch_size} samples of a batch. Code that "
-            "knows the size of a whole batch (a reshape, a state for each sample) must take it "
-            "from its arguments: len(x)."
+            f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}its {rows} "
+            f"samples{of_batch}. Code that knows the size of a whole batch (a reshape, a state for "
+            "each sample) must take it from its arguments: len(x). A loss that takes several "
+            "samples together (topk, pairs) computes with those of all: run.gather(tensor)."
         )
 
 

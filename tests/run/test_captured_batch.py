@@ -160,7 +160,35 @@ def test_states_with_their_samples_first_go_from_batch_to_batch_as_on_one_device
 def test_an_error_of_code_that_knows_the_whole_batch_tells_how_many_samples_it_was_given() -> None:
     for said, notes in world.run(2, words_of_recurrent, "size"):
         assert "invalid for input of size" in said
-        assert any("on 4 of the 8 samples of a batch" in note for note in notes)
+        assert any("its 4 samples (of 8 in the batch)" in note for note in notes)
+
+
+def hardest(strategy: str, accumulate: int, gathers: bool) -> tuple[str, str]:
+    """Return the loss, or an error and its note, of the two samples with the largest losses."""
+    run = shoal.init(strategy, precision="fp64", accumulate=accumulate, announce=lambda _: None)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        losses = F.cross_entropy(net(x), y, reduction="none")
+        return (run.gather(losses) if gathers else losses).topk(2).values.mean()
+
+    try:
+        loss = run.forward_backward(compute_loss, *run.share((ROWS, LABELS)))
+    except RuntimeError as error:
+        return str(error), error.__notes__[0]
+    return f"{loss.item():.12f}", ""
+
+
+def test_so_is_one_of_a_loss_that_takes_two_samples_where_parts_have_one() -> None:
+    expected, _ = hardest("single", 1, gathers=True)
+    for said, note in world.run(2, hardest, "ddp", 4, False):
+        assert "selected index k out of range" in said
+        assert "on parts of its 4 samples (of 8 in the batch)" in note
+        assert "run.gather(tensor)" in note
+    for loss, _ in world.run(2, hardest, "ddp", 4, True):
+        assert loss == expected
 
 
 GRAPH = (torch.rand(12, 12, generator=torch.Generator().manual_seed(1)) < 0.4).double()
