@@ -13,9 +13,7 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.launch.hosts.remote_work import HostsOptions
-    from shoal.strategies import StrategyLine
 
-SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 ALONE = ("env", "address", "interface", "min_hosts", "log_dir")
 
 
@@ -95,16 +93,6 @@ def _check_numbers(processes: int | None, found: HostsOptions) -> None:
         )
     if found.min_hosts is not None and found.min_hosts > len(found.hosts):
         raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(found.hosts)} hosts")
-
-
-def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
-    """Raise UsageError for parameter servers whose key the other hosts would not find."""
-    has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
-    if has_servers and len(hosts.hosts) > 1 and SERVER_DIRECTORY not in hosts.variables:
-        raise UsageError(
-            "strategy server on several hosts: they read the servers' key from a file. Give "
-            f"--env {SERVER_DIRECTORY}=DIR, a directory of yours that all of them share"
-        )
 
 
 def working_directory() -> str:

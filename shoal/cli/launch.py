@@ -104,7 +104,6 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     if hosts is not None:
-        host_options.check_servers(hosts, line)
         return _run_on_hosts(options, hosts, environment)
     return run_script(
         str(options.script), options.arguments, options.processes, environment, options.output

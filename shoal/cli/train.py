@@ -88,7 +88,6 @@ def run(options: argparse.Namespace) -> int:
         check_usable(settings.job)
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     if hosts is not None and restarts is not None:
-        host_options.check_servers(hosts, line)
         from shoal.train.supervised_run import train_on_hosts
 
         directory = host_options.working_directory()

@@ -60,6 +60,24 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
         assert command.others() == []
 
 
+def test_parameter_servers_get_their_key_by_no_path_argument_or_variable(folder: Path) -> None:
+    shutil.copy(Path(__file__).with_name("served_script.py"), folder / "served.py")
+    (folder / "wait").touch()
+    with hosts_command(folder, "launch", "--hosts", "a,b", "served.py") as command:
+        until(lambda: (folder / "secret").exists() or command.process.poll() is not None)
+        secret = (folder / "secret").read_bytes()
+        for pid in (command.process.pid, *command.others()):
+            for name in ("cmdline", "environ"):
+                words = Path(f"/proc/{pid}/{name}").read_bytes()
+                assert secret not in words
+                assert secret.hex().encode() not in words
+        (folder / "wait").unlink()
+        code, stdout, stderr = command.end()
+        assert (code, stdout) == (0, "is the model of one process\n"), stderr
+        assert command.others() == []
+    assert len(secret) == 32
+
+
 def test_a_rank_that_does_not_come_is_named_with_its_host_and_its_code(folder: Path) -> None:
     shutil.copy(Path(__file__).with_name("hang_script.py"), folder / "hangs.py")
     words = ["launch", "--hosts", "a,b", "--hang-limit", "1.5", "hangs.py"]

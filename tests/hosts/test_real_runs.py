@@ -192,27 +192,31 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hos
 
 
 def test_parameter_servers_serve_ranks_of_two_hosts(hosts: Hosts) -> None:
-    (hosts.shared / "servers").mkdir(mode=0o700)
     job = tiny_jobs.tiny(hosts.shared / "served", tiny_jobs.MLP, strategy="server=2")
     (hosts.shared / "served.yaml").write_text(to_yaml(job))
     words = ["train", "served.yaml", "--hosts", "node1:2,node2:2"]
-    words += ["--env", f"SHOAL_SERVER_DIRECTORY={hosts.shared / 'servers'}"]
     code, stdout, stderr = ended(hosts, *words)
     assert code == 0, stderr
     assert "12 steps" in stdout
     assert hosts.leftovers() == {}
 
 
+def test_a_script_has_servers_on_hosts_that_share_no_directory_for_their_key(hosts: Hosts) -> None:
+    shutil.copy(Path(__file__).with_name("served_script.py"), hosts.shared / "served.py")
+    words = ["launch", "--hosts", "node1:2,node2", "--env", "TMPDIR=/mnt"]
+    words += ["--env", "STRATEGY=server=2,replicas=2", "served.py"]
+    code, stdout, stderr = ended(hosts, *words)
+    assert (code, stdout) == (0, "is the model of one process\n"), stderr
+    assert hosts.leftovers() == {}
+
+
 def test_hosts_with_only_ipv6_train_with_ddp_and_with_servers(tmp_path: Path) -> None:
     with Hosts(tmp_path, 2, network="v6", names="none") as hosts:
-        (hosts.shared / "servers").mkdir(mode=0o700)
-        servers = ["--env", f"SHOAL_SERVER_DIRECTORY={hosts.shared / 'servers'}"]
-        strategies = {"ddp": [], "server=2": servers, "server=2,replicas=2": servers}
-        for strategy, more in strategies.items():
+        for strategy in ("ddp", "server=2", "server=2,replicas=2"):
             folder = hosts.shared / strategy
             job = tiny_jobs.tiny(folder, tiny_jobs.MLP, strategy=strategy)
             (hosts.shared / "job.yaml").write_text(to_yaml(job))
-            words = ["train", str(hosts.shared / "job.yaml"), "--hosts", "node1:2,node2:2", *more]
+            words = ["train", str(hosts.shared / "job.yaml"), "--hosts", "node1:2,node2:2"]
             code, _, stderr = ended(hosts, *words)
             assert code == 0, f"{strategy}: {stderr}"
             assert tiny_jobs.metrics(folder)[-1]["step"] == 12

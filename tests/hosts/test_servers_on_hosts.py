@@ -17,7 +17,6 @@ VARIABLES = {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests/train'}", "SHOAL_HOSTS_LEASE"
 
 
 def write_job(folder: Path, **more: Any) -> str:
-    (folder / "servers").mkdir(mode=0o700)
     job = tiny(folder / "run", MLP, checkpoint__every_epochs=2, log__every=1, **more)
     (folder / "job.yaml").write_text(to_yaml(job))
     return str(folder / "job.yaml")
@@ -35,7 +34,6 @@ def test_a_run_with_servers_goes_on_without_a_host(
 ) -> None:
     job = write_job(tmp_path, strategy=strategy, train__epochs=40)
     words = ["train", job, "--hosts", "a,b,c", "--min-hosts", "2"]
-    words += ["--env", f"SHOAL_SERVER_DIRECTORY={tmp_path / 'servers'}"]
     with hosts_command(tmp_path, *words, FAKE_SSH_DOWN=str(tmp_path), **VARIABLES) as command:
         until(lambda: has_saved(tmp_path, command))
         (tmp_path / lost).touch()

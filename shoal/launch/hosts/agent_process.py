@@ -31,6 +31,7 @@ from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.lease_timer import LeaseTimer
 from shoal.launch.hosts.progress_messages import ProgressChanges
+from shoal.launch.job_secret import hold_secret
 from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import StreamName
 from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS
@@ -191,6 +192,7 @@ class AgentProcess:
 
     def _specify(self, message: Message) -> None:
         os.environ.update(message["variables"])
+        os.environ.update(hold_secret(bytes.fromhex(message["secret"])))
         # Ranks search for modules where this process does; its own variables came before it.
         paths = str(message["variables"].get("PYTHONPATH", "")).split(os.pathsep)
         sys.path[1:1] = [path for path in paths if path and path not in sys.path]

@@ -17,6 +17,7 @@ from shoal.launch.hosts.hosts_job import HostsJob
 from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.rank_logs import RankLogs
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.launch.job_secret import new_secret
 from shoal.launch.local import supervised
 from shoal.launch.output import Output
 from shoal.launch.rank import EXIT_INTERRUPTED
@@ -63,7 +64,7 @@ def run_on_hosts_with_restarts(
 def _connected(options: HostsOptions, work: RemoteWork) -> Iterator[HostsJob]:
     # A log has all that ranks print, also what the user does not see.
     sent: Output = work.output if options.log_directory is None else "all"
-    specification = replace(work, output=sent).specification(options.variables)
+    specification = replace(work, output=sent).specification(options.variables, new_secret())
     logs = None if options.log_directory is None else RankLogs(options.log_directory)
     printer = LinePrinter(work.output, logs)
     with (

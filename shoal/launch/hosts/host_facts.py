@@ -24,7 +24,7 @@ from shoal.platform.cgroups import cgroup_limits, usable_cores
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import boot_id
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of the messages between driver and agent; it must be equal on both sides."""
 DIGEST_LETTERS = 16
 PACKAGE = Path(__file__).parents[2]

@@ -76,10 +76,14 @@ class RemoteWork:
     shared_disk_reason: str | None = None
     problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
 
-    def specification(self, variables: Mapping[str, str]) -> dict[str, Any]:
-        """Return what an agent is told first."""
+    def specification(self, variables: Mapping[str, str], secret: bytes) -> dict[str, Any]:
+        """Return what an agent is told first.
+
+        Args: secret: of the job, the same for all agents.
+        """
         return {
             "variables": dict(variables),
+            "secret": secret.hex(),
             "request": self.request.to_json(),
             "work": {
                 "target": self.target,

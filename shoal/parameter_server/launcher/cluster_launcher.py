@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.mesh import Mesh
+from shoal.launch.job_secret import read_secret
 from shoal.parameter_server.coordinator import admin_client
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.launcher.server_pool import (
@@ -30,7 +31,7 @@ from shoal.parameter_server.launcher.server_pool import (
     CoordinatorProcess,
     ServerPool,
 )
-from shoal.parameter_server.transport.key import new_key_file, read_key
+from shoal.parameter_server.transport.key import KEY_FILE, derived_key, new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
 from shoal.platform.files import make_private_directory
@@ -139,16 +140,25 @@ class ClusterLauncher:
     def _share_key(self) -> tuple[Transport, Path]:
         """Make the job's name and key on rank 0, for all ranks. Collective.
 
+        The key is in a file that all ranks read; where the launcher has given them a secret, each
+        derives it, and hosts need no directory that they share.
+
         Returns:
-            The job's transport, and the folder of its key.
+            The job's transport, and a folder of this host for its servers: on rank 0 of the key.
         """
-        text = ""
+        secret = read_secret()
+        name = secrets.token_hex(8)
         if self.mesh.rank == 0:
             parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
             self._folder = make_private_directory("shoal-servers-", parent)
-            text = f"{secrets.token_hex(8)} {new_key_file(self._folder)}"
-        name, file = self.mesh.broadcast_str(text).split(" ")
-        return Transport(read_key(Path(file)), name), Path(file).parent
+            new_key_file(self._folder, None if secret is None else derived_key(secret, name))
+        name, place = self.mesh.broadcast_str(f"{name} {self._folder}").split(" ", 1)
+        folder = Path(place)
+        if secret is None:
+            return Transport(read_key(folder / KEY_FILE), name), folder
+        if self.is_starter and self._folder is None:
+            self._folder = folder = make_private_directory("shoal-servers-")
+        return Transport(derived_key(secret, name), name), folder
 
     def _start_aggregator(
         self, job: ClusterConfig, coordinator: Address, starter_ranks: list[int]

@@ -2,12 +2,14 @@
 may push and pull.
 
     launcher ── new_key_file ──▶ server.key (0600) ── read_key ──▶ servers and workers
+    secret of a job on several hosts ── derived_key ──▶ servers and workers of each host
 
 The key is never in argv, in a log or in an error's text.
 """
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import stat
@@ -31,8 +33,18 @@ class Key:
     secret: bytes = field(repr=False)
 
 
-def new_key_file(directory: Path) -> Path:
-    """Write a new key to `directory`/server.key, readable by its owner only.
+def derived_key(secret: bytes, job: str) -> Key:
+    """Return the key of one job of servers, by HMAC-SHA256 of its name.
+
+    Args: secret: that all ranks of a launch have; a launch may start servers several times.
+    """
+    return Key(hmac.digest(secret, f"servers of {job}".encode(), "sha256"))
+
+
+def new_key_file(directory: Path, key: Key | None = None) -> Path:
+    """Write a key to `directory`/server.key, readable by its owner only.
+
+    Args: key: None for a new one.
 
     Raises:
         ConfigError: there is a key already, or it cannot be written.
@@ -50,7 +62,7 @@ def new_key_file(directory: Path) -> Path:
         ) from error
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
+            file.write(secrets.token_bytes(KEY_BYTES) if key is None else key.secret)
     except BaseException:
         path.unlink()
         raise

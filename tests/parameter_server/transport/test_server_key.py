@@ -6,7 +6,7 @@ import stat
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.parameter_server.transport.key import new_key_file, read_key
+from shoal.parameter_server.transport.key import derived_key, new_key_file, read_key
 
 
 def test_a_new_key_is_256_random_bits_that_only_its_owner_can_read(tmp_path):
@@ -19,6 +19,13 @@ def test_a_new_key_is_256_random_bits_that_only_its_owner_can_read(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(read_key(path).secret) == 32
     assert read_key(path) != read_key(other)
+
+
+def test_each_job_of_a_launch_has_a_key_of_its_own(tmp_path):
+    key = derived_key(b"s" * 32, "first")
+    assert key == derived_key(b"s" * 32, "first")
+    assert key not in (derived_key(b"s" * 32, "second"), derived_key(b"t" * 32, "first"))
+    assert read_key(new_key_file(tmp_path, key)) == key
 
 
 def test_a_key_is_never_overwritten_and_a_symlink_is_not_followed(tmp_path):
