@@ -2,7 +2,6 @@
 
 import dataclasses
 import getpass
-import importlib.metadata
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import shoal
 from shoal.launch.hosts import preflight
@@ -69,7 +69,7 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     assert facts.shoal == shoal.__version__
     assert facts.hostname == socket.gethostname()
     assert facts.user == getpass.getuser()
-    assert facts.torch == importlib.metadata.version("torch")
+    assert facts.torch == torch.__version__
     assert facts.cwd_exists
     assert facts.cores >= 1
     assert facts.memory_bytes is not None

@@ -70,6 +70,8 @@ class UnitHooks:
         """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
         step = self.step
         self.has_token = False
+        if torch.is_grad_enabled() and (self.trains or differentiable((inputs, options))[0]):
+            refuse_function_transform()  # the gathering of some versions fails inside of one
         if step.order is None:
             return self._check_recompute()
         if step.running:
@@ -226,16 +228,23 @@ def call_on_gradients(
 
     The node runs once, when the gradients of all returned tensors are there.
 
-    Raises:
-        StrategyRefused: a transform of torch.func is active, which takes no such node.
+    Raises: StrategyRefused: as `refuse_function_transform`.
+    """
+    refuse_function_transform()
+    outputs: tuple[Tensor, ...] = _GradientCallback.apply(callback, *tensors)
+    return outputs
+
+
+def refuse_function_transform() -> None:
+    """Raise StrategyRefused if a transform of torch.func is active.
+
+    No callback of gradients goes through it.
     """
     if in_function_transform():
         raise StrategyRefused(
             "zero: compute_loss calls a unit inside of a transform of torch.func (vmap, grad, "
             "jvp), which gathers no parameters again in its backward pass. Use ddp."
         )
-    outputs: tuple[Tensor, ...] = _GradientCallback.apply(callback, *tensors)
-    return outputs
 
 
 class _GradientCallback(torch.autograd.Function):
