@@ -86,6 +86,7 @@ def trained(
         ("ddp", 2, "function", False),
         ("zero3", 1, "hook", False),
         ("tensor=2,ddp", 1, "output", False),
+        ("pipeline=2,cuts=last", 1, "hook", False),
         pytest.param("tensor=2,ddp", 2, "output", False, marks=pytest.mark.slow),
         pytest.param("zero1", 1, "function", True, marks=pytest.mark.slow),
         pytest.param("server=1", 1, "hook", False, marks=pytest.mark.slow),

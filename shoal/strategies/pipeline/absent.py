@@ -127,11 +127,13 @@ class AbsentTensor(Tensor):
         meta: a tensor on the meta device with the same shape and dtype.
         received: where its value is found once this stage has begun.
         value_name: the name of its value.
+        has_gradients: autograd follows it in the stage that computes it.
     """
 
     meta: Tensor
     received: ReceivedValues
     value_name: ValueName
+    has_gradients: bool
 
     @staticmethod
     def __new__(cls, meta: Tensor, device: Any, received: ReceivedValues) -> AbsentTensor:
@@ -141,6 +143,7 @@ class AbsentTensor(Tensor):
         self.meta = meta
         self.received = received
         self.value_name = ValueName(0, 0)
+        self.has_gradients = False
         return self  # type: ignore[no-any-return]
 
     def __init__(self, meta: Tensor, device: Any, received: ReceivedValues) -> None:

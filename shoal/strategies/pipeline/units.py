@@ -134,6 +134,10 @@ class Units:
         with seeded(seed, self.device):
             return forward(*args, **kwargs)
 
+    def trains(self, name: str) -> bool:
+        """Return whether a unit has parameters that are trained."""
+        return any(parameter.requires_grad for parameter in self.modules[name].parameters())
+
     def draw_words_of(self, name: str, turn: int) -> None:
         """Draw as many words from the generators of Python and NumPy as a call of a unit does, that
         another stage computes.

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -43,6 +44,13 @@ from shoal.strategies.pipeline.absent import (
     filled,
     filled_nest,
     tensors_in,
+)
+from shoal.strategies.pipeline.absent_gradients import (
+    HOOK_FUNCTIONS,
+    REQUIRES_GRAD,
+    no_hook,
+    note_gradients,
+    seems_to_require_grad,
 )
 from shoal.strategies.pipeline.meta_call import VALUE_FUNCTIONS, call_on_meta, written_target
 from shoal.strategies.pipeline.output_forms import DEVICE_FUNCTIONS, OutputForms, device_answer
@@ -144,6 +152,8 @@ class Walk(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in DEVICE_FUNCTIONS:
             return device_answer(func, args[0], self.units.device)
+        if func == REQUIRES_GRAD and not self._inside:
+            return seems_to_require_grad(args[0], sys._getframe(1))
         if self._inside or func in SHAPE_FUNCTIONS:
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
@@ -160,6 +170,8 @@ class Walk(TorchFunctionMode):
                 "block."
             )
         self._event(_property_of(func) or label, tensors)
+        if func in HOOK_FUNCTIONS and not (self.is_computing and torch.is_grad_enabled()):
+            return no_hook(func)
         seed = self._draw_seed() if _draws(label) else None
         if self.is_computing:
             self._check_local(tensors)
@@ -170,6 +182,7 @@ class Walk(TorchFunctionMode):
             if label in VALUE_FUNCTIONS:
                 self._refuse_look(label)
             out = call_on_meta(func, args, kwargs, self._make_absent, self.units.device)
+            note_gradients(out, tensors, _property_of(func) or label)
         self._name_results(target if out is None else out)
         return out
 
@@ -226,6 +239,7 @@ class Walk(TorchFunctionMode):
                 out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
         else:
             out = self._absent_results(name, args, kwargs)
+            note_gradients(out, leaves, trains=self.units.trains(name))
             if self.units.words_drawn:
                 self.units.draw_words_of(name, turn)
         self._name_results(out)
@@ -245,7 +259,8 @@ class Walk(TorchFunctionMode):
                     f"pipeline: in stage {self.at} the function took another way than for the same "
                     f"shapes before: it called {last} before {name}, and "
                     f"{self.crossing.paths[self.at][1]} then; or something between them differs. "
-                    "What the function does must not follow from values, nor from earlier calls."
+                    "What the function does must not follow from values, nor from earlier calls, "
+                    "and modules that are no blocks can have no backward hooks."
                 )
             self._leave_stage(last)
             if self.is_computing:
