@@ -25,6 +25,13 @@ from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 
 _LARGEST_SEED = 2**31 - 1
+_DRAWING = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "poisson", "rrelu")
+_DRAWING_ALSO = ("exponential_", "cauchy_", "geometric_", "scaled_dot_product_attention")
+
+
+def may_draw(label: str) -> bool:
+    """Return whether a torch function of this name may draw random numbers."""
+    return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)
 
 
 def draw_seed() -> int:

@@ -54,12 +54,9 @@ from shoal.strategies.pipeline.absent_gradients import (
 )
 from shoal.strategies.pipeline.meta_call import VALUE_FUNCTIONS, call_on_meta, written_target
 from shoal.strategies.pipeline.output_forms import DEVICE_FUNCTIONS, OutputForms, device_answer
-from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.pipeline.random_streams import draw_seed, may_draw, seeded
 from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units
-
-_DRAWING = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "poisson", "rrelu")
-_DRAWING_ALSO = ("exponential_", "cauchy_", "geometric_", "scaled_dot_product_attention")
 
 
 class Walk(TorchFunctionMode):
@@ -150,11 +147,9 @@ class Walk(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in DEVICE_FUNCTIONS:
-            return device_answer(func, args[0], self.units.device)
-        if func == REQUIRES_GRAD and not self._inside:
-            return seems_to_require_grad(args[0], sys._getframe(1))
-        if self._inside or func in SHAPE_FUNCTIONS:
+        if func in SHAPE_FUNCTIONS:
+            return self._shape(func, args, kwargs)
+        if self._inside:
             return func(*args, **kwargs)
         tensors = list(tensors_in((args, kwargs)))
         if not any(map(self._is_staged, tensors)):
@@ -172,7 +167,7 @@ class Walk(TorchFunctionMode):
         self._event(_property_of(func) or label, tensors)
         if func in HOOK_FUNCTIONS and not (self.is_computing and torch.is_grad_enabled()):
             return no_hook(func)
-        seed = self._draw_seed() if _draws(label) else None
+        seed = self._draw_seed() if may_draw(label) else None
         if self.is_computing:
             self._check_local(tensors)
             args, kwargs, target = tree_map(filled, (args, kwargs, target))
@@ -185,6 +180,14 @@ class Walk(TorchFunctionMode):
             note_gradients(out, tensors, _property_of(func) or label)
         self._name_results(target if out is None else out)
         return out
+
+    def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what one of SHAPE_FUNCTIONS tells of a value."""
+        if func in DEVICE_FUNCTIONS:
+            return device_answer(func, args[0], self.units.device)
+        if func == REQUIRES_GRAD and not self._inside:
+            return seems_to_require_grad(args[0], sys._getframe(2))
+        return func(*args, **kwargs)
 
     def _is_staged(self, value: Tensor) -> bool:
         if isinstance(value, AbsentTensor) or id(value) in self.units.parameters:
@@ -336,11 +339,6 @@ class Walk(TorchFunctionMode):
 
     def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
         return AbsentTensor(meta, device, self.received)
-
-
-def _draws(label: str) -> bool:
-    """Return whether a torch function of this name may draw random numbers."""
-    return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)
 
 
 def _property_of(func: Any) -> str:
