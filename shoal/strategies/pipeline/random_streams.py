@@ -41,8 +41,11 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators for the block, and restore them after it."""
+def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators for the block, and restore them after it; None leaves them alone."""
+    if seed is None:
+        yield
+        return
     with preserve_rng_state([device], beyond_torch=False):
         # torch.manual_seed asks for every kind of device, which takes as long as a small layer.
         torch.default_generator.manual_seed(seed)

@@ -22,7 +22,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -158,12 +158,7 @@ class Walk(TorchFunctionMode):
             raise WalkRefusal(GRADIENT_INSIDE)
         label = getattr(func, "__name__", "")
         target = written_target(label, args, kwargs)
-        if target is not None and id(target) in self.units.buffers:
-            raise WalkRefusal(
-                f"pipeline: code around the blocks writes into the buffer "
-                f"{self.units.buffers[id(target)]}, which only one rank would see. Do so in a "
-                "block."
-            )
+        self._check_target(target)
         self._event(_property_of(func) or label, tensors)
         if func in HOOK_FUNCTIONS and not (self.is_computing and torch.is_grad_enabled()):
             return no_hook(func)
@@ -171,7 +166,7 @@ class Walk(TorchFunctionMode):
         if self.is_computing:
             self._check_local(tensors)
             args, kwargs, target = tree_map(filled, (args, kwargs, target))
-            with nullcontext() if seed is None else seeded(seed, self.units.device):
+            with seeded(seed, self.units.device):
                 out = func(*args, **kwargs)
         else:
             if label in VALUE_FUNCTIONS:
@@ -180,6 +175,14 @@ class Walk(TorchFunctionMode):
             note_gradients(out, tensors, _property_of(func) or label)
         self._name_results(target if out is None else out)
         return out
+
+    def _check_target(self, target: Tensor | None) -> None:
+        if target is not None and id(target) in self.units.buffers:
+            raise WalkRefusal(
+                f"pipeline: code around the blocks writes into the buffer "
+                f"{self.units.buffers[id(target)]}, which only one rank would see. Do so in a "
+                "block."
+            )
 
     def _shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return what one of SHAPE_FUNCTIONS tells of a value."""
