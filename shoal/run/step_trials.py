@@ -49,8 +49,6 @@ class StepTrials:
             sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
-            if self._divides_layers() and batch.num_samples:
-                self._trial.try_bounds(batch)
             batch = self._tried(self._trial, batch)
         self._keeps_scale = self._must_keep_scale(self._trial)
         return batch._replace(keeps_scale=self._keeps_scale)
@@ -121,12 +119,6 @@ class StepTrials:
             return model.outside_step.whole_models()
         is_divided = model.pass_traits.collective_forward or model.has_sharded_params
         return nullcontext(not is_divided)
-
-    def _divides_layers(self) -> bool:
-        """Return whether ranks compute the same samples together, and others compute others."""
-        mesh, traits = self._prepared.mesh, self._prepared.local_model().pass_traits
-        is_alone = mesh.pipeline.size == 1 and not traits.collective_forward
-        return mesh.tensor.size > 1 and mesh.data.size > 1 and is_alone
 
     def _make(self, whole_models: bool) -> LossTrial:
         prepared = self._prepared

@@ -9,26 +9,14 @@ of the norm of several rows couples them, which shows where it acts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from shoal.data.seeds import GeneratorStates
-from shoal.errors import ShoalError
-from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured
-from shoal.trial.loss_verdict import CannotTry
-from shoal.trial.untouched import devices_of, leaving_no_trace
 
 LARGE = 2.0**20
 """Factor of a loss at which bounds of gradients act. A power of two adds no rounding."""
 ROUNDING = 0.01
-TOLERANCE = 1e-4
-MAX_ROWS = 16
-ERRORS_OF_SCRIPTS = (ValueError, RuntimeError, IndexError, TypeError, ShoalError)
 BOUNDED_TOGETHER = (
     "A hook or an autograd.Function bounds gradients of activations by those of several rows, such "
     "as by their norm: bound those of each row by itself, or gradients of parameters."
@@ -54,8 +42,6 @@ def bounded_leaves(
 ) -> set[int]:
     """Return the numbers of the leaves whose gradients do not grow with the loss.
 
-    Measures twice, whatever it finds: ranks that divide a model measure together.
-
     Args:
         measure: measures all rows once more.
         whole: all rows as they were measured.
@@ -63,41 +49,9 @@ def bounded_leaves(
     """
     with at_bounds(loss):
         large = measure()
+    bounded = _leaves_apart(whole, large, tolerance)
     # What differs without a factor too is random.
-    return _leaves_apart(whole, large, tolerance) - _leaves_apart(whole, measure(), tolerance)
-
-
-def finds_bounds(
-    compute_loss: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    num_samples: int,
-    models: Sequence[nn.Module],
-) -> bool:
-    """Return whether something bounds gradients of a loss on their way back.
-
-    Collective over ranks that divide the models and compute the same samples: three passes on at
-    most `MAX_ROWS` samples, as in a step. Changes nothing. Gradients of shards are compared.
-    """
-    rows = choose_rows((args, kwargs), num_samples, MAX_ROWS)
-    parameters = [parameter for model in models for parameter in model.parameters()]
-
-    def compute(_: Tensor) -> Any:
-        generators.restore()
-        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
-        return compute_loss(*taken_args, **taken_kwargs)
-
-    loss = LossOnRows(compute, parameters)
-    with leaving_no_trace(models, compute_loss, (args, kwargs)) as can_repeat:
-        if not can_repeat:
-            return False
-        generators = GeneratorStates(devices_of(models))
-        try:
-            with torch.enable_grad():
-                whole = loss.whole(rows)
-                return bool(bounded_leaves(loss, lambda: loss.whole(rows), whole, TOLERANCE))
-        except (CannotTry, *ERRORS_OF_SCRIPTS):  # the step itself says so
-            return False
+    return bounded - _leaves_apart(whole, measure(), tolerance) if bounded else bounded
 
 
 def _leaves_apart(one: Measured, other: Measured, tolerance: float) -> set[int]:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.norm import to_local
 from shoal.strategies.loss_terms import Term, split_result
 from shoal.trial.loss_verdict import CannotTry
 
@@ -127,7 +126,7 @@ class LossOnRows:
 
 def _sketch(gradient: Tensor, index: int) -> Tensor:
     """Return a gradient, or random sums of a large one: linear, and as long on the average."""
-    gradient = to_local(gradient.detach())
+    gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().to_dense()
     flat = gradient.flatten()

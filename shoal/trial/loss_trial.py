@@ -21,7 +21,6 @@ from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 from shoal.trial.batch_rows import count_rows
-from shoal.trial.bounded_gradients import finds_bounds
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
@@ -139,11 +138,6 @@ class LossTrial:
             *(self._models, parameters),
         )
         self._take(verdict)
-
-    def try_bounds(self, batch: Any) -> None:
-        """Look for bounds of gradients in models that are divided. Collective over their ranks."""
-        given = batch.compute_loss, batch.args, batch.kwargs, batch.num_samples
-        self.bounds_gradients = finds_bounds(*given, self._models)
 
     def try_stages(self, batch: Any, call: Callable[..., Any]) -> None:
         """Try the loss on the last stage of a pipeline. Collective over the pipeline.
