@@ -27,10 +27,10 @@ class Bounded(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
-        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
+        x = self.second(torch.tanh(self.first(x)))
         if self.kind == "function":
             x = Clamp.apply(x)
         elif x.requires_grad and self.kind == "hook":
@@ -74,6 +74,10 @@ def trained(
         ("ddp", 1, "hook", True),
         ("ddp", 2, "function", False),
         ("zero3", 1, "hook", False),
+        ("tensor=2,ddp", 1, "function", True),
+        pytest.param("tensor=2,ddp", 2, "function", False, marks=pytest.mark.slow),
+        pytest.param("tensor=2,zero3", 1, "function", False, marks=pytest.mark.slow),
+        pytest.param("pipeline=2,ddp", 1, "function", False, marks=pytest.mark.slow),
         pytest.param("zero1", 1, "function", True, marks=pytest.mark.slow),
         pytest.param("server=1", 1, "hook", False, marks=pytest.mark.slow),
     ],
@@ -82,7 +86,8 @@ def test_bounds_of_gradients_of_activations_are_those_of_one_device(
     strategy: str, accumulate: int, kind: str, counted: bool
 ) -> None:
     expected = trained("single", 1, kind, counted)
-    for found in world.run(2, trained, strategy, accumulate, kind, counted):
+    num_ranks = 4 if strategy.startswith(("tensor", "pipeline")) else 2
+    for found in world.run(num_ranks, trained, strategy, accumulate, kind, counted):
         assert found[0] == pytest.approx(expected[0], rel=1e-10)
         for name, value in expected[1].items():
             torch.testing.assert_close(found[1][name], value, rtol=1e-10, atol=1e-13)

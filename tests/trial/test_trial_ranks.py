@@ -151,7 +151,8 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
     [
         (["zero1", "zero3"], 2),
         pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
-        pytest.param(["zero3,hybrid=2"], 4, marks=pytest.mark.slow),
+        (["tensor=2,ddp"], 4),
+        pytest.param(["zero3,hybrid=2", "tensor=2,zero3"], 4, marks=pytest.mark.slow),
     ],
 )
 def test_models_in_shards_are_tried_whole(strategies: list[str], ranks: int) -> None:

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -138,7 +139,12 @@ class TensorParallel(TensorOptions, Strategy):
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
-            outside_step=replace(model.outside_step, call=step.call, close=close),
+            outside_step=replace(
+                model.outside_step,
+                call=step.call,
+                whole_models=partial(former.whole, mesh.tensor) if full_model is None else None,
+                close=close,
+            ),
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 
