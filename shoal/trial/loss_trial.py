@@ -153,6 +153,12 @@ class LossTrial:
             )
             self._take(verdict)
 
+    def refusal(self) -> UsageError | None:
+        """Return the error of this rank's objection; None without one, or if a batch is whole."""
+        if self._verdict is None or not self.objection or self._num_parts == 1:
+            return None
+        return UsageError(self._verdict.text())
+
     def after_step(self, objections: int) -> None:
         """Raise or note what the step has found. To be called before the optimizer's step.
 
@@ -162,9 +168,7 @@ class LossTrial:
         """
         verdict = self._verdict
         if objections and self._num_parts > 1:
-            if verdict is not None and verdict.objects:
-                raise UsageError(verdict.text())
-            raise UsageError(
+            raise self.refusal() or UsageError(
                 "compute_loss is no mean over samples, as another rank has found with its samples; "
                 f"the error of that rank says more. {CURES}"
             )
