@@ -76,7 +76,7 @@ _IN_A_STEP = dict.fromkeys(
     " Inside of compute_loss a layer that is part of no block may be called.",
 ) | dict.fromkeys(
     _OF_LOSSES,
-    " A loss of parameters belongs into compute_loss: zero1, zero2 and tensor have whole ones there.",
+    " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "different device mesh"
