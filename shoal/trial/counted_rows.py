@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.platform.torch_private.tensor_state import schema_of
 
-_OF_ALL = ("nonzero", "masked_select", "_unique2", "unique_dim", "bincount")
+_OF_ALL = ("nonzero", "masked_select", "unique_dim", "bincount")
 _ALONG_DIM = ("cumsum", "sort", "topk", "kthvalue", "sum")
 _COUNTABLE = (torch.bool, torch.int64, torch.int32)
 

@@ -82,12 +82,12 @@ def try_loss(
                 compute, parameters, state, len(chosen), num_splits=num_splits, seed=seed
             )
             verdict = judge.verdict(all_rows=num_samples)
-            verdict = replace(verdict, counts_rows=judge.draws.counts_rows)
         if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
             exact = _judged_in_float64(
                 partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
             )
             verdict = exact or verdict
+        verdict = replace(verdict, counts_rows=judge.draws.counts_rows)
         if not verdict.objects:
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
