@@ -29,7 +29,13 @@ from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.data.seeds import MicrobatchSeeds
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
-from shoal.run.gathered_rows import GatheredRows, gave_again, shapes_of_rows
+from shoal.run.gathered_rows import (
+    GatheredRows,
+    OwnRows,
+    gave_again,
+    places_of_data,
+    shapes_of_rows,
+)
 from shoal.run.loss_addend import with_gradient
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
@@ -106,17 +112,23 @@ class MicrobatchGathering:
         self._known[key] = self._known.get(key, False) or num_gathers
         if not num_gathers:
             return batch
-        gathered = [self._gathered(own, microbatches) for own in values]
+        gathered = [
+            self._gathered([x.rows for x in own], microbatches)._replace(
+                is_data=not self._on_any_rank(not all(x.is_data for x in own))
+            )
+            for own in values
+        ]
         with leaving_no_trace(self._models, function, given):
-            asked = self._asked(gathered, values, microbatches, model, seeds)
+            own = [[x.rows for x in each] for each in values]
+            asked = self._asked(gathered, own, microbatches, model, seeds)
         self._seeds()  # the next step draws others
         return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
 
     def _values(
         self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: MicrobatchSeeds
-    ) -> list[list[Tensor]]:
+    ) -> list[list[OwnRows]]:
         """[1] Return for each gather the own rows of each micro-batch. Collective."""
-        found: list[list[Tensor]] = []
+        found: list[list[OwnRows]] = []
         for index, micro in enumerate(microbatches):
             share = micro.global_batch_size / max(micro.num_samples, 1)
 
@@ -131,7 +143,7 @@ class MicrobatchGathering:
             with torch.enable_grad():
                 given = model.outside_step.call(give, *micro.args, **micro.kwargs)
             model.outside_step.reshard()
-            found.append([x.detach().clone() for x in given])
+            found.append([OwnRows(x.detach().clone(), is_data) for x, is_data in given])
         if len({len(given) for given in found}) > 1:
             raise UsageError(
                 f"run.gather was called {' and '.join(str(len(given)) for given in found)} times "
@@ -165,8 +177,7 @@ class MicrobatchGathering:
     ) -> list[GatheredRows]:
         """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
         leaves = [
-            g._replace(rows=g.rows.detach().requires_grad_(g.rows.is_floating_point()))
-            for g in gathered
+            g._replace(rows=g.rows.detach().requires_grad_(g.needs_gradient)) for g in gathered
         ]
         roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
         sums = [torch.zeros_like(root) for root in roots]
@@ -195,14 +206,17 @@ class MicrobatchGathering:
 
     def _giving(
         self, micro: base.LocalBatch, answer: _Answer, seeds: MicrobatchSeeds, index: int
-    ) -> Callable[..., list[Tensor]]:
-        """Return a function of the batch that returns the rows that are given to `gather`."""
+    ) -> Callable[..., list[tuple[Tensor, bool]]]:
+        """Return a function of the batch that returns the rows that are given to `gather`, each
+        with True if they are rows of the batch itself.
+        """
 
         @wraps(micro.compute_loss)  # strategies know functions by their names
-        def give(*args: Any, **kwargs: Any) -> list[Tensor]:
+        def give(*args: Any, **kwargs: Any) -> list[tuple[Tensor, bool]]:
+            batch = places_of_data((args, kwargs))
             with self._answering(answer), seeds.of(index):
                 micro.compute_loss(*args, **kwargs)
-            return self._given
+            return [(x, x.data_ptr() in batch) for x in self._given]
 
         # The number of rows in the answer follows from both.
         vars(give)[base.PURPOSE] = (

@@ -170,10 +170,11 @@ class Run(StatefulRun):
             self._memory.explain(error, local_batch)
             raise
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            explained = explained_error(error, local_batch, compute_loss, in_parts)
-            if explained is None:
+            seen = self._trials.explain(error) or error
+            found = explained_error(seen, local_batch, compute_loss, in_parts) or seen
+            if found is error:
                 raise
-            raise explained from error
+            raise found from error
         finally:
             self._gathering.end_step()
         self.totals = output.totals

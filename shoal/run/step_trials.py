@@ -13,12 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from shoal.errors import StrategyRefused
+from shoal.errors import ShoalError, StrategyRefused, UsageError
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
+from shoal.trial.judge_loss import MAX_ROWS
 from shoal.trial.untouched import leaving_no_trace
 
 
@@ -35,6 +36,7 @@ class StepTrials:
         self._announce = announce
         self._trial: LossTrial | None = None
         self._keeps_scale = False
+        self._tries_again = False
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch to compute; a trial may look on."""
@@ -50,28 +52,31 @@ class StepTrials:
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
             batch = self._tried(self._trial, batch)
-        self._keeps_scale = self._must_keep_scale(self._trial)
+        found = self._found_on_any_rank(self._trial)
+        self._keeps_scale, self._tries_again = found
+        if self._keeps_scale:
+            self._check_keeps_gradients()
         return batch._replace(keeps_scale=self._keeps_scale)
 
-    def _must_keep_scale(self, trial: LossTrial) -> bool:
-        """Return whether gradients are bounded on their way back, on any rank. Collective, where
-        ranks step together.
-
-        Raises: StrategyRefused: they are used in the backward pass, before a factor can follow.
+    def _found_on_any_rank(self, trial: LossTrial) -> tuple[bool, bool]:
+        """Return whether gradients are bounded on their way back, and whether rows are counted, on
+        any rank. Collective, where ranks step together.
         """
         mesh = self._prepared.mesh
         if not self._prepared.local_model().strategy_state.is_synchronous:
-            return trial.bounds_gradients  # nothing is sent between rounds
-        flag = torch.tensor([float(trial.bounds_gradients)], device=mesh.host_device)
-        if not mesh.all_reduce_max(flag).item():
-            return False
-        if self._prepared.steps_in_backward and mesh.data.size > 1:
+            return trial.bounds_gradients, trial.counts_rows  # nothing is sent between rounds
+        flags = [float(trial.bounds_gradients), float(trial.counts_rows)]
+        bounds, counts = mesh.all_reduce_max(torch.tensor(flags, device=mesh.host_device)).tolist()
+        return bool(bounds), bool(counts)
+
+    def _check_keeps_gradients(self) -> None:
+        """Raise StrategyRefused if bounded gradients are used before a factor can follow."""
+        if self._prepared.steps_in_backward and self._prepared.mesh.data.size > 1:
             raise StrategyRefused(
                 "step_in_backward: a hook or an autograd.Function bounds gradients on their way "
                 "back, and here they would be as many times as large as there are ranks. Leave out "
                 "step_in_backward, or bound the gradients of parameters."
             )
-        return True
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""
@@ -87,8 +92,19 @@ class StepTrials:
         if objections or trial.verdict is not None:
             trial.after_step(round(objections))
 
+    def explain(self, error: Exception) -> UsageError | None:
+        """Return this rank's objection to the loss in place of an error that the step has met.
+
+        A loss that fails on parts of a batch fails in the step, before `after_step` can tell it.
+        """
+        if self._trial is None or isinstance(error, ShoalError):
+            return None
+        return self._trial.refusal()
+
     def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
         is_due = trial.is_due(batch)
+        if self._tries_again and trial.is_scheduled:
+            self._try_models_again(trial, batch, is_due)
         if not is_due and trial.verdict is None:  # as in most steps
             return batch
         if is_due:
@@ -97,6 +113,15 @@ class StepTrials:
                 if self._prepared.is_applied and self._prepared.mesh.pipeline.size > 1:
                     self._try_stages(trial, batch)
         return batch._replace(objection=lambda: trial.objection)
+
+    def _try_models_again(self, trial: LossTrial, batch: base.LocalBatch, is_due: bool) -> None:
+        """Try whole models, where a later batch may couple its rows. Collective."""
+        if self._prepared.mesh.pipeline.size > 1:
+            return  # each rank has some layers
+        rows = -(-batch.num_samples // self._prepared.settings.accumulate)
+        with self._guards.in_step(), self._whole_models() as whole_models:
+            if whole_models and is_due:
+                trial.try_models_again(batch, max(MAX_ROWS, rows))
 
     def _try_stages(self, trial: LossTrial, batch: base.LocalBatch) -> None:
         """Try the loss on what the stages of a pipeline compute. Collective over the pipeline."""

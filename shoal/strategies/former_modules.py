@@ -2,21 +2,43 @@
 
 apply      Linear (8, 6) ──> ColumnParallelLinear, its weight a DTensor, of which (4, 6) lie here
 restore    Linear (8, 6), whole on every rank, with the values of all steps since
+whole      the same for a while, as a trial of the loss needs it
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shoal.comm.axis import Axis
 from shoal.comm.norm import full_tensor
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 
+MOST_BYTES = 1 << 30
+"""Whole parameters that are put beside shards on the CPU for a while."""
+SHARE_OF_FREE = 0.25
+"""Share of a GPU's free memory that they may take there; gradients come to as much."""
 Table = dict[str, Any]
 """The own parameters of a module, or its own buffers, by their keys."""
+
+
+def whole_fits(model: nn.Module, axis: Axis) -> bool:
+    """Return whether every rank has room for whole parameters beside its shards. Collective.
+
+    Args: axis: over which parameters are sharded.
+    """
+    parameters = dict.fromkeys(model.parameters())
+    num_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    limit: float = MOST_BYTES
+    if axis.device.type == "cuda":
+        limit = SHARE_OF_FREE * torch.cuda.mem_get_info(axis.device)[0]
+    is_too_large = torch.tensor([float(num_bytes > limit)], device=axis.device)
+    return not axis.all_reduce_max(is_too_large).item()
 
 
 def put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:
@@ -62,9 +84,41 @@ class FormerModules:
 
     def restore(self) -> None:
         """Make all tensors whole, and undo the changes that were noted. Collective."""
+        self._restore([])
+
+    @contextmanager
+    def whole(self, axis: Axis) -> Iterator[bool]:
+        """Let this rank run the models alone inside, and yield True; False if they do not fit.
+
+        Collective at its beginning; passes inside are not.
+
+        Args: axis: over which parameters are sharded.
+        """
+        if not whole_fits(self._model, axis):
+            yield False
+            return
+        shards: list[tuple[Table, str, DTensor]] = []
+        modules = [change.module for change in self._changes]
+        divided = [(module, type(module), dict(vars(module))) for module in modules]
+        try:
+            self._restore(shards)
+            yield True
+        finally:
+            for (module, kind, before), change in zip(divided, self._changes, strict=True):
+                module.__class__ = kind
+                attributes = vars(module)
+                keys = change.added | change.replaced.keys()
+                for key in keys & attributes.keys() - before.keys():
+                    del attributes[key]
+                attributes.update({key: before[key] for key in keys & before.keys()})
+            for table, key, shard in shards:
+                table[key] = shard
+
+    def _restore(self, shards: list[tuple[Table, str, DTensor]]) -> None:
+        """Do what `restore` does, and add the shards to the list. Collective."""
         modules = [*self._model.modules()]
         tables = (table for each in modules for table in (own_parameters(each), own_buffers(each)))
-        put_whole(tables, [])
+        put_whole(tables, shards)
         for module, kind, replaced, added in self._changes:
             module.__class__ = kind
             attributes = vars(module)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.data.draws import is_random
 from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.trial.counted_rows import counts_rows
 from shoal.trial.loss_verdict import CannotTry
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -37,6 +38,7 @@ class RecordedDraws:
         uncut: a draw that has no rows of its own, in words; empty if there is none.
         half: an operator computed in 16 bits.
         permuted: rows were permuted at random.
+        counts_rows: an operator of the whole counts or orders rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -46,6 +48,7 @@ class RecordedDraws:
         self.uncut = ""
         self.half = False
         self.permuted = False
+        self.counts_rows = False
         self._values: list[tuple[str, Tensor]] = []
         # Index of a draw -> its dimensions of rows, as the parts have shown.
         self._row_dims: dict[int, list[int]] = {}
@@ -109,6 +112,9 @@ class DrawnInParts(DispatchMode):
         if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
             raise CannotTry("it takes part in communication between ranks")
         if not is_random(func):
+            if self._rows is None and not self._draws.counts_rows:
+                rows = self._draws.num_rows
+                self._draws.counts_rows = counts_rows(func, args, kwargs or {}, rows)
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and result.dtype in _HALF:
                 self._draws.half = True

@@ -47,23 +47,27 @@ def try_loss(
     num_samples: int,
     models: Sequence[nn.Module],
     parameters: Sequence[Tensor],
+    max_rows: int = MAX_ROWS,
+    num_splits: int = 3,
+    seed: int = 0,
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
-    Runs the models about ten times on at most `MAX_ROWS` rows. Changes nothing, and makes no
-    collective: the models must be whole on this rank.
+    Runs the models about ten times on at most `max_rows` rows, or twice for one split. Changes
+    nothing, and makes no collective: the models must be whole on this rank.
 
     Args:
         num_samples: dimension 0 of the tensors in `args` and `kwargs`.
         models: the modules that `compute_loss` calls.
         parameters: whose gradients are compared.
+        num_splits, seed: of `LossJudge`.
     """
     if num_samples < 2:
         return LossVerdict(
             LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank"
         )
 
-    chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
+    chosen = choose_rows((args, kwargs), num_samples, max_rows)
 
     def compute(rows: Tensor, dtype: torch.dtype | None = None) -> Any:
         # More rows than were chosen are those of the whole batch.
@@ -74,13 +78,16 @@ def try_loss(
 
     try:
         with Untouched(models, compute_loss) as state:
-            judge = LossJudge(compute, parameters, state, len(chosen))
+            judge = LossJudge(
+                compute, parameters, state, len(chosen), num_splits=num_splits, seed=seed
+            )
             verdict = judge.verdict(all_rows=num_samples)
         if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
             exact = _judged_in_float64(
                 partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
             )
             verdict = exact or verdict
+        verdict = replace(verdict, counts_rows=judge.draws.counts_rows)
         if not verdict.objects:
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)

@@ -31,6 +31,8 @@ MOST_NEWS = 32
 """Trials beside those of steps 1, 2, 4, 8, ..., for batches of new shapes or labels."""
 LOOKS_ALWAYS, LOOKS_EVERY = 64, 8
 """Steps whose batches are looked at for news: the first ones, later every eighth."""
+SPLITS_ALWAYS = 4
+"""Steps in which whole models are tried in all splits; later in one, at two passes."""
 MOST_LABELS = 1 << 16
 """Numbers of the largest tensor whose lowest and highest number are looked at in every step."""
 
@@ -56,7 +58,9 @@ class LossTrial:
         runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
             not, as in a pipeline, later trials are those of `try_stages`.
 
-    Attributes: bounds_gradients: a trial has found that gradients do not grow with the loss.
+    Attributes:
+        bounds_gradients: a trial has found that gradients do not grow with the loss.
+        counts_rows: a trial of the models has met an operator that counts or orders rows.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class LossTrial:
         self._noted: set[LossKind] = set()
         self._verdict: LossVerdict | None = None
         self.bounds_gradients = False
+        self.counts_rows = False
 
     @property
     def verdict(self) -> LossVerdict | None:
@@ -139,6 +144,23 @@ class LossTrial:
         )
         self._take(verdict)
 
+    def try_models_again(self, batch: Any, max_rows: int) -> None:
+        """Try the loss as `try_models` does, on more rows, for what couples them since an earlier
+        step; after a few trials in one split. Not collective.
+        """
+        num_splits = 3 if self._steps <= SPLITS_ALWAYS else 1
+        parameters = [parameter for model in self._models for parameter in model.parameters()]
+        verdict = try_loss(
+            *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+            *(self._models, parameters),
+            max_rows=max_rows,
+            num_splits=num_splits,
+            seed=self._steps,
+        )
+        # A run does not end in its middle for parts that fail, as those without a positive may.
+        if verdict.kind is LossKind.COUPLED:
+            self._take(verdict)
+
     def try_stages(self, batch: Any, call: Callable[..., Any]) -> None:
         """Try the loss on the last stage of a pipeline. Collective over the pipeline.
 
@@ -153,6 +175,12 @@ class LossTrial:
             )
             self._take(verdict)
 
+    def refusal(self) -> UsageError | None:
+        """Return the error of this rank's objection; None without one, or if a batch is whole."""
+        if self._verdict is None or not self.objection or self._num_parts == 1:
+            return None
+        return UsageError(self._verdict.text())
+
     def after_step(self, objections: int) -> None:
         """Raise or note what the step has found. To be called before the optimizer's step.
 
@@ -162,9 +190,7 @@ class LossTrial:
         """
         verdict = self._verdict
         if objections and self._num_parts > 1:
-            if verdict is not None and verdict.objects:
-                raise UsageError(verdict.text())
-            raise UsageError(
+            raise self.refusal() or UsageError(
                 "compute_loss is no mean over samples, as another rank has found with its samples; "
                 f"the error of that rank says more. {CURES}"
             )
@@ -175,6 +201,7 @@ class LossTrial:
     def _take(self, verdict: LossVerdict) -> None:
         """Keep the verdict that says more: an objection, then any that could be reached."""
         self.bounds_gradients |= verdict.bounds_gradients
+        self.counts_rows |= verdict.counts_rows
         old = self._verdict
         if old is None or (not old.objects and (verdict.objects or old.kind in _WITHOUT_ANSWER)):
             self._verdict = verdict

@@ -63,6 +63,7 @@ class LossVerdict:
         outputs_only: the models' recorded outputs were used; what models do inside was not seen.
         bounds_gradients: twice the loss has not twice the gradients: a hook or an autograd.Function
             bounds them on their way back.
+        counts_rows: an operator counts or orders rows, so later batches may couple them.
     """
 
     kind: LossKind
@@ -72,6 +73,7 @@ class LossVerdict:
     reason: str = ""
     outputs_only: bool = False
     bounds_gradients: bool = False
+    counts_rows: bool = False
 
     @property
     def objects(self) -> bool:

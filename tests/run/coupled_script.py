@@ -100,6 +100,18 @@ def contrastive_loss_of_own_rows(run: Any, model: nn.Module) -> Loss:
     return compute_loss
 
 
+def mixup_loss(run: Any, model: nn.Module) -> Loss:
+    """Each sample is mixed with one of the whole batch, before the first layer."""
+
+    def compute_loss(x: Tensor, _z: Tensor, y: Tensor) -> Tensor:
+        everyone, labels = run.gather(x), run.gather(y)
+        order = torch.arange(len(everyone)).flip(0)[run.rows]
+        out = model(0.7 * x + 0.3 * everyone[order])
+        return 0.7 * F.cross_entropy(out, y) + 0.3 * F.cross_entropy(out, labels[order])
+
+    return compute_loss
+
+
 def contrastive_loss_of_one_call(run: Any, model: nn.Module) -> Loss:
     def compute_loss(x: Tensor, z: Tensor, _y: Tensor) -> Tensor:
         a, b = model(torch.cat((x, z))).chunk(2)

@@ -58,6 +58,7 @@ GATHERING: list[Case] = [
 ]
 GATHERING_IN_STAGES: list[Case] = [
     ("pipeline=2,microbatches=3", script.tower, script.whole_contrastive_loss, {}),
+    ("pipeline=2,microbatches=2", script.tower, script.mixup_loss, {}),
 ]
 MORE_IN_STAGES: list[Case] = [
     *GATHERING_IN_STAGES,

@@ -102,3 +102,33 @@ def test_a_copy_of_shards_has_no_gradients_as_no_copy_of_a_parameter_has() -> No
     for kept, copied in world.run(2, copied_with_gradients):
         assert all(kept)
         assert not any(copied)
+
+
+def compared_with_former_weights(strategy: str) -> list[str]:
+    _, model, _, _ = prepared(strategy)
+    former = torch.zeros(8, 4)
+    weight = model[0].weight
+    found = []
+    for compare in (
+        lambda: F.mse_loss(weight, former),
+        lambda: F.l1_loss(former, weight),
+        lambda: former == weight,
+        lambda: former.sub(weight),
+        lambda: torch.maximum(weight, former),
+    ):
+        with pytest.raises(UsageError) as raised:
+            compare()
+        found.append(str(raised.value))
+    assert torch.equal(former, former.clone())
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tensor=2"])
+def test_a_shard_that_is_compared_with_a_whole_tensor_is_refused_with_the_cure(
+    strategy: str,
+) -> None:
+    for texts in world.run(2, compared_with_former_weights, strategy):
+        for text in texts:
+            assert "that part was combined with a whole tensor" in text
+            assert "run.weights()" in text
+            assert "test_model_copies.py" in text

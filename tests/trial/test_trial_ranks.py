@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -151,7 +152,8 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
     [
         (["zero1", "zero3"], 2),
         pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
-        pytest.param(["zero3,hybrid=2"], 4, marks=pytest.mark.slow),
+        (["tensor=2,ddp"], 4),
+        pytest.param(["zero3,hybrid=2", "tensor=2,zero3"], 4, marks=pytest.mark.slow),
     ],
 )
 def test_models_in_shards_are_tried_whole(strategies: list[str], ranks: int) -> None:
@@ -163,6 +165,63 @@ def test_models_in_shards_are_tried_whole(strategies: list[str], ranks: int) -> 
             torch.testing.assert_close(trained, weights, rtol=1e-10, atol=1e-12)
             assert "compute_loss is no mean over samples" in refusal, strategy
             assert before == [], strategy
+
+
+class Experts(nn.Module):
+    """Three experts, chosen by the input; those with a capacity drop the samples beyond it."""
+
+    def __init__(self, capacity: float) -> None:
+        super().__init__()
+        self.capacity = capacity
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, hidden = x[:, :3].argmax(1), self.second(torch.tanh(self.first(x)))
+        out = torch.zeros(len(x), 4, dtype=x.dtype)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()[: math.ceil(self.capacity * len(x))]
+            if len(rows):
+                out = out.index_add(0, rows, expert(hidden[rows]))
+        return out
+
+
+def experts(strategy: str, capacity: float) -> tuple[str, list[float]]:
+    """Six steps, of which the first two balance the experts. Returns the error, the losses."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    model = Experts(capacity).double()
+    x = 0.1 * torch.randn(72, 6).double()
+    x[range(72), [row % 3 if row < 24 else 0 for row in range(72)]] += 2.0
+    batch = DataLoader(TensorDataset(x, torch.randint(4, (72,))), batch_size=12)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, batch = run.prepare(model, optimizer, batch)
+    losses = []
+    for rows, targets in batch:
+        try:
+            loss = run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), rows, targets)
+        except UsageError as error:
+            return str(error), losses
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return "", losses
+
+
+def experts_with_and_without(strategy: str) -> list[tuple[str, list[float]]]:
+    return [experts(strategy, capacity) for capacity in (1.0, 0.7)]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "zero3", pytest.param("zero2", marks=pytest.mark.slow)]
+)
+def test_a_capacity_that_is_exceeded_later_is_refused_when_it_is(strategy: str) -> None:
+    _, expected = experts("single", 1.0)
+    for (error, losses), (refusal, before) in world.run(2, experts_with_and_without, strategy):
+        assert error == ""
+        assert losses == pytest.approx(expected, rel=1e-10)
+        assert "compute_loss is no mean over samples" in refusal
+        assert len(before) == 3, "the fourth step is the first that looks and is beyond it"
 
 
 class RatioOfShards(TrustRatio):

@@ -33,12 +33,16 @@ from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch
 
-_OF_TENSORS = ("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "addcmul_", "addcdiv_")
+_OF_TENSORS = (
+    *("add_", "sub_", "mul_", "div_", "lerp_", "copy_", "addcmul_", "addcdiv_"),
+    *("add", "sub", "mul", "div", "lerp", "dist", "allclose", "equal", "eq", "ne"),
+)
 _OF_SHARDS = tuple(
     f"__{side}{name}__"
     for name in ("add", "sub", "mul", "truediv", "matmul", "pow")
     for side in ("", "r", "i")
 ) + (
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
     "__getitem__",
     "__setitem__",
     "add",
@@ -59,11 +63,20 @@ _OF_TORCH = (
     *("cat", "stack", "add", "sub", "mul", "div", "lerp", "where"),
     *("matmul", "dot", "mm", "addmm", "bmm", "mv", "outer", "einsum", "tensordot"),
     *("embedding", "layer_norm", "batch_norm", "cdist", "dist", "allclose", "equal"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "isclose", "maximum", "minimum"),
 )
 # Functions of C: torch finds those of Python by their names where it asks a class of tensors.
 _OF_LAYERS = (
     *("linear", "bilinear", "cosine_similarity", "conv1d", "conv2d", "conv3d"),
     *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+)
+_OF_LOSSES = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
+_IN_A_STEP = dict.fromkeys(
+    ("embedding", *_OF_LAYERS),
+    " Inside of compute_loss a layer that is part of no block may be called.",
+) | dict.fromkeys(
+    _OF_LOSSES,
+    " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
 )
 _MIXED = "got mixed torch.Tensor and DTensor"
 _MESHES = "different device mesh"
@@ -94,16 +107,14 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
                 ) from error
             if _MIXED not in str(error) and _MESHES not in str(error):
                 raise
-            layer = ""
-            if name in ("embedding", *_OF_LAYERS):
-                if any(guarded.phase.in_passes for guarded in patch.active):
-                    raise  # the strategy says more
-                layer = " Inside of compute_loss a layer that is part of no block may be called."
+            cure = _IN_A_STEP.get(name, "")
+            if cure and any(guarded.phase.in_passes for guarded in patch.active):
+                raise  # the strategy says more
             raise UsageError(
                 f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
                 "gradient, and that part was combined with a whole tensor. Take whole values from "
                 "run.weights() or run.gradients(), on all ranks, for an average of weights for "
-                f"example; or use ddp, where every rank holds whole parameters.{layer}"
+                f"example; or use ddp, where every rank holds whole parameters.{cure}"
             ) from error
 
     return call
@@ -113,7 +124,7 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     """Replace the functions; return a function that puts them back."""
     places: list[tuple[Any, str]] = [(Tensor, name) for name in _OF_TENSORS]
     places += [(DTensor, name) for name in _OF_SHARDS]
-    places += [(F, name) for name in _OF_LAYERS]
+    places += [(F, name) for name in (*_OF_LAYERS, *_OF_LOSSES)]
     places += [(torch, name) for name in (*_OF_TORCH, *FUNCTIONS_OF_LISTS) if hasattr(torch, name)]
     before = []
     for owner, name in places:

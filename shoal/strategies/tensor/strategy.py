@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -127,18 +128,20 @@ class TensorParallel(TensorOptions, Strategy):
             # The full parameters that were divided just now.
             free_other_params(full_model.model, module)
 
-        params = {
-            model.pipeline.tied_names.get(name, name): parameter
-            for name, parameter in module.named_parameters()
-        }
+        aliases = model.pipeline.tied_names
+        params = {aliases.get(name, name): each for name, each in module.named_parameters()}
         step = TensorParallelStep(model, mesh)
+        whole_models = partial(former.whole, mesh.tensor) if full_model is None else None
+        outside = replace(
+            model.outside_step, call=step.call, whole_models=whole_models, close=close
+        )
         return replace(
             model,
             forward=step.forward,
             run=step.run,
             trainable_params={name: params[name] for name in model.trainable_params},
             reduce_gradients=step.reduce_gradients,
-            outside_step=replace(model.outside_step, call=step.call, close=close),
+            outside_step=outside,
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),
         )
 

@@ -124,7 +124,15 @@ class ShardedStep:
         # Whole parameters beside others on a GPU are what offload is to avoid.
         if self._offloads:
             return nullcontext(False)
-        return self._whole_models.whole(is_bounded=self.stage == 3)
+        return self._whole_and_undivided()
+
+    @contextmanager
+    def _whole_and_undivided(self) -> Iterator[bool]:
+        """Make whole what this strategy has sharded, then what others have divided. Collective."""
+        with self._whole_models.whole(is_bounded=self.stage == 3) as fits:
+            inner = self.model.outside_step.whole_models
+            with inner() if fits and inner is not None else nullcontext(fits) as is_whole:
+                yield is_whole
 
     def close(self) -> None:
         """Make the models whole again, so that they can be sharded anew. Collective.

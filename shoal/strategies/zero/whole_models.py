@@ -12,19 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.platform.torch_private.fsdp import forget_module
 from shoal.platform.torch_private.module_state import HOOKS, HOOKS_OF_STATE, own_parameters
-from shoal.strategies.former_modules import Table, put_whole
-
-MOST_BYTES = 1 << 30
-"""Whole parameters that zero3 puts beside its shards on the CPU."""
-SHARE_OF_FREE = 0.25
-"""Share of a GPU's free memory that they may take there; gradients come to as much."""
+from shoal.strategies.former_modules import Table, put_whole, whole_fits
 
 
 class WholeModels:
@@ -58,7 +52,7 @@ class WholeModels:
 
         Args: is_bounded: whole parameters may be too large; False is yielded then, on all ranks.
         """
-        if is_bounded and not self._fits():
+        if is_bounded and not whole_fits(self._model, self._data):
             yield False
             return
         shards: list[tuple[Table, str, DTensor]] = []
@@ -93,17 +87,6 @@ class WholeModels:
                     yield vars(module), name, found
                     kept = ((key, hook) for key, hook in found.items() if key not in added)
                     vars(module)[name] = OrderedDict(kept)
-
-    def _fits(self) -> bool:
-        """Return whether every rank has room for whole parameters. Collective."""
-        device = self._data.device
-        parameters = dict.fromkeys(self._model.parameters())
-        num_bytes = sum(p.numel() * p.element_size() for p in parameters)
-        limit: float = MOST_BYTES
-        if device.type == "cuda":
-            limit = SHARE_OF_FREE * torch.cuda.mem_get_info(device)[0]
-        is_too_large = torch.tensor([float(num_bytes > limit)], device=device)
-        return not self._data.all_reduce_max(is_too_large).item()
 
 
 class _Before(NamedTuple):
