@@ -34,7 +34,7 @@ CURE = (
 )
 
 
-class Place(NamedTuple):
+class LoopPlace(NamedTuple):
     """A place in a training loop.
 
     Attributes:
@@ -100,7 +100,7 @@ class LoopPosition:
 
         Args: error: of a collective call.
         """
-        own = Place(self._call, self._steps, script_line(sys._getframe(1)))
+        own = LoopPlace(self._call, self._steps, script_line(sys._getframe(1)))
         # A rank that has died is at no other place, and those that miss it are just behind it.
         named = [int(rank) for rank in re.findall(r"\brank (\d+)", str(error))]
         moves = not isinstance(error, PeerLost) and not self._steps_alone()
@@ -127,19 +127,19 @@ class LoopPosition:
     def _key(self, rank: int) -> str:
         return f"{self._prefix}/{rank}"
 
-    def _others(self) -> Iterator[tuple[int, Place]]:
+    def _others(self) -> Iterator[tuple[int, LoopPlace]]:
         for rank in range(self._ranks):
             if rank != self._rank and self._store.check([self._key(rank)]):
-                yield rank, Place(*json.loads(self._store.get(self._key(rank))))
+                yield rank, LoopPlace(*json.loads(self._store.get(self._key(rank))))
 
-    def _differs(self, own: Place, rank: int, place: Place) -> UsageError:
+    def _differs(self, own: LoopPlace, rank: int, place: LoopPlace) -> UsageError:
         both = sorted([(self._rank, own), (rank, place)])
         facts = ", and ".join(each.describe(number) for number, each in both)
         text = f"the ranks do not make the same calls: {facts}. {CURE}"
         self._store.compare_set(self._reason, "", text)
         return UsageError(text)
 
-    def _write(self, place: Place) -> None:
+    def _write(self, place: LoopPlace) -> None:
         self._store.set(self._key(self._rank), json.dumps(place))
 
     def _end(self) -> None:
@@ -147,6 +147,6 @@ class LoopPosition:
         if getattr(sys, "last_value", None) is not None:
             return
         try:
-            self._write(Place("", self._steps, ""))
+            self._write(LoopPlace("", self._steps, ""))
         except (RuntimeError, ValueError):
             return
