@@ -110,6 +110,7 @@ def _run_target(spec: RankSpec) -> int:
     except SystemExit as stop:
         return _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
+        sys.last_value = error  # as an interpreter does, for functions that run at its end
         sys.stdout.flush()
         reporter.send(failure.from_exception(spec.rank, error))
         return 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch.distributed as dist
 
@@ -31,6 +31,7 @@ from shoal.errors import (
 )
 from shoal.launch.failure import is_lost_peer
 from shoal.platform.torch_private.c10d import default_store
+from shoal.run.loop_position import LoopPosition
 
 _SAME_ON_ALL = (DataError, StrategyRefused, TrainingDiverged, UsageError)
 """Errors that end all ranks as errors of the same class."""
@@ -57,34 +58,62 @@ class FirstFailure:
         self._calls = 0
         self._has_raised = False
         self._run = 0
+        self._position: LoopPosition | None = None
         # A replay has the worker of each rank in one process, without a group.
-        self._alone = mesh.size == 1 or not dist.is_initialized()
-        if not self._alone:  # a program may make several runs
+        if mesh.size > 1 and dist.is_initialized():  # a program may make several runs
             self._run = default_store().add(f"shoal/runs of rank {mesh.rank}", 1)
+            store = default_store()
+            self._position = LoopPosition(store, self._run, mesh.rank, mesh.size, steps_alone)
 
     @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Make a collective call in this context.
+    def at(self, call: str) -> Iterator[None]:
+        """Make a collective call in this context, whose own errors are no news for other ranks.
+
+        Args: call: its name, such as "run.save".
+
+        Raises: UsageError: another rank makes another call, or has ended.
+        """
+        if self._position is None:
+            yield
+            return
+        with self._position.during(call):
+            try:
+                yield
+            except Exception as error:
+                if not _is_consequence(error):
+                    raise
+                explained = self._position.explain(error)
+                if explained is None:
+                    raise
+                raise explained from error
+
+    @contextmanager
+    def shared(self, call: str) -> Iterator[None]:
+        """Make a collective call in this context, and tell the other ranks of its error.
+
+        Args: call: its name, such as "run.evaluate".
 
         Raises:
-            UsageError: an earlier call has failed on this rank, and not on all others.
+            UsageError: an earlier call has failed on this rank, and not on all others; or another
+                rank makes another call, or has ended.
             The error of the rank that failed first, in the place of one that tells of its end.
         """
         self.check_all_failed()
         self._calls += 1
-        try:
-            yield
-        except Exception as error:
-            if self._alone:
-                raise
-            if not _is_consequence(error):
-                self._has_raised = True
-                self._tell(error)
-                raise
-            first = self._first(error)
-            if first is None:
-                raise
-            raise first from error
+        with nullcontext() if self._position is None else self._position.during(call):
+            try:
+                yield
+            except Exception as error:
+                if self._position is None:
+                    raise
+                if not _is_consequence(error):
+                    self._has_raised = True
+                    self._tell(error)
+                    raise
+                first = self._first(error) or self._position.explain(error)
+                if first is None:
+                    raise
+                raise first from error
         self._has_raised = False
 
     def check_all_failed(self) -> None:

@@ -92,7 +92,7 @@ class Run(StatefulRun):
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
         arguments = sort_arguments(things)
-        with self._first_failure.shared():
+        with self._first_failure.shared("run.prepare"):
             loaders = iter(self._prepared.add(arguments))
         results = [
             next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
@@ -133,7 +133,7 @@ class Run(StatefulRun):
         """
         checks.check_compute_loss(compute_loss, batch)
         checks.check_step_options(rows, reduction)
-        with self._first_failure.shared():
+        with self._first_failure.shared("run.forward_backward"):
             return self._forward_backward(
                 partial(make_batch, compute_loss, batch, named_batch), rows, reduction
             )
@@ -208,7 +208,8 @@ class Run(StatefulRun):
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
         """
         checks.check_tensor("run.gather", tensor)
-        return self._gathering.gather(tensor, self._local_model())
+        with self._first_failure.at("run.gather"):
+            return self._gathering.gather(tensor, self._local_model())
 
     @property
     def rows(self) -> slice:
@@ -290,7 +291,7 @@ class Run(StatefulRun):
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
         checks.check_evaluation(compute_sums, loader, models)
-        with self._gathering.evaluation(), self._first_failure.shared():
+        with self._gathering.evaluation(), self._first_failure.shared("run.evaluate"):
             return evaluate(
                 self.mesh.data,
                 compute_sums,

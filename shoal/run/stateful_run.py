@@ -38,6 +38,7 @@ class StatefulRun:
         self._run_guards = guards
         self._loss_scale = loss_scale
         self._first_failure = FirstFailure(mesh, self._steps_alone)
+        guards.at = self._first_failure.at
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full model's `state_dict`, under the model's own names. Collective.
@@ -46,10 +47,11 @@ class StatefulRun:
         which later steps leave as they are.
         """
         local_model = self._local_model()
-        self.synchronize()
-        self._run_guards.check_equal_weights()
-        self.mesh.data.broadcast_buffers(local_model.module)
-        full = train_state.full_state_dict(local_model)
+        with self._first_failure.at("run.weights"):
+            self.synchronize()
+            self._run_guards.check_equal_weights()
+            self.mesh.data.broadcast_buffers(local_model.module)
+            full = train_state.full_state_dict(local_model)
         return unshared(full, train_state.tensors_of(local_model.module).values())
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -89,9 +91,10 @@ class StatefulRun:
         """
         check_path("run.save", path)
         local_model = self._local_model()
-        self.synchronize()
-        self._run_guards.check_equal_weights()
-        train_state.save_model(local_model, self.mesh, path)
+        with self._first_failure.at("run.save"):
+            self.synchronize()
+            self._run_guards.check_equal_weights()
+            train_state.save_model(local_model, self.mesh, path)
 
     def state(
         self, copies: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -69,6 +69,8 @@ class Guards:
         self.enabled = enabled
         self._compares_weights = compares_weights
         self.phase = StepPhase()
+        # Makes a collective call under its name, so that an error tells where other ranks are.
+        self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._strategy = strategy
         self._names = ParameterNames()
         self._loss_watch = LossWatch(announce)
@@ -136,7 +138,7 @@ class Guards:
         if not self.enabled:
             return
         handles += guard_backward(guarded)
-        handles += guard_group_numbers(guarded, self._compares_weights)
+        handles += guard_group_numbers(guarded, self._compares_weights, self.at)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
             handles += self._absent.hide_in_steps(optimizers)

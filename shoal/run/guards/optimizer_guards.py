@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from itertools import count
 from typing import Any
 
@@ -90,15 +91,17 @@ LONGEST_INTERVAL = 64
 """Steps between two comparisons, at most."""
 
 
-def guard_group_numbers(guarded: GuardedModels, with_weights: bool) -> Iterator[Removable]:
+def guard_group_numbers(
+    guarded: GuardedModels, with_weights: bool, at: Callable[[str], AbstractContextManager[None]]
+) -> Iterator[Removable]:
     """Compare the numbers of each optimizer's groups before its steps; yield handles.
 
-    Args: with_weights: compare the weights too.
+    Args: with_weights: compare the weights too. at: a context for a collective call of that name.
     """
     # Ranks that step by themselves may be at different steps.
     if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
         for optimizer in guarded.optimizers:
-            yield optimizer.register_step_pre_hook(_GroupComparison(guarded, with_weights))
+            yield optimizer.register_step_pre_hook(_GroupComparison(guarded, with_weights, at))
 
 
 class _GroupComparison:
@@ -106,7 +109,13 @@ class _GroupComparison:
     Collective.
     """
 
-    def __init__(self, guarded: GuardedModels, with_weights: bool) -> None:
+    def __init__(
+        self,
+        guarded: GuardedModels,
+        with_weights: bool,
+        at: Callable[[str], AbstractContextManager[None]],
+    ) -> None:
+        self._at = at
         self._guarded = guarded
         self._with_weights = with_weights
         self._mesh = guarded.mesh
@@ -116,6 +125,10 @@ class _GroupComparison:
         step = next(self._steps)
         if step % LONGEST_INTERVAL and (step & (step - 1) or step > LONGEST_INTERVAL):
             return
+        with self._at("optimizer.step()"):
+            self._compare(optimizer)
+
+    def _compare(self, optimizer: Optimizer) -> None:
         texts = self._mesh.all_gather_str(json.dumps(group_settings(optimizer)))
         for rank, text in enumerate(texts):
             if text != texts[0]:

@@ -1,0 +1,84 @@
+"""Ranks that leave a loop or a step by a number of their own are named, with their places."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import LaunchError, ShoalError
+from shoal.testing import world
+
+
+def end_of_loop(strategy: str, leaves: str) -> str:
+    """Train with a loop that rank 1 leaves in its own way. Returns the error that ends it."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    data = TensorDataset(torch.randn(32, 6).double(), torch.arange(32) % 4)
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
+    )
+    own = float(run.rank == 1)
+    if leaves == "by the mean":
+        own = run.gather(torch.tensor([own])).mean().item()
+    try:
+        for step, (x, y) in enumerate(loader):
+            if step == 3 and own == 1 and leaves == "break":
+                break
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            if step == 1 and own == 1 and leaves == "continue":
+                continue
+            optimizer.step()
+            if step == 2 and own == 1 and leaves == "fail":
+                raise KeyError("of the script")
+        if leaves == "break":
+            run.weights()
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_breaks_is_named_with_its_place_and_that_of_the_others() -> None:
+    for text in world.run(2, end_of_loop, "ddp", "break"):
+        assert text.startswith("UsageError: the ranks do not make the same calls")
+        assert "rank 0 is in call 4 of run.forward_backward (test_loop_position.py:" in text
+        assert "rank 1 is in run.weights (test_loop_position.py:" in text
+        assert "after 3 calls of run.forward_backward" in text
+        assert "run.gather(torch.tensor([value])).mean()" in text
+
+
+def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
+    for text in world.run(2, end_of_loop, "ddp", "continue"):
+        assert "rank 0 is in optimizer.step() (test_loop_position.py:" in text
+        assert "rank 1 is in call 3 of run.forward_backward" in text
+
+
+def ends_early() -> str:
+    run = shoal.init(announce=lambda _: None)
+    model = nn.Linear(6, 4)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(6):
+        if step == 3 and run.rank == 1:
+            raise SystemExit(0)
+        run.forward_backward(lambda x: model(x).square().mean(), torch.ones(4, 6) + run.rank)
+        optimizer.step()
+    return ""
+
+
+def test_a_rank_whose_program_ends_is_named_with_its_steps() -> None:
+    with pytest.raises(LaunchError, match="rank 1 has ended after 3 calls") as caught:
+        world.run(2, ends_early)
+    assert "rank 0 is in call 4 of run.forward_backward" in str(caught.value)
+
+
+def test_an_error_of_a_script_is_no_end_of_its_program() -> None:
+    with pytest.raises(LaunchError, match="KeyError: 'of the script'"):
+        world.run(2, end_of_loop, "ddp", "fail")
+
+
+def test_ranks_that_decide_by_the_mean_of_all_go_on() -> None:
+    assert world.run(2, end_of_loop, "ddp", "by the mean") == ["", ""]
