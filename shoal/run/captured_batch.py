@@ -31,8 +31,8 @@ _QUOTING = (
 
 def explained_error(
     error: Exception, batch: LocalBatch, function: Any, in_parts: bool
-) -> UsageError | None:
-    """Return what to raise in place of an error of a step; None for one that stays, with a note.
+) -> Exception:
+    """Return what to raise in place of an error of a step: a better one, or itself with a note.
 
     Args:
         function: the user's own function of the batch.
@@ -42,7 +42,7 @@ def explained_error(
     found = found or captured_batch_error(error, batch, function, in_parts)
     if found is None:
         note_part(error, batch, in_parts)
-    return found
+    return found or error
 
 
 def captured_batch_error(

@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from shoal.errors import PeerLost, UsageError
+from shoal.errors import PeerLost, UsageError, printable
 from shoal.platform.script_line import script_line
 
+LONGEST_ENTRY = 4096
 WAIT_S = 1.0
 """Time in which the other ranks write their places, after a call has failed."""
 
@@ -58,6 +59,20 @@ class LoopPlace(NamedTuple):
 
 
 FORWARD_BACKWARD = "run.forward_backward"
+
+
+def place_in(entry: bytes) -> LoopPlace | None:
+    """Return the place in an entry of the store; None if a stranger has written something else."""
+    try:
+        call, steps, line = json.loads(text_of(entry))
+        return LoopPlace(printable(str(call)), int(steps), printable(str(line)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def text_of(entry: bytes) -> str:
+    """Return the text of an entry of the store, which a stranger may have written."""
+    return printable(entry[:LONGEST_ENTRY].decode(errors="replace"))
 
 
 class LoopPosition:
@@ -109,7 +124,7 @@ class LoopPosition:
             self._write(own)
             while True:
                 if self._store.check([self._reason]):
-                    return UsageError(self._store.get(self._reason).decode())
+                    return UsageError(text_of(self._store.get(self._reason)))
                 for rank, place in self._others():
                     is_elsewhere = moves and rank in named and place != own
                     if is_elsewhere or not place.call:
@@ -130,7 +145,9 @@ class LoopPosition:
     def _others(self) -> Iterator[tuple[int, LoopPlace]]:
         for rank in range(self._ranks):
             if rank != self._rank and self._store.check([self._key(rank)]):
-                yield rank, LoopPlace(*json.loads(self._store.get(self._key(rank))))
+                place = place_in(self._store.get(self._key(rank)))
+                if place is not None:
+                    yield rank, place
 
     def _differs(self, own: LoopPlace, rank: int, place: LoopPlace) -> UsageError:
         both = sorted([(self._rank, own), (rank, place)])

@@ -151,7 +151,7 @@ class Run(StatefulRun):
         )
         local_batch = self._numbers.begin_step(local_batch)
         compute_loss = local_batch.compute_loss
-        in_parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
+        parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
         self._gathering.begin_step(local_batch)
         try:
             # A loss that gathers says itself that it couples samples.
@@ -159,7 +159,7 @@ class Run(StatefulRun):
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
-            if in_parts and self._settings.draws == "rank":
+            if parts and self._settings.draws == "rank":
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
                         local_batch, compute_loss, self._prepared.local_model()
@@ -170,8 +170,7 @@ class Run(StatefulRun):
             self._memory.explain(error, local_batch)
             raise
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            seen = self._trials.explain(error) or error
-            found = explained_error(seen, local_batch, compute_loss, in_parts) or seen
+            found = explained_error(self._trials.explain(error), local_batch, compute_loss, parts)
             if found is error:
                 raise
             raise found from error

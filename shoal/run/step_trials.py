@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from shoal.errors import ShoalError, StrategyRefused, UsageError
+from shoal.errors import ShoalError, StrategyRefused
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_output import StepOutput
@@ -92,14 +92,15 @@ class StepTrials:
         if objections or trial.verdict is not None:
             trial.after_step(round(objections))
 
-    def explain(self, error: Exception) -> UsageError | None:
-        """Return this rank's objection to the loss in place of an error that the step has met.
+    def explain(self, error: Exception) -> Exception:
+        """Return this rank's objection to the loss in place of an error that the step has met, or
+        the error if there is none.
 
         A loss that fails on parts of a batch fails in the step, before `after_step` can tell it.
         """
         if self._trial is None or isinstance(error, ShoalError):
-            return None
-        return self._trial.refusal()
+            return error
+        return self._trial.refusal() or error
 
     def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
         is_due = trial.is_due(batch)

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, ShoalError
+from shoal.run.loop_position import LoopPlace, place_in
 from shoal.testing import world
 
 
@@ -82,3 +83,16 @@ def test_an_error_of_a_script_is_no_end_of_its_program() -> None:
 
 def test_ranks_that_decide_by_the_mean_of_all_go_on() -> None:
     assert world.run(2, end_of_loop, "ddp", "by the mean") == ["", ""]
+
+
+@pytest.mark.parametrize(
+    "entry", [b"", b"\xff\x1b[2J", b"7", b"[1]", b'["a", "b", "c"]', b"[" * 9999]
+)
+def test_what_a_stranger_writes_in_place_of_a_rank_is_no_place(entry: bytes) -> None:
+    assert place_in(entry) is None
+
+
+def test_a_place_has_no_control_characters() -> None:
+    assert place_in(b'["run.save", 3, "a\\u001b[2J.py:1"]') == LoopPlace(
+        "run.save", 3, "a\\x1b[2J.py:1"
+    )
