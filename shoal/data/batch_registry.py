@@ -42,7 +42,7 @@ class BatchRegistry:
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
-        shard = self._shard_of(tensor)
+        shard = self.shard_of(tensor)
         if shard is not None and moved is not tensor:
             self._save(moved, shard)
 
@@ -50,7 +50,7 @@ class BatchRegistry:
         """Return the shards of these tensors, one for each size: one for a batch, none for unknown
         tensors.
         """
-        shards = [shard for shard in map(self._shard_of, tensors) if shard is not None]
+        shards = [shard for shard in map(self.shard_of, tensors) if shard is not None]
         return list({_size(shard): shard for shard in shards}.values())
 
     def _save(self, tensor: Tensor, shard: BatchShard | None) -> None:
@@ -59,7 +59,8 @@ class BatchRegistry:
             weakref.finalize(tensor, self._shards.pop, id(tensor)).atexit = False
         self._shards[id(tensor)] = shard
 
-    def _shard_of(self, tensor: Tensor) -> BatchShard | None:
+    def shard_of(self, tensor: Tensor) -> BatchShard | None:
+        """Return the shard that a tensor came with; None for one that is not known."""
         shard = self._shards.get(id(tensor))
         if shard is not None:
             return shard

@@ -21,6 +21,7 @@ from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
+from shoal.run.batch_history import BatchHistory
 from shoal.run.tensor_digest import as_bytes
 
 BatchSource = ShardedLoader | SharedBatches
@@ -54,10 +55,17 @@ class BatchSizes:
     Args:
         loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
         watch: is told of batches that are shared; None if nobody is.
+        history: of the batches of steps; None if nobody asks for it.
     """
 
-    def __init__(self, loaders: Sequence[ShardedLoader], watch: YieldWatch | None = None) -> None:
+    def __init__(
+        self,
+        loaders: Sequence[ShardedLoader],
+        watch: YieldWatch | None = None,
+        history: BatchHistory | None = None,
+    ) -> None:
         self._loaders = loaders
+        self._history = history or BatchHistory()
         self._watch = watch or YieldWatch()
         self._shared = SharedBatches()
         # Of the batches that were shared before the first step, which compares it.
@@ -152,6 +160,7 @@ class BatchSizes:
             yielding = [source for source in self._sources if source.share is not None]
             if yielding:
                 share = self._share_of(arguments, yielding)
+                self._history.add(self._shard_of_first(arguments))
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
@@ -178,6 +187,12 @@ class BatchSizes:
     @property
     def _sources(self) -> list[BatchSource]:
         return [*self._loaders, self._shared]
+
+    def _shard_of_first(self, arguments: Sequence[Any]) -> BatchShard | None:
+        """Return the shard that the first tensor of a batch has come with from a loader."""
+        tensor = next(iter(tensors_in(arguments)), None)
+        found = (loader.yielded.shard_of(tensor) for loader in self._loaders if tensor is not None)
+        return next((shard for shard in found if shard is not None), None)
 
     def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.

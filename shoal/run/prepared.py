@@ -98,7 +98,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []
         self.watch = LoopWatch(mesh, guards.enabled, announce)
-        self.sizes = BatchSizes(self.loaders, self.watch)
+        self.sizes = BatchSizes(self.loaders, self.watch, guards.batches)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(
             mesh,

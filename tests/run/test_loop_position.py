@@ -58,6 +58,44 @@ def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
         assert "rank 1 is in call 3 of run.forward_backward" in text
 
 
+def left_out(strategy: str, batches: dict[int, set[int]]) -> str:
+    """Train while each rank leaves out batches of its own. Returns the error."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    data = TensorDataset(torch.randn(80, 6).double(), torch.arange(80) % 4)
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
+    )
+    try:
+        for step, (x, y) in enumerate(loader):
+            if step in batches[run.rank]:
+                continue
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "tensor=2"])
+def test_a_rank_that_leaves_out_a_batch_is_named_before_the_optimizer_steps(strategy: str) -> None:
+    for text in world.run(2, left_out, strategy, {0: set(), 1: {2}}):
+        assert text.startswith("UsageError: rank 0 computes a step on the batch that ends at 32")
+        assert "and rank 1 on the one that ends at 40 of epoch 0 (test_loop_position.py:" in text
+        assert "run.gather(torch.tensor([value])).mean()" in text
+
+
+def test_ranks_that_have_left_out_as_many_batches_are_told_too() -> None:
+    for text in world.run(2, left_out, "ddp", {0: {4}, 1: {5}}):
+        assert "ranks 0 and 1 have computed steps on different batches" in text
+
+
+def test_batches_that_all_ranks_leave_out_are_no_difference() -> None:
+    assert world.run(2, left_out, "ddp", {0: {2, 5}, 1: {2, 5}}) == ["", ""]
+
+
 def ends_early() -> str:
     run = shoal.init(announce=lambda _: None)
     model = nn.Linear(6, 4)

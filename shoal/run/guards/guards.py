@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
+from shoal.run.batch_history import BatchHistory
 from shoal.run.guards.absent_gradient import AbsentGradients
 from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
@@ -69,6 +70,7 @@ class Guards:
         self.enabled = enabled
         self._compares_weights = compares_weights
         self.phase = StepPhase()
+        self.batches = BatchHistory()
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._strategy = strategy
@@ -138,7 +140,7 @@ class Guards:
         if not self.enabled:
             return
         handles += guard_backward(guarded)
-        handles += guard_group_numbers(guarded, self._compares_weights, self.at)
+        handles += guard_group_numbers(guarded, self._compares_weights, self.batches, self.at)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
             handles += self._absent.hide_in_steps(optimizers)

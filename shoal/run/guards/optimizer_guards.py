@@ -2,11 +2,12 @@
 
 foreign optimizers   were not prepared, and hold prepared parameters
 numbers of groups    such as learning rates must be the same on all ranks
+batches              must have been shares of the same global batches
 weights              must be the same on the ranks that hold the same part of the model
 
 A scheduler that sees each rank's own loss would make the numbers come apart, and the ranks' weights
 with them; so would weights that the script draws anew, for each data rank draws other numbers.
-Ranks compare both at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th. Not with the
+Ranks compare these at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th. Not with the
 totals of every step: those are summed, so that a difference needs numbers of their own, and on a
 GPU a look at them waits for the device.
 """
@@ -25,9 +26,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.errors import UsageError
+from shoal.run.batch_history import BatchHistory, BatchPlaces, difference
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.loop_position import CURE
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.state_access import is_access_by_shoal
 
@@ -92,16 +95,23 @@ LONGEST_INTERVAL = 64
 
 
 def guard_group_numbers(
-    guarded: GuardedModels, with_weights: bool, at: Callable[[str], AbstractContextManager[None]]
+    guarded: GuardedModels,
+    with_weights: bool,
+    batches: BatchHistory,
+    at: Callable[[str], AbstractContextManager[None]],
 ) -> Iterator[Removable]:
     """Compare the numbers of each optimizer's groups before its steps; yield handles.
 
-    Args: with_weights: compare the weights too. at: a context for a collective call of that name.
+    Args:
+        with_weights: compare the weights too.
+        batches: that steps were computed on.
+        at: a context for a collective call of that name.
     """
     # Ranks that step by themselves may be at different steps.
     if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
         for optimizer in guarded.optimizers:
-            yield optimizer.register_step_pre_hook(_GroupComparison(guarded, with_weights, at))
+            compare = _GroupComparison(guarded, with_weights, batches, at)
+            yield optimizer.register_step_pre_hook(compare)
 
 
 class _GroupComparison:
@@ -113,9 +123,11 @@ class _GroupComparison:
         self,
         guarded: GuardedModels,
         with_weights: bool,
+        batches: BatchHistory,
         at: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._at = at
+        self._batches = batches
         self._guarded = guarded
         self._with_weights = with_weights
         self._mesh = guarded.mesh
@@ -129,10 +141,17 @@ class _GroupComparison:
             self._compare(optimizer)
 
     def _compare(self, optimizer: Optimizer) -> None:
-        texts = self._mesh.all_gather_str(json.dumps(group_settings(optimizer)))
+        own = json.dumps([group_settings(optimizer), self._batches.places])
+        texts = self._mesh.all_gather_str(own)
+        groups, places = json.loads(texts[0])
         for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise UsageError(_describe(json.loads(texts[0]), rank, json.loads(text)))
+            if text == texts[0]:
+                continue
+            other_groups, other_places = json.loads(text)
+            if other_groups != groups:
+                raise UsageError(_describe(groups, rank, other_groups))
+            if fact := difference(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
+                raise UsageError(f"{fact}{call_site()}. {CURE}")
         if self._with_weights:
             check_equal_weights(self._guarded)
 
