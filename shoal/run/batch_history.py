@@ -16,12 +16,12 @@ class BatchPlaces(NamedTuple):
     """Places of the batches of a rank so far; equal on all ranks that compute the same batches.
 
     Attributes:
-        known: batches whose place is known: of a prepared loader, and not made anew by the loop.
+        unknown: batches without a place: no prepared loader has made any of their tensors.
         checksum: of all places.
         epoch, stop: place of the last one: the position in its epoch after it.
     """
 
-    known: int = 0
+    unknown: int = 0
     checksum: int = 0
     epoch: int = 0
     stop: int = 0
@@ -38,17 +38,19 @@ class BatchHistory:
 
     def add(self, shard: BatchShard | None) -> None:
         """Add the batch of a step; None if its place is not known."""
-        if shard is not None:
-            known, checksum, *_ = self.places
+        unknown, checksum, *_ = self.places
+        if shard is None:
+            self.places = self.places._replace(unknown=unknown + 1)
+        else:
             checksum = zlib.crc32(b"%d %d" % (shard.epoch, shard.stop), checksum)
-            self.places = BatchPlaces(known + 1, checksum, shard.epoch, shard.stop)
+            self.places = BatchPlaces(unknown, checksum, shard.epoch, shard.stop)
 
 
 def difference(first: BatchPlaces, rank: int, other: BatchPlaces) -> str:
     """Return how the batches of rank 0 differ from those of another rank; empty if they do not, or
     if that cannot be told.
     """
-    if first.known != other.known or first.checksum == other.checksum:
+    if first.unknown or other.unknown or first.checksum == other.checksum:
         return ""
     if first[2:] == other[2:]:
         return f"ranks 0 and {rank} have computed steps on different batches"

@@ -160,7 +160,7 @@ class BatchSizes:
             yielding = [source for source in self._sources if source.share is not None]
             if yielding:
                 share = self._share_of(arguments, yielding)
-                self._history.add(self._shard_of_first(arguments))
+                self._history.add(self._place_of(arguments))
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
@@ -188,11 +188,13 @@ class BatchSizes:
     def _sources(self) -> list[BatchSource]:
         return [*self._loaders, self._shared]
 
-    def _shard_of_first(self, arguments: Sequence[Any]) -> BatchShard | None:
-        """Return the shard that the first tensor of a batch has come with from a loader."""
-        tensor = next(iter(tensors_in(arguments)), None)
-        found = (loader.yielded.shard_of(tensor) for loader in self._loaders if tensor is not None)
-        return next((shard for shard in found if shard is not None), None)
+    def _place_of(self, arguments: Sequence[Any]) -> BatchShard | None:
+        """Return the shard that a tensor of a batch has come with from a loader."""
+        for tensor in tensors_in(arguments):
+            for loader in self._loaders:
+                if (shard := loader.yielded.shard_of(tensor)) is not None:
+                    return shard
+        return None
 
     def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.

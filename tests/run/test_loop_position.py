@@ -96,6 +96,29 @@ def test_batches_that_all_ranks_leave_out_are_no_difference() -> None:
     assert world.run(2, left_out, "ddp", {0: {2, 5}, 1: {2, 5}}) == ["", ""]
 
 
+def changed_by_chance(changes: dict[int, set[int]]) -> str:
+    """Train while each rank changes the samples of other batches, by chance. Returns the error."""
+    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
+    model = nn.Linear(6, 1).double()
+    data = TensorDataset(torch.randn(40, 6).double())
+    model, optimizer, loader = run.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
+    )
+    try:
+        for step, (x,) in enumerate(loader):
+            x = -x if step in changes[run.rank] else x
+            run.forward_backward(lambda x: model(x).square().mean(), x)
+            optimizer.step()
+            optimizer.zero_grad()
+    except ShoalError as error:
+        return str(error)
+    return ""
+
+
+def test_samples_that_a_rank_has_made_anew_are_no_other_batch() -> None:
+    assert world.run(2, changed_by_chance, {0: {1, 2}, 1: {2, 3}}) == ["", ""]
+
+
 def ends_early() -> str:
     run = shoal.init(announce=lambda _: None)
     model = nn.Linear(6, 4)
