@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import BatchShard
+from shoal.data.host_generators import HostGenerators
 from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
@@ -60,6 +61,12 @@ DRAWN = (
     'law, other numbers. Drawn inside of compute_loss, draws="global" makes them those of one '
     "device."
 )
+HOST_DRAWN = (
+    "note: the loop draws random numbers by {generator}, at least as many as this rank has samples "
+    "({rows}). All ranks draw the same ones. For numbers that count for the whole batch that is "
+    "right; where each sample takes its own, one device gives it others. Draw those in the data "
+    "set's __getitem__, where each sample has the numbers of one device."
+)
 
 
 class LoopWatch(YieldWatch):
@@ -85,6 +92,8 @@ class LoopWatch(YieldWatch):
         self._rows = ReplacedRows()
         self._calls = 0
         self._batches = 0
+        # When the last batch was yielded that is watched.
+        self._generators: HostGenerators | None = None
         # (replaced rows, the rows that stand in their places) for each number of samples.
         self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -98,6 +107,7 @@ class LoopWatch(YieldWatch):
             self._batches += 1
             self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
         self._rows.start()
+        self._generators = HostGenerators.now()
 
     def end(self) -> None:
         """Watch no longer; what was seen stays known until the batch is judged."""
@@ -127,6 +137,7 @@ class LoopWatch(YieldWatch):
             self._note(LIFTED)
         for place in [*self._rows.draws.places][:1]:
             self._note(DRAWN, place=place)
+        self._note_host_draws(batch.num_samples)
         if not self._is_due:
             self._rows.forget()
         if self._data.sum_of_host_numbers([is_mixed])[0]:
@@ -172,6 +183,14 @@ class LoopWatch(YieldWatch):
             is_count = not (number.is_floating_point() or number.is_complex())
             if not (copies is None or is_count or _same_bits(*copies[:2])):
                 self._note(ONE_NUMBER)
+
+    def _note_host_draws(self, rows: int) -> None:
+        """Announce that the loop may have drawn a number for each sample by Python or NumPy."""
+        before, self._generators = self._generators, None
+        drawn = None if before is None else before.drawn_until(HostGenerators.now())
+        if drawn is not None and rows >= 2 and max(drawn) >= rows:
+            generator = "Python" if drawn.python >= rows else "NumPy"
+            self._note(HOST_DRAWN, generator=generator, rows=f"{rows}")
 
     def _note(self, note: str, **facts: str) -> None:
         if note not in self._noted:

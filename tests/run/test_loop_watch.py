@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -246,6 +247,22 @@ def notes_of_draws() -> list[list[str]]:
     return found
 
 
+def notes_of_host_draws() -> list[list[str]]:
+    """Return the notes about draws by Python and NumPy: for each sample, and for the batch."""
+    found = []
+    for draw in (
+        lambda x: torch.stack([row if random.random() < 0.5 else -row for row in x]),
+        lambda x: torch.stack([row * np.random.rand() for row in x]),
+        lambda x: x if random.random() < 0.5 else -x,
+    ):
+        lines: list[str] = []
+        run, model, loader = start(lines)
+        for x, _ in loader:
+            run.forward_backward(lambda x, m=model: m(x).mean(), draw(x))
+        found.append([line for line in lines if "draws" in line])
+    return found
+
+
 def fetched_ahead() -> list[str]:
     """Return the notes about draws of a data set that draws for each sample."""
     lines: list[str] = []
@@ -273,6 +290,13 @@ def test_random_numbers_that_a_loop_draws_by_torch_are_told_once() -> None:
         "note: the loop draws random numbers by torch (randn at test_loop_watch.py:"
     )
     assert quiet == []
+
+
+def test_numbers_that_a_loop_draws_for_each_sample_by_python_or_numpy_are_told_once() -> None:
+    for_each, by_numpy, for_the_batch = world.run(2, notes_of_host_draws)[0]
+    assert [line[:46] for line in for_each] == ["note: the loop draws random numbers by Python,"]
+    assert [line[:45] for line in by_numpy] == ["note: the loop draws random numbers by NumPy,"]
+    assert for_the_batch == []
 
 
 def test_those_of_a_data_set_that_a_loop_fetches_ahead_are_not() -> None:
