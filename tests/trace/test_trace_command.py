@@ -42,7 +42,8 @@ def test_a_run_is_traced_and_its_trace_is_told_and_drawn(
     assert f"note: steps 2 to 3 traced: shoal trace {tmp_path}/trace.json" in err
     status, out, _ = shoal(capsys, "trace", tmp_path, "-o", tmp_path / "steps.png")
     assert status == 0
-    assert "compute  communication  waiting  data  optimizer  other" in out
+    # Columns are as wide as their numbers, which are larger on a busy machine.
+    assert "compute communication waiting data optimizer other" in " ".join(out.split())
     assert out.endswith(f"{tmp_path}/steps.png\n")
     with Image.open(tmp_path / "steps.png") as picture:
         assert picture.size[0] == 1650
