@@ -265,6 +265,7 @@ def results(strategy: str) -> dict[str, str]:
 OF_FIRST_STAGE = ("product", "weight_in_function", "weights_listed")
 REFUSED = {
     "bare_backward": r"\.backward\(\).*outside of run\.forward_backward \(test_bypasses.*py:\d+\)",
+    "scaler_without_a_scale": r"GradScaler\.step \(optimizer.*no loss was scaled.*compute_loss",
     "stray_step": r"SGD\.step\(\).*0\.weight.*not prepared",
 }
 SHARDS = REFUSED | {
