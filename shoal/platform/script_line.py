@@ -17,13 +17,15 @@ _SHOAL = f"{Path(__file__).parents[1]}/"
 def calling_line(frame: FrameType | None) -> str:
     """Return `train.py:41`, the innermost line from `frame` on that is not torch's.
 
-    Empty where Shoal has called, or `torch.distributed`, which shards parameters for it.
+    Empty where Shoal has called, or `torch.distributed`, which shards parameters for it. A mode of
+    Shoal's that passes a function of the script's on has not called it.
     """
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith((_SHOAL, _SHARDING)):
-            return ""
-        if not file.startswith((_TORCH, "<")):
+            if frame.f_code.co_name != "__torch_function__":
+                return ""
+        elif not file.startswith((_TORCH, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

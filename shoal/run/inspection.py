@@ -20,6 +20,11 @@ def models_of(run: Run) -> nn.Module | None:
         return None
 
 
+def draws_of_loop(run: Run) -> str:
+    """Return what the loop was seen to draw random numbers by for its samples; "" if by nothing."""
+    return run._prepared.watch.drawn
+
+
 def optimizers_of(run: Run) -> list[Optimizer]:
     """Return the optimizers that step parameters now."""
     return run._prepared.optimizers

@@ -77,6 +77,8 @@ class LoopWatch(YieldWatch):
         enabled: False with one data rank, without guards, and where each rank steps by itself.
         outside_values: compares what ranks use beside the batch, in the steps that are looked at.
         has_loader: a loader was prepared. Without one, only `run.share` gives batches.
+        drawn: what drew the random numbers that the loop was seen to draw for its samples, "torch
+            (train.py:12)", "NumPy" or "Python"; "" if nothing was seen.
 
     Args: announce: prints a note.
     """
@@ -86,6 +88,7 @@ class LoopWatch(YieldWatch):
         self._data = mesh.data
         self.enabled = enabled and mesh.data.size > 1
         self.has_loader = False
+        self.drawn = ""
         self.outside_values = OutsideValues(mesh, announce)
         self._announce = announce
         self._noted: set[str] = set()
@@ -137,6 +140,7 @@ class LoopWatch(YieldWatch):
             self._note(LIFTED)
         for place in [*self._rows.draws.places][:1]:
             self._note(DRAWN, place=place)
+            self.drawn = self.drawn or f"torch ({place})"
         self._note_host_draws(batch.num_samples)
         if not self._is_due:
             self._rows.forget()
@@ -191,6 +195,7 @@ class LoopWatch(YieldWatch):
         if drawn is not None and rows >= 2 and max(drawn) >= rows:
             generator = "Python" if drawn.python >= rows else "NumPy"
             self._note(HOST_DRAWN, generator=generator, rows=f"{rows}")
+            self.drawn = self.drawn or generator
 
     def _note(self, note: str, **facts: str) -> None:
         if note not in self._noted:

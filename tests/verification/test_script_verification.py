@@ -1,6 +1,7 @@
 """`shoal.verify_script`: loops of users, unchanged, on real processes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,19 @@ def test_a_loop_on_shoal_is_exact_under(strategy: str) -> None:
     report = shoal.verify_script(LOOP, ranks=2, strategy=strategy)
     assert report.verdict == "exact", str(report)
     assert any(error is not None for _, error, _ in report.layers)
+
+
+@pytest.mark.parametrize(
+    ("library", "named"),
+    [("torch", r"by torch \(randn_like at drawing_loop.py:30\)"), ("numpy", "by NumPy")],
+)
+def test_random_numbers_that_the_loop_draws_are_the_cause_and_no_defect(
+    library: str, named: str
+) -> None:
+    report = shoal.verify_script(SCRIPTS / "drawing_loop.py", [library], ranks=2, steps=2)
+    assert report.verdict == "differs by design", str(report)
+    assert report.cause.kind == "random numbers"
+    assert re.search(named, report.cause.sentence)
 
 
 @pytest.mark.slow

@@ -32,6 +32,13 @@ SAME_DRAWS = (
     "That is no error, and the masks vary less than on one device: seed each rank on its own once "
     "the model is made, torch.manual_seed(seed + rank)."
 )
+OF_OTHER_SAMPLES = ("wrong output", "loss", "wrong gradient", "weights of samples")
+"""Causes that are found as well where the model was given other samples."""
+OTHER_DRAWS = (
+    "the loop draws random numbers by {generator} for its samples, and the ranks draw others than "
+    "one device. A defect in what is computed from them does not show beside that: draw them in "
+    "the data set's __getitem__, or by torch inside of compute_loss, and compare again."
+)
 MAX_OTHERS = 20  # differences beside the first one in a report
 
 
@@ -93,12 +100,27 @@ def compare_runs(
         )
     first = found[0]
     at = [step for step in steps if step.step <= first.step]
-    cause = likely_cause(first, found, at, len(ranks)) if ranks[0].is_synchronous else OWN_STEPS
+    cause = _cause(first, found, at, ranks)
     verdict: Literal["differs", "differs by design"] = (
         "differs by design" if cause.kind in BY_DESIGN else "differs"
     )
     others = found[1 : 1 + MAX_OTHERS]
     return ScriptReport(verdict, first, cause, count, len(ranks), largest, layers, others, notes)
+
+
+def _cause(
+    first: ScriptDifference,
+    found: list[ScriptDifference],
+    steps: list[StepComparison],
+    ranks: list[RankRecord],
+) -> ScriptCause:
+    if not ranks[0].is_synchronous:
+        return OWN_STEPS
+    cause = likely_cause(first, found, steps, len(ranks))
+    draws = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")
+    if draws and cause.kind in OF_OTHER_SAMPLES:
+        return ScriptCause("random numbers", OTHER_DRAWS.format(generator=draws))
+    return cause
 
 
 def _until_difference(

@@ -89,6 +89,7 @@ class RankRecord:
         notes: lines for the user.
         loaders: "<number of the loader>-<number of the loop over it>" of each loop over a loader.
         draws: tells apart the states of the random numbers at the first dropout that is off.
+        draws_of_loop: what the loop draws random numbers by for its samples, "NumPy"; "": nothing.
         ended: "steps" where the recorder ended the script, "script" where it came to its end.
     """
 
@@ -102,6 +103,7 @@ class RankRecord:
     notes: list[str] = field(default_factory=list)
     loaders: list[str] = field(default_factory=list)
     draws: str = ""
+    draws_of_loop: str = ""
     ended: str = "steps"
 
     def axis(self, name: str) -> tuple[int, int]:

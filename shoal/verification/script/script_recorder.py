@@ -214,6 +214,7 @@ class ScriptRecorder:
         tensors |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
         if self._run is not None:
             self.record.is_synchronous = self._run.is_synchronous
+            self.record.draws_of_loop = self._run.draws_of_loop
         self._writer.step(step.number, tensors)
         self.record.steps.append(step)
         self._tensors, self._step = {}, StepRecord(step.number + 1)

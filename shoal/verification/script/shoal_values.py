@@ -7,7 +7,13 @@ from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.run import Run
-from shoal.run.inspection import full_parameters, local_buffers, models_of, optimizers_of
+from shoal.run.inspection import (
+    draws_of_loop,
+    full_parameters,
+    local_buffers,
+    models_of,
+    optimizers_of,
+)
 from shoal.verification.script.full_values import whole
 
 
@@ -38,6 +44,11 @@ class ShoalValues:
     def is_synchronous(self) -> bool:
         """Return True if all ranks take each step together."""
         return self._run.is_synchronous
+
+    @property
+    def draws_of_loop(self) -> str:
+        """Return what the loop draws random numbers by for its samples; "" if by nothing."""
+        return draws_of_loop(self._run)
 
     def has(self, optimizer: Optimizer) -> bool:
         """Return True if the run has prepared this optimizer."""
