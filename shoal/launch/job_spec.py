@@ -22,6 +22,10 @@ class ResumableJob(Protocol):
     def saved_step(self) -> Callable[[], int | None]:
         """Returns the step from which the next start resumes; None for the beginning."""
 
+    @property
+    def secret(self) -> bytes | None:
+        """The secret of a job on several hosts; None on one."""
+
     def start(self, processes: int) -> RankSet:
         """Start the ranks for the first time. Raises LaunchError."""
 
@@ -67,6 +71,11 @@ class JobSpec:
     saved_step: Callable[[], int | None]
     environment: Mapping[str, str]
     preload: Sequence[str]
+
+    @property
+    def secret(self) -> bytes | None:
+        """None: ranks of one host find what they share in its files."""
+        return None
 
     def start(self, processes: int) -> RankSet:
         """Start the ranks for the first time.

@@ -16,7 +16,7 @@ import sys
 from math import inf
 
 from shoal.launch import rank
-from shoal.launch.control_channel import ControlServer
+from shoal.launch.control_channel import ControlConnection, ControlServer
 from shoal.launch.job_spec import ResumableJob
 from shoal.launch.local import exit_code
 from shoal.launch.rank_set import RankSet
@@ -138,7 +138,10 @@ class RestartingRun:
             for number in arrived(signals):
                 supervision.forward(number)
             for caller, request in self.control.accept_requests():
-                self.scaling.on_request(caller, request, supervision)
+                if "secret" in request:
+                    _tell_secret(caller, self.job.secret)
+                else:
+                    self.scaling.on_request(caller, request, supervision)
         return supervision
 
     def _may_rescale(self, supervision: Supervision) -> bool:
@@ -195,6 +198,15 @@ def _has_lost_rank(supervision: Supervision) -> bool:
     """Return True if the root cause is a loss, and nobody has asked the run to stop."""
     cause = supervision.cause
     return cause is not None and cause.is_loss and supervision.stop_signal is None
+
+
+def _tell_secret(caller: ControlConnection, secret: bytes | None) -> None:
+    """Answer with the secret of a run on several hosts: only its own user can ask."""
+    if secret is None:
+        caller.send(refused="its servers are on this machine, and their key is in a file there.")
+    else:
+        caller.send(secret=secret.hex())
+    caller.close()
 
 
 def _print_note(text: str) -> None:

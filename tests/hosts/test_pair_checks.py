@@ -92,7 +92,7 @@ def available(
     patch.setattr(hosts_job, "host_problems", lambda *_: [])
     hosts = [SshHost(name, 2) for name in "abc"]
     work = SimpleNamespace(request=None, problems=lambda processes: ())
-    job = HostsJob(network, HostsOptions(hosts, "python", **options), work)
+    job = HostsJob(network, HostsOptions(hosts, "python", **options), work, b"")
     reader, writer = socket.socketpair()
     with reader, writer:
         found = job.available(processes, reader)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import re
 import shutil
@@ -198,6 +199,27 @@ def test_parameter_servers_serve_ranks_of_two_hosts(hosts: Hosts) -> None:
     code, stdout, stderr = ended(hosts, *words)
     assert code == 0, stderr
     assert "12 steps" in stdout
+    assert hosts.leftovers() == {}
+
+
+def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hosts) -> None:
+    folder = hosts.shared / "long"
+    job = tiny_jobs.tiny(folder, tiny_jobs.MLP, strategy="server=2", train__epochs=100_000)
+    (hosts.shared / "long.yaml").write_text(to_yaml(job))
+    with shoal(hosts, "train", "long.yaml", "--hosts", "node1:2,node2:2") as process:
+        until(lambda: (folder / "servers.json").exists() or process.poll() is not None)
+        code, listed, stderr = ended(hosts, "servers", "long", "--json")
+        assert code == 0, stderr
+        assert {server["shard"] for server in json.loads(listed)} == {0, 1}
+        code, listed, stderr = ended(hosts, "servers", "long", "add", "--json")
+        assert code == 0, stderr
+        assert {server["shard"] for server in json.loads(listed)} == {0, 1, 2}
+        os.kill(driver(hosts), signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 75, stderr
+    assert not (folder / "servers.json").exists()
+    code, _, stderr = ended(hosts, "servers", "long")
+    assert (code, "no servers run for it here" in stderr) == (2, True), stderr
     assert hosts.leftovers() == {}
 
 

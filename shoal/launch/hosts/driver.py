@@ -64,13 +64,14 @@ def run_on_hosts_with_restarts(
 def _connected(options: HostsOptions, work: RemoteWork) -> Iterator[HostsJob]:
     # A log has all that ranks print, also what the user does not see.
     sent: Output = work.output if options.log_directory is None else "all"
-    specification = replace(work, output=sent).specification(options.variables, new_secret())
+    secret = new_secret()
+    specification = replace(work, output=sent).specification(options.variables, secret)
     logs = None if options.log_directory is None else RankLogs(options.log_directory)
     printer = LinePrinter(work.output, logs)
     with (
         closing(logs) if logs is not None else nullcontext(),
         HostConnections(options.hosts, options.python, specification, printer) as connections,
     ):
-        job = HostsJob(connections, options, work)
+        job = HostsJob(connections, options, work, secret)
         job.connect()
         yield job

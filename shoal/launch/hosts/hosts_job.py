@@ -41,14 +41,16 @@ class HostsJob:
         connections: to the hosts, not connected yet.
         options: of the command.
         work: of the ranks.
+        secret: that the agents hold for their ranks, 32 bytes.
     """
 
     def __init__(
-        self, connections: HostConnections, options: HostsOptions, work: RemoteWork
+        self, connections: HostConnections, options: HostsOptions, work: RemoteWork, secret: bytes
     ) -> None:
         self.connections = connections
         self.options = options
         self.work = work
+        self.secret = secret
         self._losses: Counter[int] = Counter()
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes

@@ -1,10 +1,12 @@
 """Requests of a user to the servers of a running job: list them, add a shard, remove a shard.
 
-shoal servers RUN ── RUN/servers/servers.json, server.key ──> coordinator
+shoal servers RUN ── RUN/servers/servers.json, server.key ──────────────> coordinator
+                  ── RUN/servers.json, the secret of RUN's launcher ────> coordinator of other hosts
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -15,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ServerLost, UsageError, WireError
+from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.transport.connection import QueuedConnection
-from shoal.parameter_server.transport.key import KEY_FILE, read_key
+from shoal.parameter_server.transport.key import KEY_FILE, Key, derived_key, read_key
 from shoal.parameter_server.transport.retry import retry_until
 from shoal.parameter_server.transport.settings import Transport
 
@@ -32,7 +35,7 @@ RETRY_S = 0.1
 
 
 def write_address_file(folder: Path, coordinator: Address, job: str) -> None:
-    """Write the address of a job's coordinator to a file in the folder of its key."""
+    """Write the address of a job's coordinator to a file, in the folder of its key or in a run."""
     (folder / ADDRESS_FILE).write_text(json.dumps({"arbiter": list(coordinator), "job": job}))
 
 
@@ -50,28 +53,20 @@ class AdminClient:
         directory: the run directory.
 
     Raises:
+        LaunchError: the run is one of several hosts, and no launcher of this machine has it.
         UsageError: the run has no servers, or has ended.
         ServerLost: its coordinator cannot be reached.
     """
 
     def __init__(self, directory: Path) -> None:
-        folder = directory / POINTER
+        (host, port), job, key = _coordinator_of(directory)
         try:
-            address = json.loads((folder / ADDRESS_FILE).read_text())
-        except OSError:
-            raise UsageError(
-                f"{directory}: no servers run for it here. Give the directory of a run that is "
-                "training with "
-                "--strategy server=N, on the machine of its first rank."
-            ) from None
-        host, port = address["arbiter"]
-        try:
-            transport = Transport(read_key(folder / KEY_FILE), address["job"])
+            transport = Transport(key, job)
             number = FIRST_USER + secrets.randbelow(2**20)
             channel = transport.connect((host, port), ARBITER, number)
         except (OSError, WireError) as error:
             raise ServerLost(
-                f"{directory}: its arbiter at {host}:{port} does not answer: {error}."
+                f"{directory}: its arbiter at {host} port {port} does not answer: {error}."
             ) from error
         self._peer = QueuedConnection(channel, "arbiter")
 
@@ -147,6 +142,34 @@ class AdminClient:
                 "`shoal servers RUN list`; "
                 "training goes on."
             )
+
+
+def _coordinator_of(directory: Path) -> tuple[Address, str, Key]:
+    """Return the address of a run's coordinator, and the name and the key of its job.
+
+    On the machine of its first rank both are in the folder of the key. On that of the command with
+    `--hosts` the address is in the run directory, and the launcher has the secret.
+    """
+    folder = directory / POINTER
+    with contextlib.suppress(OSError):
+        address, job = _read_address_file(folder)
+        return address, job, read_key(folder / KEY_FILE)
+    try:
+        address, job = _read_address_file(directory)
+    except OSError:
+        raise UsageError(
+            f"{directory}: no servers run for it here. Give the directory of a run that is "
+            "training with --strategy server=N, on the machine of its first rank, or on that of "
+            "the command that started it with --hosts."
+        ) from None
+    answer = next(request(directory, secret=True))
+    return address, job, derived_key(bytes.fromhex(answer["secret"]), job)
+
+
+def _read_address_file(folder: Path) -> tuple[Address, str]:
+    found = json.loads((folder / ADDRESS_FILE).read_text())
+    host, port = found["arbiter"]
+    return (host, port), found["job"]
 
 
 def send_command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:

@@ -63,7 +63,9 @@ class ClusterLauncher:
         self.pools: list[ServerPool] = []
         self.relayed = False
         self._folder: Path | None = None
-        self._link: Path | None = None
+        # The address of the coordinator and its job, where other hosts find the servers by them.
+        self._public: tuple[Address, str] | None = None
+        self._announced: list[Path] = []
 
     @property
     def is_starter(self) -> bool:
@@ -100,7 +102,9 @@ class ClusterLauncher:
         if mesh.rank == 0 and mesh.helper_spawner is not None:
             coordinator = CoordinatorProcess(mesh.helper_spawner, job, listen_host)
             if self._folder is not None:
-                admin_client.write_address_file(self._folder, coordinator.address, transport.job)
+                address_of_job = coordinator.address, transport.job
+                admin_client.write_address_file(self._folder, *address_of_job)
+                self._public = None if read_secret() is None else address_of_job
         address = _parse_address(mesh.broadcast_str(_format_address(coordinator)))
         if mesh.helper_spawner is not None:
             host_index = starter_ranks.index(mesh.rank)
@@ -115,8 +119,12 @@ class ClusterLauncher:
     def announce(self, directory: Path) -> None:
         """Let `shoal servers` find the servers by the run directory."""
         if self._folder is not None:
-            self._link = directory / admin_client.POINTER
-            admin_client.symlink_to(self._link, self._folder)
+            link = directory / admin_client.POINTER
+            admin_client.symlink_to(link, self._folder)
+            self._announced.append(link)
+            if self._public is not None:
+                admin_client.write_address_file(directory, *self._public)
+                self._announced.append(directory / admin_client.ADDRESS_FILE)
 
     def close(self) -> None:
         """End the processes that this rank has started, and what starts them."""
@@ -132,8 +140,8 @@ class ClusterLauncher:
         # An aggregator leaves the servers when its own workers have left it, so it is first.
         while self.pools:
             self.pools.pop().close(CLOSE_LIMIT_S)
-        if self._link is not None:
-            self._link.unlink(missing_ok=True)
+        while self._announced:
+            self._announced.pop().unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
