@@ -137,8 +137,8 @@ bench-restart: $(BENCH)/.done  ## Measure how soon a run goes on after a SIGKILL
 	$(BENCH)/bin/python -m benchmarks.restart.measure
 	$(BENCH)/bin/python -m benchmarks.restart.report
 
-# torchft takes part where it is installed: build/bench-venv/bin/python -m pip install torchft-nightly
-bench-recovery: $(BENCH)/.done  ## Measure how soon a step follows on a kill, against torchrun and torchft.
+# torchft and Horovod take part where they are installed: see benchmarks/recovery/README.md
+bench-recovery: $(BENCH)/.done  ## Measure how soon a step follows on a kill, against torchrun, torchft and Horovod.
 	PATH=$(CURDIR)/$(BENCH)/bin:$$PATH $(BENCH)/bin/python -m benchmarks.recovery.measure
 	$(BENCH)/bin/python -m benchmarks.recovery.report
 

@@ -2,6 +2,7 @@
 
     peer_training.py torchrun FOLDER     a rank under torchrun: DDP, a checkpoint each 20 steps
     peer_training.py torchft FOLDER N    replica N of two, in torchft's way: no checkpoints
+    peer_training.py horovod FOLDER      a rank under horovodrun: its state in memory each 20 steps
 
 Each step that is done is a line in FOLDER/steps.NUMBER: time, step, process, ranks that took part.
 """
@@ -35,6 +36,8 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     if kind == "torchrun":
         with_checkpoints(folder, model, optimizer)
+    elif kind == "horovod":
+        with_commits(folder, model, optimizer)
     else:
         with_replicas(folder, int(sys.argv[3]), model, optimizer)
 
@@ -106,6 +109,26 @@ def with_replicas(
         if (step := manager.current_step()) > before:
             note_step(folder, number, step, manager.num_participants())
             before = step
+
+
+def with_commits(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    (folder / f"pid.{hvd.rank()}").write_text(str(os.getpid()))
+    engine = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+    @hvd.elastic.run
+    def train(state: Any) -> None:
+        while True:
+            take_step(model, engine)
+            state.step += 1
+            if hvd.rank() == 0:
+                note_step(folder, 0, state.step, hvd.size())
+            if state.step % EVERY == 0:
+                state.commit()
+
+    train(hvd.elastic.TorchState(model=model, optimizer=engine, step=0))
 
 
 if __name__ == "__main__":

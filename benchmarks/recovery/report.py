@@ -20,7 +20,7 @@ def main() -> None:
             name,
             f"{sum(found is not None for found in all_found)} of {len(all_found)}",
             spread(all_found, "step_s"),
-            spread(all_found, "all_s" if "torchft" in name else "step_s"),
+            spread(all_found, "all_s" if any("all_s" in f for f in all_found if f) else "step_s"),
             spread(all_found, "lost", 0),
         ]
         for name, all_found in result["recoveries"].items()
