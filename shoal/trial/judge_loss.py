@@ -103,9 +103,10 @@ def _judged_in_float64(
     num_rows: int,
 ) -> LossVerdict | None:
     """Return the verdict in float64, or None if the function cannot compute in it."""
-    with models_in_float64(models), Untouched(models, compute_loss) as state:
+    with models_in_float64(models) as copy_of, Untouched(models, compute_loss) as state:
+        leaves = [copy_of(parameter) for parameter in parameters]
         try:
-            verdict = LossJudge(compute, parameters, state, num_rows).verdict(num_rows)
+            verdict = LossJudge(compute, leaves, state, num_rows).verdict(num_rows)
         except CannotTry:
             return None
     return verdict if verdict.kind in _ANSWERS else None

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import StrategyRefused, UsageError
 from shoal.testing import world
+from shoal.trial import judge_loss
 
 
 def steps(strategy: str, padded: bool, with_trials: bool = True) -> tuple[str, list[float]]:
@@ -222,6 +223,57 @@ def test_a_capacity_that_is_exceeded_later_is_refused_when_it_is(strategy: str) 
         assert losses == pytest.approx(expected, rel=1e-10)
         assert "compute_loss is no mean over samples" in refusal
         assert len(before) == 3, "the fourth step is the first that looks and is beyond it"
+
+
+class CountsRows(nn.Linear):
+    """Looks for rows, as experts do, so later steps try the model again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x[:, 0].isfinite().nonzero()[:, 0]
+        return super().forward(x[found])
+
+
+def count_float64_trials() -> list[str]:
+    """Return a list that gets an item in each trial that is judged again in float64."""
+    trials, judged = [], judge_loss._judged_in_float64
+
+    def counted(*args: Any) -> Any:
+        trials.append("float64")
+        return judged(*args)
+
+    judge_loss._judged_in_float64 = counted
+    return trials
+
+
+def rounded_steps(strategy: str) -> tuple[dict[str, Tensor], int]:
+    """Three steps in float32; from the second on, rank 0's gradients are mostly rounding.
+
+    Returns the weights, and the number of trials in float64.
+    """
+    torch.manual_seed(0)
+    trials = count_float64_trials()
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = CountsRows(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    x = torch.randn(3, 16, 6)
+    x[1:, :8] = torch.cat([x[1:, :4], -x[1:, :4] * (1 + 1e-5)], 1) * 3e3
+    batches = DataLoader(TensorDataset(x.flatten(0, 1)), batch_size=16)
+    model, optimizer, batches = run.prepare(model, optimizer, batches)
+    for (rows,) in batches:
+        run.forward_backward(lambda x: model(x).sum(1).mean(), rows)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.weights(), len(trials)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "ddp,allreduce=ring", "zero2"])
+def test_a_later_trial_in_float64_leaves_the_hooks_that_send_gradients(strategy: str) -> None:
+    expected, _ = rounded_steps("single")
+    ranks = world.run(2, rounded_steps, strategy)
+    assert [trials > 0 for _, trials in ranks] == [True, False]
+    for weights, _ in ranks:
+        for name, weight in weights.items():
+            assert torch.allclose(weight, expected[name], rtol=1e-3, atol=1e-5), name
 
 
 class RatioOfShards(TrustRatio):
