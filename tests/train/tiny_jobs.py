@@ -17,6 +17,7 @@ from torch import Tensor
 from shoal.comm.norm import full_tensor
 from shoal.config import read
 from shoal.config.job import Job
+from shoal.shm_backend.waiter import Waiter
 from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
 from shoal.train.loop import Training
 from shoal.train.run_directory import claim_for_all
@@ -167,15 +168,18 @@ def fills_the_disk(job: Job, steps: tuple[int, ...]) -> None:
 
 class Calls:
     """Counts the calls, Python's and C's, that this process makes in each part of a run; dies at
-    one of them.
+    one of them. Calls made while it waits for other ranks are a part of their own: a busy machine
+    has more of them.
 
     Args: part: "training" (within an epoch, but in no save) or "saving". point: dies at this call
     in it; 0 never."""
 
     def __init__(self, part: str = "", point: int = 0) -> None:
         self.part, self.point = part, point
-        self.counts = {"training": 0, "saving": 0}
+        self.counts = {"training": 0, "saving": 0, "waiting": 0}
         self._codes = {Training._epoch.__code__: "training", Checkpoints.save.__code__: "saving"}
+        for wait in (Waiter.until, Waiter.poll_for, Waiter.until_without_spinning):
+            self._codes[wait.__code__] = "waiting"
         self._inside: list[str] = []
 
     def watch(self, frame: FrameType, event: str, _: Any) -> None:
