@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.tree_map import tree_map
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def models_in_float64(models: Sequence[nn.Module]) -> Iterator[Callable[[Tensor]
     held = [
         (module, name, tensor)
         for module in modules
-        for tensors in (module._parameters, module._buffers)
+        for tensors in (own_parameters(module), own_buffers(module))
         for name, tensor in tensors.items()
         if tensor is not None and tensor.is_floating_point()
     ]
@@ -86,5 +87,6 @@ def _replace(module: nn.Module, name: str, tensor: Tensor) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         setattr(module, name, tensor)
         return
-    tensors: dict[str, Any] = module._parameters if name in module._parameters else module._buffers
+    own: dict[str, Any] = own_parameters(module)
+    tensors = own if name in own else own_buffers(module)
     tensors[name] = tensor
