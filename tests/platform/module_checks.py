@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.errors import UsageError
+
 
 def _replace_call(replace_call: Any) -> bool:
     layer, seen = nn.Linear(1, 1), []
