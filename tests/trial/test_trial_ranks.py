@@ -225,12 +225,25 @@ def test_a_capacity_that_is_exceeded_later_is_refused_when_it_is(strategy: str) 
         assert len(before) == 3, "the fourth step is the first that looks and is beyond it"
 
 
-class CountsRows(nn.Linear):
-    """Looks for rows, as experts do, so later steps try the model again."""
+BATCH = 16
+MARK = 3.0
+
+
+class RoundsParts(nn.Linear):
+    """Looks for rows, as experts do, so later steps try the model again.
+
+    Its float32 is off by a fixed amount on some of the marked rows, which float64 is not: the
+    rounding of kernels that choose their way by the number of rows, without a processor's help.
+    """
+
+    ERROR = 1e-3
 
     def forward(self, x: Tensor) -> Tensor:
         found = x[:, 0].isfinite().nonzero()[:, 0]
-        return super().forward(x[found])
+        out = super().forward(x[found])
+        is_part = len(x) not in (BATCH, BATCH // 2)  # of what one process, or one of two, is given
+        is_off = is_part and x.dtype is torch.float32 and bool((x[:, 1] == MARK).any())
+        return out * (1 + self.ERROR) if is_off else out
 
 
 def count_float64_trials() -> list[str]:
@@ -246,18 +259,18 @@ def count_float64_trials() -> list[str]:
 
 
 def rounded_steps(strategy: str) -> tuple[dict[str, Tensor], int]:
-    """Three steps in float32; from the second on, rank 0's gradients are mostly rounding.
+    """Three steps in float32; from the second on, the rows of rank 0 are marked.
 
     Returns the weights, and the number of trials in float64.
     """
     torch.manual_seed(0)
     trials = count_float64_trials()
     run = shoal.init(strategy, announce=lambda _: None)
-    model = CountsRows(6, 4)
+    model = RoundsParts(6, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    x = torch.randn(3, 16, 6)
-    x[1:, :8] = torch.cat([x[1:, :4], -x[1:, :4] * (1 + 1e-5)], 1) * 3e3
-    batches = DataLoader(TensorDataset(x.flatten(0, 1)), batch_size=16)
+    x = torch.randn(3, BATCH, 6)
+    x[1:, : BATCH // 2, 1] = MARK
+    batches = DataLoader(TensorDataset(x.flatten(0, 1)), batch_size=BATCH)
     model, optimizer, batches = run.prepare(model, optimizer, batches)
     for (rows,) in batches:
         run.forward_backward(lambda x: model(x).sum(1).mean(), rows)
@@ -273,7 +286,7 @@ def test_a_later_trial_in_float64_leaves_the_hooks_that_send_gradients(strategy:
     assert [trials > 0 for _, trials in ranks] == [True, False]
     for weights, _ in ranks:
         for name, weight in weights.items():
-            assert torch.allclose(weight, expected[name], rtol=1e-3, atol=1e-5), name
+            assert torch.allclose(weight, expected[name], rtol=1e-5, atol=1e-7), name
 
 
 class RatioOfShards(TrustRatio):
