@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-anywhere test-real affected test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -15,18 +15,38 @@ help:  ## List the targets.
 demo: $(VENV)/.demo  ## Train a real model on two processes, in about a minute; the same command again resumes.
 	$(BIN)/shoal train digits -n 2 --out runs/digits
 
-test: $(VENV)/.test lint  ## Run the everyday tests and `make lint`: what continuous integration runs.
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
+# Test processes share the cores with the ranks that they start. A run that takes longer than GOAL_S says
+# so, and one that takes LIMIT_S is ended.
+GOAL_S ?= 0
+LIMIT_S ?= 0
+EVERYDAY := -n auto --maxprocesses 8 --dist worksteal -m "not slow and not gpu"
+
+test: $(VENV)/.test  ## Run the everyday tests and `make lint` beside them: what continuous integration runs.
+	@$(BIN)/python -m compileall -q shoal tests  # hundreds of processes import them
+	$(BIN)/python -m tests.harness.run --beside "$(MAKE) -s lint" --goal-s $(GOAL_S) --limit-s $(LIMIT_S) $(EVERYDAY)
 
 # The oldest supported version: make test-torch TORCH=2.11.0. pip brings torchvision and torchao that suit it.
 TORCH ?= 2.15.0
 WITH_TORCH := build/torch-$(TORCH)
 
 test-torch: $(WITH_TORCH)/.test  ## Run the everyday tests with another torch, TORCH (default: 2.15.0).
-	$(WITH_TORCH)/bin/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not slow and not gpu"
+	$(WITH_TORCH)/bin/python -m tests.harness.run $(EVERYDAY)
 
-test-slow: $(VENV)/.test  ## Run the tests that take minutes.
-	$(BIN)/python -m pytest -m slow
+# Some of them: make test-slow TESTS=tests/train
+TESTS ?= tests
+
+test-slow: $(VENV)/.test  ## Run the tests that take minutes, in TESTS (default: all).
+	$(BIN)/python -m tests.harness.run -m slow $(TESTS)
+
+# Some of them: make test-anywhere SETTINGS="sums one-core"
+test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, and write the table: hours.
+	$(BIN)/python -m tests.harness.anywhere $(SETTINGS)
+
+test-real: $(VENV)/.test  ## Run the tests on real ssh servers, Slurm and Open MPI. As root.
+	.ci/run-real
+
+affected: $(VENV)/.test  ## Name the slow suites that guard what differs from main.
+	@$(BIN)/python -m tests.harness.affected
 
 # Each fault of the parameter servers 300 times: hours. Fewer: make test-faults TRIALS=20
 TRIALS ?= 300

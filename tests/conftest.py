@@ -1,14 +1,29 @@
-"""Ranks of test worlds are forked from a server that imports what stands here, once for all
-tests.
+"""Settings of all test processes.
+
+Ranks of test worlds are forked from a server that imports what stands here, once for all tests.
 """
 
+import gc
+import os
 import signal
+
+# Several test processes share the cores, and each may have several ranks. Threads of one that wait
+# for work keep a core busy. torch reads this when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import matplotlib.figure  # noqa: F401
+import pytest
 import torch.distributed.checkpoint  # noqa: F401
 
 import shoal.train.loop  # noqa: F401
+
+pytest_plugins = [
+    "tests.harness.leftovers",
+    "tests.harness.limits",
+    "tests.harness.order",
+    "tests.harness.skips",
+]
 
 # A shell's background jobs are started to ignore Ctrl-C, and what ignores it at its start goes on
 # to do so by design.
@@ -20,3 +35,9 @@ hypothesis.settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("shared machine")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Leave the thousands of collected tests out of each garbage collection from here on."""
+    gc.collect()
+    gc.freeze()

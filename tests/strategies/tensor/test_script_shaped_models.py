@@ -1,7 +1,6 @@
 """Models in the shapes that training scripts give them are divided, and train as on one device."""
 
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -123,21 +122,7 @@ def test_the_plan_of_a_script_names_heads_hidden_units_and_words(old: bool) -> N
     assert found["lm_head"] == found["transformer.wte"] == "vocabulary"
 
 
-@pytest.fixture
-def one_minute() -> Iterator[None]:
-    """End a test that would run for ever."""
-
-    def end(*_: object) -> None:
-        raise TimeoutError("the plan took more than a minute")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(60)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.usefixtures("one_minute")
+@pytest.mark.limit(60)
 def test_modules_that_a_forward_pass_makes_end_no_trace_for_ever() -> None:
     model = SlicedSequential()
     assert styles(model) == {"net.0": "column", "net.2": "row"}

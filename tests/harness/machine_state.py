@@ -1,0 +1,115 @@
+"""Names on this machine that a test could leave: what stands there now, kind by kind.
+
+Each kind has one function that returns the names of today; what is there after a run and was not
+there before it has been left behind. Other programs of the machine make names too, so the kinds
+that everybody uses count only those that Python, torch and Shoal choose.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CACHES = ("__pycache__/", ".pytest_cache/", ".mypy_cache/", ".ruff_cache/", ".hypothesis/")
+OURS_IN_SHARED_MEMORY = ("shoal", "torch_", "psm_", "pymp-", "sem.mp-")
+FIRST_SEEN = "SHOAL_TESTS_FIRST_SEEN"
+"""The file in which test processes note the test after which a shared name first was there."""
+STAYS = ("pytest-of-", "torchinductor_")
+"""Temporary directories that stay by design: pytest's, to look at, and compiled kernels."""
+OURS_IN_TEMPORARY = ("shoal", "pymp-")
+
+
+def network_namespaces() -> set[str]:
+    """Return the names that `ip netns` lists."""
+    return _names(Path("/run/netns"))
+
+
+def links() -> set[str]:
+    """Return the network interfaces."""
+    return _names(Path("/sys/class/net"))
+
+
+def mounts() -> set[str]:
+    """Return the directories on which something is mounted."""
+    table = Path("/proc/self/mountinfo")
+    lines = table.read_text().splitlines() if table.exists() else []
+    return {line.split()[4] for line in lines}
+
+
+def shared_memory() -> set[str]:
+    """Return the names in /dev/shm that are ours."""
+    return {name for name in _names(Path("/dev/shm")) if name.startswith(OURS_IN_SHARED_MEMORY)}
+
+
+def temporary_files() -> set[str]:
+    """Return all names in this run's temporary directory, and ours in those of the system.
+
+    Those of `STAYS` are left out.
+    """
+    own = Path(tempfile.gettempdir())
+    names = {own / name for name in _names(own) if not name.startswith(STAYS)}
+    for place in {Path("/tmp"), Path("/var/tmp")} - {own}:
+        names |= {place / name for name in _names(place) if name.startswith(OURS_IN_TEMPORARY)}
+    return set(map(str, names))
+
+
+def files_of_the_checkout() -> set[str]:
+    """Return what git calls changed, new or ignored, without caches."""
+    command = ["git", "status", "--porcelain", "--ignored"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()  # none outside of a checkout
+    return {line for line in lines if not line.endswith(CACHES)}
+
+
+SHARED: dict[str, Callable[[], set[str]]] = {
+    "network namespace": network_namespaces,
+    "network link": links,
+    "mount": mounts,
+    "shared memory": shared_memory,
+}
+KINDS: dict[str, Callable[[], set[str]]] = {
+    **SHARED,
+    "temporary file": temporary_files,
+    "file in the checkout": files_of_the_checkout,
+}
+
+
+def shared_names() -> list[str]:
+    """Return "KIND NAME" of what all processes of this machine see, and is quickly read."""
+    return [f"{kind} {name}" for kind, names in SHARED.items() for name in names()]
+
+
+def state() -> dict[str, set[str]]:
+    """Return the names of all kinds."""
+    return {kind: names() for kind, names in KINDS.items()}
+
+
+def left_since(before: dict[str, set[str]]) -> list[str]:
+    """Return "KIND NAME" of all that was not there before."""
+    return [
+        f"{kind} {name}" for kind, names in state().items() for name in sorted(names - before[kind])
+    ]
+
+
+def open_sockets() -> dict[int, str]:
+    """Return this process's sockets by descriptor, each by the kernel's name."""
+    found = {}
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:  # that of the listing itself
+            continue
+        if target.startswith("socket:"):
+            found[int(descriptor)] = target
+    return found
+
+
+def _names(directory: Path) -> set[str]:
+    try:
+        return set(os.listdir(directory))
+    except OSError:
+        return set()

@@ -1,0 +1,24 @@
+"""`pytest --order-seed N`: the tests in a random order, that of their files and inside of each."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--order-seed", type=int, help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--order-seed")
+    if seed is None:
+        return
+    # Fixtures of a module are made once, so its tests stay together. Every test process of xdist
+    # must find the same order.
+    generator = random.Random(seed)
+    files = sorted({item.path for item in items})
+    place = dict(zip(files, generator.sample(range(len(files)), len(files)), strict=True))
+    generator.shuffle(items)
+    items.sort(key=lambda item: place[item.path])

@@ -1,0 +1,149 @@
+"""The tests that only the slow suites run: the mechanism that each file of them guards.
+
+The first word is the folder or file of `shoal/` whose change asks for them; `make affected` prints
+the targets for what has changed. tests/project/test_suites.py keeps the list complete.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SlowCases(NamedTuple):
+    """The slow cases of one file of tests.
+
+    Attributes:
+        tests: the file, below tests/.
+        mechanism: folders and files below shoal/ that the cases guard.
+        what: what only they show.
+        target: of make; `test-slow` where the file is one of many.
+    """
+
+    tests: str
+    mechanism: str
+    what: str
+    target: str = "test-slow"
+
+
+FAULTS, COLLECTIVES, REAL = "test-faults", "test-collectives", "test-real"
+
+SLOW_CASES = tuple(
+    SlowCases(*row)
+    for row in (
+        ("bad_input/test_odd_commands.py", "cli config", "a thousand odd commands, as processes"),
+        ("behaviour/test_runs.py", "run strategies", "the texts of runs under every strategy"),
+        ("behaviour/test_saved.py", "run strategies", "the texts of saved states"),
+        ("cli/test_cli_refusals.py", "cli", "refusals that need ranks"),
+        ("data/test_sample_lists.py", "data", "lists of samples under every collate function"),
+        ("examples/test_examples.py", "run train", "each example on one process and on three"),
+        ("hosts/test_launch_on_hosts.py", "launch/hosts", "a launch over ssh that fails", REAL),
+        ("hosts/test_parted_hosts.py", "launch/hosts", "hosts that lose each other", REAL),
+        ("hosts/test_real_hosts.py", "launch/hosts", "agents on real ssh servers", REAL),
+        ("hosts/test_real_launches.py", "launch/hosts", "signals and ends over ssh", REAL),
+        ("hosts/test_real_runs.py", "launch/hosts train", "trained runs on three hosts", REAL),
+        ("hosts/test_scale_on_hosts.py", "launch/hosts", "a world that grows by a host", REAL),
+        ("hosts/test_separate_disks.py", "train/checkpoint", "hosts without a shared disk", REAL),
+        ("hosts/test_servers_on_hosts.py", "parameter_server", "servers on other hosts", REAL),
+        ("hosts/test_simulated_sessions.py", "launch/hosts", "20,000 schedules of lost lines"),
+        ("hosts/test_snapshots_on_hosts.py", "train", "snapshots in memory of hosts", REAL),
+        ("hosts/test_train_on_hosts.py", "launch/hosts train", "`shoal train --hosts`", REAL),
+        ("kubernetes/test_jobset.py", "launch/kubernetes", "a manifest run by processes"),
+        ("launch/test_hangs.py", "watchdog launch", "a rank that hangs in each phase"),
+        ("launch/test_helper_spawner.py", "launch", "a thousand helper processes"),
+        ("launch/test_local_launch.py", "launch", "a hundred ranks"),
+        ("launch/test_script_worlds.py", "launch/script_worlds.py", "worlds that scripts make"),
+        ("launch/test_under_launchers.py", "launch", "ranks under mpirun and srun", REAL),
+        ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
+        ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
+        ("run/test_captured_batch.py", "run", "losses that close over the batch"),
+        ("run/test_coupled_samples.py", "trial run", "losses of several samples"),
+        ("run/test_first_failure.py", "run comm", "the first error of many ranks"),
+        ("run/test_host_synchronisation.py", "run", "steps that never wait for the device"),
+        ("run/test_loop_watch.py", "run", "loops that mix rows"),
+        ("run/test_nonfinite_steps.py", "run", "NaN in each place under each strategy"),
+        ("run/test_outside_values.py", "run", "values that leave a step"),
+        ("run/test_pipeline_words.py", "run strategies/pipeline", "messages under pipelines"),
+        ("run/test_replica_check.py", "run", "bits that flip on one rank"),
+        ("run/test_thawed_layers.py", "run strategies", "layers thawed under each strategy"),
+        ("run/test_wrapping_optimizers.py", "run", "optimizers around optimizers"),
+        ("scripts/test_scripts.py", "run strategies trial", "scripts on two ranks", "scripts"),
+        ("scripts/test_transformers.py", "run strategies", "models of transformers, from scripts"),
+        ("security/test_listening_ports.py", "launch parameter_server", "who listens, and where"),
+        ("security/test_server_key_stays_secret.py", "parameter_server", "where the key may stand"),
+        ("shm_backend/test_backend_faults.py", "shm_backend", "a rank that dies", COLLECTIVES),
+        ("shm_backend/test_gloo_conformance.py", "shm_backend", "what Gloo answers to each call"),
+        ("shm_backend/test_messages.py", "shm_backend", "messages with any source"),
+        ("shm_backend/test_messages_faults.py", "shm_backend", "senders that die"),
+        ("shm_backend/test_native.py", "shm_backend", "compiled all-reduces", COLLECTIVES),
+        ("shm_backend/test_senders.py", "shm_backend", "many senders at once"),
+        ("shm_backend/test_torch_distributed_tests.py", "shm_backend", "torch's own tests"),
+        ("slurm/test_real_slurm.py", "launch/slurm", "jobs on a Slurm of four nodes", REAL),
+        ("strategies/ddp/test_compression.py", "comm/compression", "PowerSGD of full rank"),
+        ("strategies/ddp/test_ddp_any_step.py", "strategies/ddp", "steps that call what they like"),
+        ("strategies/ddp/test_named_algorithms.py", "comm/algorithms", "rings of four and five"),
+        ("strategies/ddp/test_single_message.py", "strategies/ddp", "one message on four ranks"),
+        ("strategies/pipeline/test_compiled_and_kept.py", "strategies/pipeline", "compiled stages"),
+        ("strategies/pipeline/test_layer_drop.py", "strategies/pipeline", "layers that drop out"),
+        ("strategies/pipeline/test_pipeline.py", "strategies/pipeline", "schedules on four ranks"),
+        (
+            *("strategies/pipeline/test_pipeline_any_function.py", "strategies/pipeline"),
+            "functions of any shape in stages",
+        ),
+        (
+            *("strategies/pipeline/test_pipeline_hugging_face.py", "strategies/pipeline"),
+            "models of transformers in stages",
+        ),
+        ("strategies/pipeline/test_rows_that_call_blocks.py", "strategies/pipeline", "rows"),
+        ("strategies/pipeline/test_three_axes.py", "strategies", "pipeline x tensor x data"),
+        ("strategies/server/test_server.py", "parameter_server", "staleness and accumulation"),
+        ("strategies/server/test_server_elastic.py", "parameter_server", "servers added", FAULTS),
+        ("strategies/server/test_server_faults.py", "parameter_server", "servers killed", FAULTS),
+        (
+            *("strategies/server/test_server_hostile_clients.py", "parameter_server/transport"),
+            *("strangers at a server's port", FAULTS),
+        ),
+        ("strategies/server/test_server_network.py", "parameter_server", "lost links", FAULTS),
+        ("strategies/server/test_server_sparse.py", "parameter_server", "sparse gradients"),
+        ("strategies/server/test_server_workers.py", "parameter_server", "dead workers", FAULTS),
+        ("strategies/tensor/test_script_shaped_models.py", "strategies/tensor", "plans that end"),
+        ("strategies/tensor/test_sequence_parallel.py", "strategies/tensor", "sequence slices"),
+        ("strategies/tensor/test_tensor_plan.py", "strategies/tensor", "plans on four ranks"),
+        ("strategies/tensor/test_tensor_runs.py", "strategies/tensor", "jobs on four ranks"),
+        ("strategies/tensor/test_tensor_user_plan.py", "strategies/tensor", "plans of users"),
+        ("strategies/test_bounded_gradients.py", "trial run", "hooks that clamp gradients"),
+        ("strategies/test_conformance.py", "strategies comm", "every cell of docs/verified.md"),
+        ("strategies/test_contract.py", "strategies", "strategies of other packages"),
+        ("strategies/test_hooks_of_scripts.py", "strategies run/guards", "hooks on parameters"),
+        ("strategies/test_mesh_dims.py", "comm strategies", "strategies along another axis"),
+        (
+            *("strategies/transforms/test_activation_checkpointing.py", "strategies/transforms"),
+            "recompute of shared layers",
+        ),
+        ("strategies/transforms/test_compile.py", "strategies/transforms", "torch.compile"),
+        ("strategies/zero/test_lockstep.py", "strategies/zero", "ranks that use other blocks"),
+        ("strategies/zero/test_zero_any_step.py", "strategies/zero", "steps of any shape"),
+        ("strategies/zero/test_zero_optimizers.py", "strategies/zero", "optimizers on shards"),
+        ("train/test_async_replay.py", "train parameter_server", "asynchronous runs done again"),
+        ("train/test_async_save.py", "train/checkpoint", "saves beside training, killed"),
+        ("train/test_builtin_jobs.py", "train config models", "the built-in jobs"),
+        ("train/test_ema.py", "train", "moving averages in shards"),
+        ("train/test_exact_evaluation.py", "train run", "evaluation on three ranks"),
+        ("train/test_full_disk.py", "train/checkpoint", "a disk that is full"),
+        ("train/test_kill.py", "train", "kills at each moment of a run"),
+        ("train/test_optimizer_in_backward_job.py", "train run", "steps inside of backward"),
+        ("train/test_recipe.py", "train", "recipes on three ranks"),
+        ("train/test_restarts.py", "launch train", "restarts after lost ranks"),
+        ("train/test_resume.py", "train", "every layout to every other"),
+        ("train/test_resume_compressed.py", "train comm/compression", "error feedback kept"),
+        ("train/test_resume_with_another_strategy.py", "train", "another strategy"),
+        ("train/test_snapshot_restarts.py", "train", "snapshots in memory"),
+        ("train/test_spoiled_checkpoints.py", "train/checkpoint", "each byte damaged"),
+        ("train/test_stop.py", "train launch", "signals at each moment"),
+        ("trial/test_trial_ranks.py", "trial", "trials under mixed strategies"),
+        ("trial/test_trials_in_stages.py", "trial strategies/pipeline", "trials in stages"),
+        ("verification/test_check_strategy.py", "verification", "strategies of other packages"),
+        ("verification/test_foreign_scripts.py", "verification", "scripts of other libraries"),
+        ("verification/test_script_verification.py", "verification", "scripts, whole"),
+        ("watchdog/test_hang_detector.py", "watchdog", "100,000 schedules of ranks"),
+    )
+)
