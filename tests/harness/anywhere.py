@@ -30,6 +30,7 @@ TEXTS = (
     *("bad_input", "behaviour", "cli", "config", "data", "doctor", "examples", "kubernetes"),
     *("launch", "platform", "plotting", "security", "slurm", "trace", "train"),
 )
+SUM_ORDER = str(Path(__file__).with_name("sum_order"))
 NOBODY = 65534
 
 
@@ -65,7 +66,10 @@ SETTINGS: dict[str, Setting] = {
     "sums": Setting(
         "another order of sums",
         NUMBERS,
-        {"PYTHONPATH": str(Path(__file__).with_name("sum_order"))},
+        {"PYTHONPATH": SUM_ORDER},
+    ),
+    "wide-sums": Setting(
+        "sums of float32 in float64", NUMBERS, {"PYTHONPATH": SUM_ORDER, "SHOAL_TEST_SUMS": "wide"}
     ),
     "aten-default": Setting(
         "`ATEN_CPU_CAPABILITY=default`", NUMBERS, {"ATEN_CPU_CAPABILITY": "default"}

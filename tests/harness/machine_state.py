@@ -14,30 +14,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CACHES = ("__pycache__/", ".pytest_cache/", ".mypy_cache/", ".ruff_cache/", ".hypothesis/")
+CACHES = (
+    "__pycache__/",
+    ".import_linter_cache/",
+    ".pytest_cache/",
+    ".mypy_cache/",
+    ".ruff_cache/",
+    ".hypothesis/",
+)
 OURS_IN_SHARED_MEMORY = ("shoal", "torch_", "psm_", "pymp-", "sem.mp-")
 FIRST_SEEN = "SHOAL_TESTS_FIRST_SEEN"
 """The file in which test processes note the test after which a shared name first was there."""
-STAYS = ("pytest-of-", "torchinductor_")
-"""Temporary directories that stay by design: pytest's, to look at, and compiled kernels."""
-OURS_IN_TEMPORARY = ("shoal", "pymp-")
+STAYS = ("pytest-of-", "torchinductor_", "pymp-", "shoal-proof-", "shoal-servers-")
+"""Names that may stay in the directory of a run and go with it: pytest's, compiled kernels, and
+what a process removes at its end unless a test has killed it.
+"""
+
+
+def is_root() -> bool:
+    """Return True if this process could make what only root can make."""
+    return os.geteuid() == 0
 
 
 def network_namespaces() -> set[str]:
     """Return the names that `ip netns` lists."""
-    return _names(Path("/run/netns"))
+    return _names(Path("/run/netns")) if is_root() else set()
 
 
 def links() -> set[str]:
     """Return the network interfaces."""
-    return _names(Path("/sys/class/net"))
+    return _names(Path("/sys/class/net")) if is_root() else set()
 
 
 def mounts() -> set[str]:
     """Return the directories on which something is mounted."""
     table = Path("/proc/self/mountinfo")
     lines = table.read_text().splitlines() if table.exists() else []
-    return {line.split()[4] for line in lines}
+    # The first `ip netns add` of a machine mounts this directory, for good.
+    return {line.split()[4] for line in lines if is_root()} - {"/run/netns"}
 
 
 def shared_memory() -> set[str]:
@@ -53,16 +67,18 @@ def temporary_files() -> set[str]:
     own = Path(tempfile.gettempdir())
     names = {own / name for name in _names(own) if not name.startswith(STAYS)}
     for place in {Path("/tmp"), Path("/var/tmp")} - {own}:
-        names |= {place / name for name in _names(place) if name.startswith(OURS_IN_TEMPORARY)}
+        ours = {name for name in _names(place) if name.startswith("shoal")}
+        # Another run of the tests may be there at the same time.
+        names |= {place / name for name in ours if not name.startswith("shoal-tests-")}
     return set(map(str, names))
 
 
 def files_of_the_checkout() -> set[str]:
-    """Return what git calls changed, new or ignored, without caches."""
+    """Return what git calls new or ignored, without caches. A person may edit files meanwhile."""
     command = ["git", "status", "--porcelain", "--ignored"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()  # none outside of a checkout
-    return {line for line in lines if not line.endswith(CACHES)}
+    return {line for line in lines if line.startswith(("??", "!!")) and not line.endswith(CACHES)}
 
 
 SHARED: dict[str, Callable[[], set[str]]] = {

@@ -3,20 +3,25 @@
     a matrix product, a convolution, a sum      two halves of what is summed, then their sum
     a norm, a softmax, a loss over rows         the elements from the last to the first
 
+With SHOAL_TEST_SUMS=wide they add float32 in float64 instead: what kernels do that lose less.
+
 The kernels of ATen are replaced below autograd, so backward passes and other threads have them too.
-No result changes by more than rounding. A test that passes only in one of the two orders has a
-number in it that belongs to the processor on which it was written.
+No result changes by more than rounding. A test that passes only with the usual sums has a number
+in it that belongs to the processor on which it was written.
 """
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+VARIABLE = "SHOAL_TEST_SUMS"
 Kernel = Callable[..., Any]
 CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _library: list[torch.library.Library] = []
@@ -28,13 +33,36 @@ def replace_kernels() -> None:
     _library.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "Overriding a previously registered kernel"
+        is_wide = os.environ.get(VARIABLE) == "wide"
         for name, make in KERNELS.items():
-            library.impl(name, make(_kernel(name)), "CPU")
+            original = _kernel(name)
+            library.impl(name, _wide(original) if is_wide else make(original), "CPU")
 
 
 def _kernel(name: str) -> Kernel:
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
     return lambda *args, **more: kernel.call_boxed(CPU, *args, **more)
+
+
+def _wide(original: Kernel) -> Kernel:
+    """Return the kernel with float32 arguments, and none of any other precision, in float64."""
+
+    def wide(*args: Any, **more: Any) -> Any:
+        tensors = [value for value in args if isinstance(value, Tensor)]
+        if not any(value.dtype is torch.float32 for value in tensors) or "dtype" in more:
+            return original(*args, **more)
+        found = original(*tree_map_only(Tensor, _to_float64, args), **more)
+        return tree_map_only(Tensor, _to_float32, found)
+
+    return wide
+
+
+def _to_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype is torch.float32 else tensor
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.float64 else tensor
 
 
 def _halves(tensor: Tensor, dimension: int) -> tuple[Tensor, Tensor]:
