@@ -129,6 +129,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
         # What one process leaves there is not to be taken for what another one does.
         own = tempfile.mkdtemp(prefix="process-")
+        os.chmod(own, 0o755)
         os.environ["TMPDIR"] = tempfile.tempdir = own
         # After multiprocessing has removed its own directory (priority -100).
         util.Finalize(None, shutil.rmtree, (own, True), exitpriority=-200)

@@ -45,6 +45,7 @@ def main() -> int:
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     directory = Path(tempfile.mkdtemp(prefix="shoal-tests-"))
+    directory.chmod(0o755)  # tests of other users' files go through it, as through /tmp
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     first_seen = directory / "pytest-of-all.first-seen"
     first_seen.touch()
