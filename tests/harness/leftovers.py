@@ -1,7 +1,7 @@
 """Each test leaves nothing: what is found after it and was not there before it fails it by name.
 
-Looked at after every test: processes below this one, sockets that this process has open, and names
-in this process's directory for temporary files. What fixtures of a wider scope hold is there before
+Looked at after every test: processes below this one, sockets at which this process listens, and
+names in this process's directory for temporary files. What fixtures of a wider scope hold is there before
 the test and after it, and is looked at once more at the end of the test process. `run` looks at
 what all test processes share: mounts, links, network namespaces, shared memory, the checkout.
 
@@ -10,6 +10,7 @@ The servers that ranks are forked from end with the process.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -52,7 +53,7 @@ def held_now() -> Held:
     files = {path for path in Path(tempfile.gettempdir()).iterdir() if str(path) != own}
     return Held(
         frozenset(set(processes) - servers),
-        frozenset(machine_state.open_sockets().values()),
+        frozenset(machine_state.listening_sockets()),
         frozenset(str(path) for path in files if not path.name.startswith(machine_state.STAYS)),
     )
 
@@ -107,6 +108,7 @@ class Leftovers:
     def _judge(self) -> None:
         limit_s = time.monotonic() + WAIT_S
         while (left := held_now().since(self.before)) and time.monotonic() < limit_s:
+            gc.collect()  # a socket in a cycle of objects is open until then
             time.sleep(0.05)
         lines = [f"{name}, by {self.first_seen.get(name, 'a fixture')}" for name in left]
         now = held_now()

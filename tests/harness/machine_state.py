@@ -111,16 +111,24 @@ def left_since(before: dict[str, set[str]]) -> list[str]:
     ]
 
 
-def open_sockets() -> dict[int, str]:
-    """Return this process's sockets by descriptor, each by the kernel's name."""
-    found = {}
+def listening_sockets() -> set[str]:
+    """Return the sockets at which this process listens, by the kernel's names."""
+    inodes = set()
+    for table, state, inode, listens in (
+        *(("tcp", 3, 9, "0A"), ("tcp6", 3, 9, "0A")),
+        ("unix", 3, 6, "00010000"),  # the flag __SO_ACCEPTCON
+    ):
+        path = Path("/proc/self/net", table)
+        rows = path.read_text().splitlines()[1:] if path.exists() else []
+        inodes |= {row.split()[inode] for row in rows if row.split()[state] == listens}
+    found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:  # that of the listing itself
             continue
-        if target.startswith("socket:"):
-            found[int(descriptor)] = target
+        if target.startswith("socket:[") and target[8:-1] in inodes:
+            found.add(target)
     return found
 
 
