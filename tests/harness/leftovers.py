@@ -1,9 +1,9 @@
 """Each test leaves nothing: what is found after it and was not there before it fails it by name.
 
 Looked at after every test: processes below this one, sockets at which this process listens, and
-names in this process's directory for temporary files. What fixtures of a wider scope hold is there before
-the test and after it, and is looked at once more at the end of the test process. `run` looks at
-what all test processes share: mounts, links, network namespaces, shared memory, the checkout.
+names in this process's directory for temporary files. Fixtures of a module may hold some of it
+until the module's last test is over. `run` looks at what all test processes share: mounts, links,
+network namespaces, shared memory, the checkout.
 
 The servers that ranks are forked from end with the process.
 """
