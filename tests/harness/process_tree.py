@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
 from collections.abc import Collection
 from pathlib import Path
 
-PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 END_S = 5.0
-
-
-def adopt_orphans() -> None:
-    """Become the parent of processes below this one whose own parent ends. Linux only."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def children(pid: int) -> list[int]:

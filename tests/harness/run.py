@@ -25,6 +25,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from shoal.platform.processes import adopt_orphans
 from tests.harness import machine_state, process_tree
 
 NEAR = 0.8  # of the goal, from which on a run says that it comes near to it
@@ -40,7 +41,7 @@ def main() -> int:
     parser.add_argument("--goal-s", type=float, default=0.0, help="say so if it comes near to it")
     parser.add_argument("--limit-s", type=float, default=0.0, help="end the run after this time")
     options, arguments = parser.parse_known_args()
-    process_tree.adopt_orphans()
+    adopt_orphans()
     # Compiled kernels are worth keeping from one run to the next.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
