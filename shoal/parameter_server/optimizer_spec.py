@@ -13,11 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import StrategyRefused
-
-ELEMENTWISE_OPTIMIZERS = (
-    "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam",
-    "RMSprop", "Rprop",
-)  # fmt: skip
+from shoal.optim.traits import ELEMENTWISE_OPTIMIZERS, declaration, is_elementwise
 
 Setting = float | int | bool | None | list[float]
 Settings = dict[str, Setting]
@@ -60,14 +56,12 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
             not declare that it does.
     """
     kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE_OPTIMIZERS
-    if not is_known and not getattr(kind, "elementwise", False):
+    if not is_elementwise(kind):
         raise StrategyRefused(
             f"{kind.__name__} cannot run on parameter servers: they hold pieces of parameters, and "
             "only an optimizer "
             "that treats every number by itself gives the same result on pieces. Use one of "
-            f"{', '.join(ELEMENTWISE_OPTIMIZERS)}; "
-            "one of your own that does so says it by a class attribute: elementwise = True."
+            f"{', '.join(ELEMENTWISE_OPTIMIZERS)}. {declaration(kind, 'elementwise')}".rstrip()
         )
     return OptimizerSpec(kind, [settings_of(group) for group in optimizer.param_groups])
 

@@ -7,24 +7,20 @@ every trainable parameter must be in exactly one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
+from shoal.optim.traits import declaration, is_elementwise, is_parameterwise
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
-from shoal.trial import (
-    optimizer_is_elementwise,
-    optimizer_steps_parameters_alone,
-    optimizer_steps_shards,
-)
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -34,9 +30,7 @@ NEED_FULL_TENSORS = {
     "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
     "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
-"""Optimizers of torch that fail on shards in their first step, with the reason. Others that need
-whole tensors are found by a trial.
-"""
+"""Optimizers of torch that fail on shards in their first step, with the reason."""
 
 FUSED_TAKES_NO_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernels fail on shards; those of Adam and AdamW take them."""
@@ -97,10 +91,7 @@ def cut_parameter_state(
 
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """Raise StrategyRefused if a step of shards would not be the step of the full parameters.
-
-    Collective.
-    """
+    """Raise StrategyRefused if a step of shards may not be the step of the full parameters."""
     _check_foreach(optimizer, owned)
     kind = type(optimizer)
     sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
@@ -118,54 +109,37 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
             "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
             "shoal.optim.adamw8bit, or ddp."
         )
-    reason = _reason_for_full_tensors(optimizer, [*owned.values()])
+    reason = _reason_for_full_tensors(optimizer)
     if reason:
         raise StrategyRefused(
             f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
-            "Use ddp, or another optimizer such as AdamW."
+            f"{declaration(kind, 'elementwise')}Use ddp, or another optimizer such as AdamW."
         )
 
 
 def check_steps_stages(optimizer: Optimizer) -> None:
-    """Raise StrategyRefused if steps of some layers would not be those of the whole model's.
-
-    Not collective: the answer is the same on all ranks.
-    """
-    answer = optimizer_steps_parameters_alone(optimizer)
-    if answer.is_elementwise is False:
-        raise StrategyRefused(
-            f"{type(optimizer).__name__} cannot step the stages of a pipeline one by one: "
-            f"{answer.reason}, and no rank has all parameters. Use ddp, or another optimizer such "
-            "as AdamW."
-        )
+    """Raise StrategyRefused if steps of some layers may not be those of the whole model's."""
+    kind = type(optimizer)
+    if is_parameterwise(kind) or isinstance(optimizer, QuantizedOptimizer):
+        return
+    raise StrategyRefused(
+        f"{kind.__name__} cannot step the stages of a pipeline one by one: it may look at all "
+        "parameters together, such as at the norm of all gradients, and no rank has all of them. "
+        f"{declaration(kind, 'parameterwise')}Use ddp, or another optimizer such as AdamW."
+    )
 
 
-def _reason_for_full_tensors(optimizer: Optimizer, owned: Sequence[Tensor]) -> str:
-    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those.
-
-    Collective where halves of tensors alone do not answer it.
-    """
+def _reason_for_full_tensors(optimizer: Optimizer) -> str:
+    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those."""
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         return NEED_FULL_TENSORS[kind.__name__]
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
     if is_fused and kind in FUSED_TAKES_NO_SHARDS:
         return "torch's fused=True takes no shards of it; without it, it does"
-    dims = {dim for p in owned if _is_sharded(p) for dim in _sharded_dims(p)}
-    for dim in sorted({min(dim, 1) for dim in dims}):
-        answer = optimizer_is_elementwise(optimizer, dim)
-        if answer.is_elementwise is False:
-            together = optimizer_steps_shards(optimizer, owned)
-            reasons = filter(None, (answer.reason, together.reason))
-            return "" if together.is_elementwise else ", and ".join(reasons)
-    return ""
-
-
-def _sharded_dims(parameter: Tensor) -> Iterator[int]:
-    """Yield the dimensions that a parameter is cut along."""
-    if isinstance(parameter, DTensor):
-        for axis in parameter.placements:
-            yield axis.dim if isinstance(axis, Shard) else 0
+    if is_elementwise(kind) or isinstance(optimizer, QuantizedOptimizer):
+        return ""
+    return "it may look at whole tensors, such as at their norms"
 
 
 def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:

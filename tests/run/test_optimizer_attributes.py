@@ -16,6 +16,8 @@ from shoal.testing import world
 class ByPosition(Optimizer):
     """Keeps the momentum of each parameter in a list, in the order of parameters."""
 
+    elementwise = True
+
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
         self.momentum = [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
@@ -29,6 +31,8 @@ class ByPosition(Optimizer):
 
 class OwnList(Optimizer):
     """Steps a list of parameters that it made when it was built."""
+
+    elementwise = True
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

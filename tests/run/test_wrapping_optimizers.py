@@ -17,6 +17,8 @@ from shoal.testing import world
 class Lookahead(Optimizer):
     """Every second step goes half of the way; as written before torch's optimizers had hooks."""
 
+    elementwise = True
+
     def __init__(self, optimizer: Optimizer) -> None:  # without super().__init__(), as usual
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups

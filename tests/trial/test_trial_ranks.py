@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_elementwise import TrustRatio
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import UsageError
 from shoal.testing import world
 from shoal.trial import judge_loss
 
@@ -287,52 +285,3 @@ def test_a_later_trial_in_float64_leaves_the_hooks_that_send_gradients(strategy:
     for weights, _ in ranks:
         for name, weight in weights.items():
             assert torch.allclose(weight, expected[name], rtol=1e-5, atol=1e-7), name
-
-
-class RatioOfShards(TrustRatio):
-    """Looks at what this rank holds of a tensor, as fused kernels do."""
-
-    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        parameter, gradient = (
-            t.to_local() if isinstance(t, DTensor) else t for t in (parameter, gradient)
-        )
-        return super().update(parameter, gradient)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                step = self.update(parameter, parameter.grad * group["scale"])
-                held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                held.sub_(step, alpha=group["lr"])
-
-
-def step_by_norms(strategy: str, kind: type[TrustRatio]) -> tuple[str, dict[str, Tensor]]:
-    """Two steps by norms of whole tensors. Returns why it was refused, or the weights."""
-    torch.manual_seed(0)
-    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)).double()
-    try:
-        model, optimizer = run.prepare(model, kind(model.parameters(), 0.1, 2.0))
-    except StrategyRefused as error:
-        return str(error), {}
-    for _ in range(2):
-        batch = run.share(torch.arange(30.0).reshape(5, 6).double().sin())
-        run.forward_backward(lambda x: model(x).square().mean(), batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    return "", run.weights()
-
-
-def steps_by_norms(strategy: str) -> list[Any]:
-    return [step_by_norms(strategy, kind) for kind in (TrustRatio, RatioOfShards)]
-
-
-@pytest.mark.parametrize("strategy", ["zero3"])
-def test_an_optimizer_is_refused_that_looks_at_what_a_rank_holds(strategy: str) -> None:
-    _, expected = step_by_norms("single", TrustRatio)
-    for (error, weights), (refusal, _) in world.run(2, steps_by_norms, strategy):
-        assert error == ""
-        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
-        assert "RatioOfShards cannot step the shards of" in refusal
-        assert "so it looks at whole tensors. Use ddp" in refusal
