@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-anywhere test-real affected test-faults test-collectives test-gpu lint verified scripts mutants house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-anywhere test-real affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -107,6 +107,12 @@ scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script unde
 
 mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: a minute or two on two idle cores.
 	$(BIN)/python -m tests.mutants.report docs/mutants.json
+
+# Some of them: make ablation CHECKS="'kept numbers'" (hours for all)
+CHECKS ?=
+
+ablation: $(VENV)/.test  ## Switch each check off in turn, run all scripts, and write docs/checks.md: hours.
+	$(BIN)/python -m tests.ablation.report docs/checks.md $(CHECKS)
 
 house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
 	$(BIN)/python -m tests.conventions.source_numbers

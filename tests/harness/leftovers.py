@@ -128,8 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
     is_distributor = bool(getattr(config.option, "numprocesses", None))
     if not os.path.isdir("/proc/self/task") or is_distributor:
         return
-    if hasattr(config, "workerinput"):
-        # What one process leaves there is not to be taken for what another one does.
+    if hasattr(config, "workerinput") or machine_state.FIRST_SEEN not in os.environ:
+        # What other processes leave in a directory is not to be taken for what this one does.
         own = tempfile.mkdtemp(prefix="process-")
         os.chmod(own, 0o755)
         os.environ["TMPDIR"] = tempfile.tempdir = own

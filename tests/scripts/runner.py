@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import shoal
 from shoal.errors import CollectiveFailed, LaunchError, ShoalError
-from shoal.run import init_with_place
 from shoal.testing import world
+from tests.ablation.checks import WITHOUT, switch_off
 from tests.scripts.script import Result, Script, script_named
 
 SCRIPT_S = float(os.environ.get("SCRIPT_S", "40"))
@@ -144,6 +145,7 @@ def reference(name: str) -> Result:
 
 def _run_scripts(names: Sequence[str], layout: Layout, folder: Path) -> None:
     """Run scripts one after the other on this rank, until one does not end well on every rank."""
+    switch_off(os.environ.get(WITHOUT, ""))
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -178,7 +180,7 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
     watchdog.start()
     torch.manual_seed(0)
     try:
-        run = init_with_place(
+        run = shoal.init(
             layout.strategy, accumulate=layout.accumulate, precision="fp64", announce=notes.append
         )
         losses, weights = script_named(name).with_shoal(run)

@@ -81,7 +81,14 @@ def pretrained() -> dict[str, type[Script]]:
 
 def script_named(name: str) -> type[Script]:
     """Return a script; those of transformers are looked up without the others."""
-    return pretrained()[name] if name.startswith("Hf") else catalog()[name]
+    if name.startswith("Hf"):
+        return pretrained()[name]
+    return catalog().get(name) or loops()[name]
+
+
+def loops() -> dict[str, type[Script]]:
+    """Return scripts that leave out what Shoal must be told: what a check has to find."""
+    return _scripts_of("tests.ablation.loops")
 
 
 def _scripts_of(module: str) -> dict[str, type[Script]]:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
+from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.run.guards.call_site import call_site
@@ -156,20 +157,27 @@ def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:
     for model in guarded.models.values():
         for module in model.modules():
             if own_parameters(module) or own_buffers(module):
-                yield module.register_load_state_dict_pre_hook(ModuleHook(_cut_weights))
+                hook = ModuleHook(partial(_cut_weights, guarded))
+                yield module.register_load_state_dict_pre_hook(hook)
 
 
-def _cut_weights(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _cut_weights(
+    guarded: GuardedModels, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Replace full tensors by this rank's shards, and by nothing where another rank has them."""
+    given_values: list[Tensor] = []
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
             given = state.get(prefix + name)
             if tensor is None or not isinstance(given, Tensor) or given.shape != tensor.shape:
                 continue
+            given_values.append(given)
             if tensor.is_meta:
                 state[prefix + name] = tensor.detach()
             else:
                 state[prefix + name] = shard_like(given, tensor)
+    if not is_access_by_shoal():
+        guarded.phase.note_loaded("weights", given_values)
 
 
 def cut_given_optimizer_state(guarded: GuardedModels) -> Iterator[Removable]:
@@ -194,6 +202,7 @@ def _cut_optimizer_state(
     """Return the state of the parameters that this rank owns, counted as this optimizer counts."""
     if is_access_by_shoal() or len(state["param_groups"]) != len(names):
         return None
+    guarded.phase.note_loaded("optimizer state", tensors_in(state["state"]))
     owned = guarded.local_model.trainable_params
     for index, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
         if len(group["params"]) != len(members):

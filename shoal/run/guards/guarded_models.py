@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
+from shoal.run.tensor_digest import tensor_digest
 from shoal.strategies.base import LocalModel
 
 
@@ -28,12 +29,15 @@ class StepPhase:
         in_passes: the passes of `forward_backward` run now.
         in_edit: the user changes weights within `run.edit()`.
         has_gradients: `forward_backward` was called since the last step of an optimizer.
+        loaded: what the script has loaded by `load_state_dict` since ranks have compared it:
+            "weights" or "optimizer state" -> digest of the values, in the order of the calls.
     """
 
     def __init__(self) -> None:
         self.in_passes = False
         self.in_edit = False
         self.has_gradients = False
+        self.loaded: dict[str, int] = {}
         self._depth = 0  # such contexts may lie in one another
 
     def __enter__(self) -> None:
@@ -43,6 +47,11 @@ class StepPhase:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         self.in_passes = self._depth > 0
+
+    def note_loaded(self, kind: str, values: Iterable[Tensor]) -> None:
+        """Note full values that the script has loaded on this rank, for `loaded`."""
+        digests = [int(tensor_digest(value)) for value in values]
+        self.loaded[kind] = hash((self.loaded.get(kind, 0), *digests))
 
 
 @dataclass(frozen=True, eq=False)

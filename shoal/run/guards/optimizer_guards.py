@@ -2,6 +2,7 @@
 
 foreign optimizers   were not prepared, and hold prepared parameters
 numbers of groups    such as learning rates must be the same on all ranks
+loaded values        must be the same on all ranks: load_state_dict by one rank loads its part alone
 batches              must have been shares of the same global batches
 weights              must be the same on the ranks that hold the same part of the model
 
@@ -141,19 +142,38 @@ class _GroupComparison:
             self._compare(optimizer)
 
     def _compare(self, optimizer: Optimizer) -> None:
-        own = json.dumps([group_settings(optimizer), self._batches.places])
+        loaded = self._guarded.phase.loaded
+        own = json.dumps([group_settings(optimizer), self._batches.places, loaded])
         texts = self._mesh.all_gather_str(own)
-        groups, places = json.loads(texts[0])
+        groups, places, loaded_by_first = json.loads(texts[0])
         for rank, text in enumerate(texts):
             if text == texts[0]:
                 continue
-            other_groups, other_places = json.loads(text)
+            other_groups, other_places, loaded_by_other = json.loads(text)
             if other_groups != groups:
                 raise UsageError(_describe(groups, rank, other_groups))
+            if loaded_by_other != loaded_by_first:
+                raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
             if fact := difference(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
                 raise UsageError(f"{fact}{call_site()}. {CURE}")
+        loaded.clear()
         if self._with_weights:
             check_equal_weights(self._guarded)
+
+
+def _describe_loaded(first: dict[str, int], rank: int, other: dict[str, int]) -> str:
+    """Return what rank 0 and another rank have loaded differently."""
+    kind = next(kind for kind in (*first, *other) if first.get(kind) != other.get(kind))
+    if kind in first and kind in other:
+        fact = f"rank 0 and rank {rank} have loaded different {kind}"
+    else:
+        loader, idle = (0, rank) if kind in first else (rank, 0)
+        fact = f"rank {loader} has loaded {kind} and rank {idle} has not"
+    return (
+        f"load_state_dict: {fact} since the step before, noticed{call_site() or ' now'}. Each rank "
+        "keeps its own part of what it loads: call load_state_dict on all ranks, with the same "
+        "values."
+    )
 
 
 def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:

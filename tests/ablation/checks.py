@@ -1,0 +1,263 @@
+"""Every check of a run, with its files, what it is for, and how an ablation switches it off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, NamedTuple
+
+WITHOUT = "SHOAL_TEST_WITHOUT"
+"""The variable that names the check which the ranks of a test switch off."""
+
+GUARDS, TRIAL, RUN = "shoal.run.guards", "shoal.trial", "shoal.run"
+
+
+class Check(NamedTuple):
+    """A check of a run.
+
+    Attributes:
+        files: modules that only this check needs.
+        decides: what it finds or mends.
+        off: replaces it by nothing in this process.
+    """
+
+    files: tuple[str, ...]
+    decides: str
+    off: Callable[[], None]
+
+
+def replaced(path: str, value: Any) -> Callable[[], None]:
+    """Return a function that sets an attribute: `module:name` or `module:Class.name`."""
+
+    def replace() -> None:
+        module, _, names = path.partition(":")
+        holder: Any = import_module(module)
+        *parents, name = names.split(".")
+        for parent in parents:
+            holder = getattr(holder, parent)
+        assert hasattr(holder, name), path
+        setattr(holder, name, value)
+
+    return replace
+
+
+def without_guard(name: str) -> Callable[[], None]:
+    """Return a function that leaves out a guard that yields handles."""
+    return replaced(f"{GUARDS}.guards:{name}", lambda *_: ())
+
+
+def all_of(*each: Callable[[], None]) -> Callable[[], None]:
+    def switch_all_off() -> None:
+        for off in each:
+            off()
+
+    return switch_all_off
+
+
+class _NoWatch:
+    """Stands in for a guard that is told of steps."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_: None
+
+
+@contextmanager
+def _no_notes(*_: Any) -> Iterator[None]:
+    yield
+
+
+def _same(_: Any, batch: Any, *__: Any) -> Any:
+    return batch
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+CHECKS = {
+    "trial of the loss": Check(
+        (TRIAL, f"{RUN}.step_trials"),
+        "a loss that is no mean over samples",
+        replaced(f"{RUN}.step_trials:StepTrials.before_step", _same),
+    ),
+    "later trials": Check(
+        (f"{TRIAL}.recorded_outputs",),
+        "a loss that becomes coupled after the first step",
+        replaced(f"{TRIAL}.loss_trial:LossTrial._watching", lambda self, b, _: b.compute_loss),
+    ),
+    "trial in float64": Check(
+        (f"{TRIAL}.float64_models",),
+        "rounding that looks like coupling",
+        replaced(f"{TRIAL}.judge_loss:_judged_in_float64", _nothing),
+    ),
+    "trial of bounded gradients": Check(
+        (f"{TRIAL}.bounded_gradients",),
+        "hooks that clamp gradients by an absolute number",
+        replaced(f"{TRIAL}.judge_loss:bounded_leaves", lambda *_: set()),
+    ),
+    "trial of stages": Check(
+        (f"{TRIAL}.staged_outputs",),
+        "a loss under a pipeline that becomes coupled",
+        replaced(f"{RUN}.step_trials:StepTrials._try_stages", _nothing),
+    ),
+    "watch of the loop": Check(
+        (
+            *(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),
+            *(f"{TRIAL}.lifted_values", f"{TRIAL}.loop_draws"),
+        ),
+        "samples that the loop computes from other samples of a rank",
+        replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
+    ),
+    "note on samples from NumPy": Check(
+        (f"{TRIAL}.lifted_values",),
+        "samples whose origin is not seen",
+        replaced(f"{RUN}.loop_watch:LIFTED", ""),
+    ),
+    "note on draws in the loop": Check(
+        (f"{TRIAL}.loop_draws",),
+        "random numbers of the loop",
+        all_of(
+            replaced(f"{RUN}.loop_watch:DRAWN", ""),
+            replaced(f"{RUN}.loop_watch:HOST_DRAWN", ""),
+        ),
+    ),
+    "outside values": Check(
+        (f"{RUN}.outside_values", f"{TRIAL}.used_values"),
+        "numbers beside the batch that ranks do not share",
+        all_of(
+            replaced(f"{RUN}.outside_values:OutsideValues.watch", lambda self, loss, _: loss),
+            replaced(f"{RUN}.outside_values:OutsideValues.compare", _nothing),
+        ),
+    ),
+    "kept numbers": Check(
+        (f"{RUN}.kept_numbers", f"{RUN}.kept_tensors", f"{RUN}.places"),
+        "counters of a script that each micro-batch would increment",
+        replaced(f"{RUN}.kept_numbers:KeptNumbers.begin_step", _same),
+    ),
+    "captured batch": Check(
+        (f"{RUN}.captured_batch",),
+        "a tensor of the whole batch that the loss reads from around it: the words of the error",
+        replaced(f"{RUN}.run:explained_error", lambda error, *_: error),
+    ),
+    "notes of the first step": Check(
+        (f"{RUN}.first_step_notes",),
+        "random numbers and buffers of layers",
+        replaced(f"{RUN}.training_step:noting_first_step", _no_notes),
+    ),
+    "given weights": Check(
+        (), "load_state_dict of full weights on shards", without_guard("cut_given_weights")
+    ),
+    "given optimizer state": Check(
+        (), "load_state_dict of optimizers", without_guard("cut_given_optimizer_state")
+    ),
+    "state requests": Check(
+        (f"{GUARDS}.full_state",),
+        "state_dict() of a part",
+        without_guard("guard_state_requests"),
+    ),
+    "saved modules": Check(
+        (f"{GUARDS}.saved_modules",),
+        "torch.save(model)",
+        without_guard("guard_saved_modules"),
+    ),
+    "clipping": Check(
+        (f"{GUARDS}.grad_clipping",),
+        "torch's clipping of gradients",
+        without_guard("guard_clipping"),
+    ),
+    "loss scaling": Check(
+        (f"{GUARDS}.grad_scaling",), "torch's GradScaler", without_guard("guard_grad_scalers")
+    ),
+    "partial numbers": Check((), "norms of parts by hand", without_guard("guard_partial_numbers")),
+    "mixed shards": Check(
+        (f"{GUARDS}.mixed_shards",),
+        "arithmetic of shards and whole tensors",
+        without_guard("guard_mixed_shards"),
+    ),
+    "new tensors": Check(
+        (f"{GUARDS}.new_tensors",),
+        "new_zeros of a shard",
+        without_guard("guard_new_tensors"),
+    ),
+    "drawn shards": Check(
+        (f"{GUARDS}.drawn_shards",), "randn_like of a shard", without_guard("guard_drawn_shards")
+    ),
+    "copies of models": Check((), "deepcopy of shards", without_guard("guard_model_copies")),
+    "absent weights": Check(
+        (f"{GUARDS}.absent_weights",),
+        "weights of other stages",
+        without_guard("guard_absent_weights"),
+    ),
+    "borrowed weights": Check(
+        (f"{GUARDS}.borrowed_weights",),
+        "functional_call",
+        without_guard("guard_functional_call"),
+    ),
+    "foreign optimizers": Check(
+        (), "optimizers that were not prepared", without_guard("guard_foreign_optimizers")
+    ),
+    "copies of optimizers": Check(
+        (), "deepcopy of an optimizer", without_guard("guard_optimizer_copies")
+    ),
+    "groups of stages": Check(
+        (f"{GUARDS}.stage_groups",),
+        'group["params"] under a pipeline',
+        without_guard("guard_stage_groups"),
+    ),
+    "backward passes": Check(
+        (f"{GUARDS}.backward_hooks",),
+        "loss.backward() outside of a step",
+        without_guard("guard_backward"),
+    ),
+    "agreement of ranks": Check(
+        (),
+        "learning rates, batches, loaded values and weights that differ between ranks",
+        without_guard("guard_group_numbers"),
+    ),
+    "equal weights": Check(
+        (f"{GUARDS}.equal_weights",),
+        "weights that a script writes on one rank",
+        all_of(
+            replaced(f"{GUARDS}.optimizer_guards:check_equal_weights", _nothing),
+            replaced(f"{GUARDS}.guards:check_equal_weights", _nothing),
+        ),
+    ),
+    "absent gradients": Check(
+        (f"{GUARDS}.absent_gradient",),
+        "gradients that are elsewhere",
+        replaced(
+            f"{GUARDS}.guards:AbsentGradients",
+            type(
+                "Off",
+                (_NoWatch,),
+                {
+                    "hide_in_steps": lambda *_: (),
+                },
+            ),
+        ),
+    ),
+    "written weights": Check(
+        (f"{GUARDS}.weight_writes",),
+        "weights written under servers",
+        replaced(f"{GUARDS}.guards:WeightWatch", _NoWatch),
+    ),
+    "optimizer state": Check(
+        (f"{GUARDS}.optimizer_state",),
+        "optimizer.state where others hold it",
+        replaced(f"{GUARDS}.guards:OptimizerStates", _NoWatch),
+    ),
+    "watch of the loss": Check(
+        (f"{GUARDS}.loss_watch",),
+        "a loss that is NaN",
+        replaced(f"{GUARDS}.loss_watch:LossWatch.look", _nothing),
+    ),
+}
+
+
+def switch_off(name: str) -> None:
+    """Switch checks off in this process: a name, several with + between them, or none for ""."""
+    for each in filter(None, name.split("+")):
+        CHECKS[each].off()
