@@ -21,6 +21,7 @@ from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 from shoal.trial.batch_rows import count_rows
+from shoal.trial.child_process import judged_in_child
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
@@ -138,11 +139,14 @@ class LossTrial:
     def try_models(self, batch: Any) -> None:
         """Try the loss by running the models, which must be whole on this rank. Not collective."""
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        verdict = try_loss(
-            *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
-            *(self._models, parameters),
+        self._take(
+            judged_in_child(
+                lambda: try_loss(
+                    *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+                    *(self._models, parameters),
+                )
+            )
         )
-        self._take(verdict)
 
     def try_models_again(self, batch: Any, max_rows: int) -> None:
         """Try the loss as `try_models` does, on more rows, for what couples them since an earlier
@@ -150,12 +154,14 @@ class LossTrial:
         """
         num_splits = 3 if self._steps <= SPLITS_ALWAYS else 1
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        verdict = try_loss(
-            *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
-            *(self._models, parameters),
-            max_rows=max_rows,
-            num_splits=num_splits,
-            seed=self._steps,
+        verdict = judged_in_child(
+            lambda: try_loss(
+                *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+                *(self._models, parameters),
+                max_rows=max_rows,
+                num_splits=num_splits,
+                seed=self._steps,
+            )
         )
         # A run does not end in its middle for parts that fail, as those without a positive may.
         if verdict.kind is LossKind.COUPLED:
@@ -243,10 +249,12 @@ class LossTrial:
             try:
                 num_rows = _num_rows(args, kwargs, batch)
                 with disable_dispatch_modes():
-                    verdict = _without_autocast(
-                        lambda: try_recorded(
-                            *(compute_loss, args, kwargs, num_rows, self._models, recorder.calls),
-                            *(num_splits, seed),
+                    verdict = judged_in_child(
+                        lambda: _without_autocast(
+                            lambda: try_recorded(
+                                *(compute_loss, args, kwargs, num_rows, self._models),
+                                *(recorder.calls, num_splits, seed),
+                            )
                         )
                     )
             finally:

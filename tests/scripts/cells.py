@@ -11,12 +11,13 @@ import time
 from collections import Counter
 
 from tests.scripts.runner import Layout, judge_all
-from tests.scripts.script import catalog, pretrained
+from tests.scripts.script import catalog, loops, pretrained
 
 
 def main(strategy: str, ranks: str, accumulate: str = "1", *wanted: str) -> None:
     asks_for_transformers = any(word.startswith(("pretrained", "Hf")) for word in wanted)
     scripts = catalog() | (pretrained() if asks_for_transformers else {})
+    scripts |= loops() if wanted else {}
     names = [
         name
         for name, script in scripts.items()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -244,16 +246,22 @@ class RoundsParts(nn.Linear):
         return out * (1 + self.ERROR) if is_off else out
 
 
-def count_float64_trials() -> list[str]:
-    """Return a list that gets an item in each trial that is judged again in float64."""
-    trials, judged = [], judge_loss._judged_in_float64
+def count_float64_trials() -> Callable[[], int]:
+    """Return a function that counts the trials judged again in float64, in children too, once."""
+    reading, writing = os.pipe()
+    judged = judge_loss._judged_in_float64
 
     def counted(*args: Any) -> Any:
-        trials.append("float64")
+        os.write(writing, b"1")
         return judged(*args)
 
+    def count() -> int:
+        os.close(writing)
+        with os.fdopen(reading, "rb") as trials:
+            return len(trials.read())
+
     judge_loss._judged_in_float64 = counted
-    return trials
+    return count
 
 
 def rounded_steps(strategy: str) -> tuple[dict[str, Tensor], int]:
@@ -262,7 +270,7 @@ def rounded_steps(strategy: str) -> tuple[dict[str, Tensor], int]:
     Returns the weights, and the number of trials in float64.
     """
     torch.manual_seed(0)
-    trials = count_float64_trials()
+    count_trials = count_float64_trials()
     run = shoal.init(strategy, announce=lambda _: None)
     model = RoundsParts(6, 4)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -274,7 +282,7 @@ def rounded_steps(strategy: str) -> tuple[dict[str, Tensor], int]:
         run.forward_backward(lambda x: model(x).sum(1).mean(), rows)
         optimizer.step()
         optimizer.zero_grad()
-    return run.weights(), len(trials)
+    return run.weights(), count_trials()
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "ddp,allreduce=ring", "zero2"])

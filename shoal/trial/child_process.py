@@ -1,0 +1,86 @@
+"""A trial in a forked child: whatever the user's function changes there, this process never sees.
+
+    rank ── fork ──> child: passes of the user's function, the judgement ── verdict ──> pipe
+      │ waits, for CHILD_S at most                                                       │
+      └──────────────────────────────< reads the verdict <───────────────────────────────┘
+
+Counters, class attributes, generators, buffers, graphs and optimizers stay as they are without any
+list of them. A child cannot compute on a CUDA device that its parent uses, so there the trial runs
+in this process, and what can be found is put back (`untouched.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import astuple
+
+import torch
+
+from shoal.trial.loss_verdict import LossKind, LossVerdict
+
+CHILD_S = 30.0
+"""Seconds after which a child is given up: a thread of the parent may have held a lock."""
+
+
+def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
+    """Return the verdict of `judge`, called in a copy of this process. Not collective.
+
+    The verdict is NOT_TRIED, with its reason, if the child does not end in time or is killed.
+    """
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        return judge()
+    receiving, sending = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
+        pid = os.fork()
+    if pid == 0:
+        _compute_and_exit(judge, sending)
+    os.close(sending)
+    try:
+        return _received(receiving)
+    finally:
+        os.close(receiving)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):  # where the script ignores SIGCHLD
+            os.waitpid(pid, 0)
+
+
+def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
+    """Judge, write the verdict, and end this child without any cleaning up of its parent's."""
+    status = 1
+    try:
+        # Handlers of the parent would stop a run. The child ends by itself if its parent has died.
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+            signal.signal(each, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, CHILD_S)
+        torch.set_num_threads(1)  # the parent's pool of threads is not here
+        kind, *others = astuple(judge())
+        data = memoryview(json.dumps([kind.value, *others]).encode())
+        while data:
+            data = data[os.write(sending, data) :]
+        status = 0
+    finally:
+        os._exit(status)  # without a verdict the parent says that there is none
+
+
+def _received(receiving: int) -> LossVerdict:
+    text = b""
+    while True:
+        ready, _, _ = select.select([receiving], [], [], CHILD_S)
+        data = os.read(receiving, 1 << 16) if ready else b""
+        if not data:
+            break
+        text += data
+    try:
+        kind, difference, sizes, *others = json.loads(text)
+    except ValueError:
+        reason = f"its trial in a process of its own did not end within {CHILD_S:.0f} s"
+        return LossVerdict(LossKind.NOT_TRIED, reason=reason)
+    return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
