@@ -24,7 +24,6 @@ from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.run.captured_batch import captured_tensors
-from shoal.run.outside_values import OutsideValues
 from shoal.strategies.base import LocalBatch
 from shoal.trial.mixed_rows import mixes_rows
 from shoal.trial.replaced_rows import ReplacedRows
@@ -49,13 +48,6 @@ ONE_NUMBER = (
     "rank alone. One device computes it from the samples of all ranks, and so does "
     "run.gather(tensor).mean(). A count that goes into shoal.counted is right as it is."
 )
-LIFTED = (
-    "note: forward_backward was given samples that the loop has taken from NumPy or from Python "
-    "numbers, so nothing tells from which samples they were computed. Where they depend on other "
-    "samples of this rank, as after a normalisation over the batch, one device gives other "
-    "numbers. run.gather(tensor) returns the samples of all ranks, and the loader's collate_fn is "
-    "given whole batches."
-)
 DRAWN = (
     "note: the loop draws random numbers by torch ({place}): other ones on each data rank, so same "
     'law, other numbers. Drawn inside of compute_loss, draws="global" makes them those of one '
@@ -75,7 +67,6 @@ class LoopWatch(YieldWatch):
     Attributes:
         yielded: the shard that was yielded last; None before the first.
         enabled: False with one data rank, without guards, and where each rank steps by itself.
-        outside_values: compares what ranks use beside the batch, in the steps that are looked at.
         has_loader: a loader was prepared. Without one, only `run.share` gives batches.
         drawn: what drew the random numbers that the loop was seen to draw for its samples, "torch
             (train.py:12)", "NumPy" or "Python"; "" if nothing was seen.
@@ -89,7 +80,6 @@ class LoopWatch(YieldWatch):
         self.enabled = enabled and mesh.data.size > 1
         self.has_loader = False
         self.drawn = ""
-        self.outside_values = OutsideValues(mesh, announce)
         self._announce = announce
         self._noted: set[str] = set()
         self._rows = ReplacedRows()
@@ -127,7 +117,6 @@ class LoopWatch(YieldWatch):
         To be called in each step whose loss is that of the global batch.
         """
         is_due, self._calls = self._is_due, self._calls + 1
-        self.outside_values.is_due = is_due
         # Alike on all ranks, also where one has looked at a batch of a loader by itself.
         has_source = self.has_loader or self.yielded is not None
         if not (is_due and has_source):
@@ -135,9 +124,6 @@ class LoopWatch(YieldWatch):
         self._batches, self._chosen = 0, {}
         is_mixed = self._mixes(batch)
         self._note_numbers(batch)
-        self.outside_values.loop_uses = self._rows.lifted.uses
-        if self._rows.lifted.meet_samples:
-            self._note(LIFTED)
         for place in [*self._rows.draws.places][:1]:
             self._note(DRAWN, place=place)
             self.drawn = self.drawn or f"torch ({place})"
@@ -150,7 +136,6 @@ class LoopWatch(YieldWatch):
     def skip(self) -> None:
         """Count a step for which a rank may mix its samples."""
         self._calls += 1
-        self.outside_values.is_due = False
         self._batches, self._chosen = 0, {}
         self._rows.forget()
 
@@ -176,8 +161,6 @@ class LoopWatch(YieldWatch):
 
     def _copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         copies = self._rows.copies_of(tensor)
-        if copies is None and tensor.dim() and self._rows.lifted.is_lifted(tensor):
-            self._note(LIFTED)
         # Something unseen may have written into it.
         return copies if copies is not None and _same_bits(tensor, copies[0]) else None
 

@@ -272,7 +272,7 @@ class Prepared:
             self.mesh,
             in_backward,
             self.tracing,
-            StepChecks(self._guards, self.nonfinite_steps, self.watch.outside_values, scale_guard),
+            StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             notes,
             ParameterHooks(local_model, before, self.settings.step_in_backward),
         )

@@ -21,7 +21,6 @@ from shoal.run.captured_batch import explained_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
-from shoal.run.kept_numbers import KeptNumbers
 from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
@@ -72,7 +71,6 @@ class Run(StatefulRun):
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
-        self._numbers = KeptNumbers(prepared.models, settings.accumulate, mesh.pipeline.size > 1)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -149,7 +147,6 @@ class Run(StatefulRun):
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        local_batch = self._numbers.begin_step(local_batch)
         compute_loss = local_batch.compute_loss
         parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
         self._gathering.begin_step(local_batch)

@@ -19,7 +19,6 @@ from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
-from shoal.run.outside_values import OutsideValues
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
@@ -34,13 +33,11 @@ class StepChecks(NamedTuple):
     Attributes:
         guards: of the prepared models; they are told when passes begin and end.
         nonfinite_steps: judges whether a step is taken.
-        outside_values: compares in some steps what ranks use beside the batch.
         loss_scale_guard: judges steps with fp16; None without it.
     """
 
     guards: Guards
     nonfinite_steps: NonfiniteSteps
-    outside_values: OutsideValues
     loss_scale_guard: LossScaleGuard | None = None
 
 
@@ -65,7 +62,7 @@ class TrainingStep:
         notes: FirstStepNotes,
         hooks: ParameterHooks,
     ) -> None:
-        self._guards, self._nonfinite_steps, self._outside_values, self._loss_scale_guard = checks
+        self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
         self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
@@ -82,7 +79,7 @@ class TrainingStep:
         """Leave the global mean gradients in `.grad`. Collective."""
         self._progress.begin_step(shapes_of(batch))
         self._guards.before_step()
-        compute_loss = self._outside_values.watch(batch.compute_loss, self._local_model.module)
+        compute_loss = batch.compute_loss
         if self.optimizer_in_backward is not None:
             compute_loss = require_mean(compute_loss)
         batch = batch._replace(
@@ -92,7 +89,6 @@ class TrainingStep:
         )
         with self._hooks.aside():
             result, earlier = self._run_passes(batch)
-        self._outside_values.compare()
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
             self._has_stepped = True

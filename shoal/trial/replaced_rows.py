@@ -34,7 +34,6 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
-from shoal.trial.lifted_values import LiftedValues
 from shoal.trial.loop_draws import LoopDraws
 
 MOST_OPERATORS = 3000
@@ -62,13 +61,11 @@ class ReplacedRows(DispatchMode):
     """Computes on copies of a batch what a script computes between `start` and `stop`.
 
     Attributes:
-        lifted: what the script takes from NumPy and Python meanwhile.
         draws: which random numbers it draws by torch.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.lifted = LiftedValues()
         self.draws = LoopDraws()
         self._copies: dict[int, _Copies] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
@@ -143,7 +140,6 @@ class ReplacedRows(DispatchMode):
         """Forget all copies."""
         self._copies.clear()
         self._numbers.clear()
-        self.lifted.forget()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, caller = kwargs or {}, sys._getframe(1)
@@ -151,9 +147,7 @@ class ReplacedRows(DispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [copies for copies in map(self._find, given) if copies is not None]
         if not known:
-            output = func(*args, **kwargs)
-            self.lifted.after_constants(func, given, output)
-            return output
+            return func(*args, **kwargs)
         self._operators += 1
         if func is READ_NUMBER:
             return self._note_number(given[0])
@@ -168,7 +162,6 @@ class ReplacedRows(DispatchMode):
         if not can_follow:
             self._drop(given)
             return func(*args, **kwargs)
-        self.lifted.before_samples(func, (args, kwargs), len(rows), self._numbers, caller)
         return self._follow(func, args, kwargs, rows)
 
     def _follow(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:

@@ -106,15 +106,10 @@ CHECKS = {
     "watch of the loop": Check(
         (
             *(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),
-            *(f"{TRIAL}.lifted_values", f"{TRIAL}.loop_draws"),
+            *(f"{TRIAL}.loop_draws"),
         ),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
-    ),
-    "note on samples from NumPy": Check(
-        (f"{TRIAL}.lifted_values",),
-        "samples whose origin is not seen",
-        replaced(f"{RUN}.loop_watch:LIFTED", ""),
     ),
     "note on draws in the loop": Check(
         (f"{TRIAL}.loop_draws",),
@@ -123,19 +118,6 @@ CHECKS = {
             replaced(f"{RUN}.loop_watch:DRAWN", ""),
             replaced(f"{RUN}.loop_watch:HOST_DRAWN", ""),
         ),
-    ),
-    "outside values": Check(
-        (f"{RUN}.outside_values", f"{TRIAL}.used_values"),
-        "numbers beside the batch that ranks do not share",
-        all_of(
-            replaced(f"{RUN}.outside_values:OutsideValues.watch", lambda self, loss, _: loss),
-            replaced(f"{RUN}.outside_values:OutsideValues.compare", _nothing),
-        ),
-    ),
-    "kept numbers": Check(
-        (f"{RUN}.kept_numbers", f"{RUN}.kept_tensors", f"{RUN}.places"),
-        "counters of a script that each micro-batch would increment",
-        replaced(f"{RUN}.kept_numbers:KeptNumbers.begin_step", _same),
     ),
     "captured batch": Check(
         (f"{RUN}.captured_batch",),

@@ -61,7 +61,6 @@ SLOW_CASES = tuple(
         ("run/test_host_synchronisation.py", "run", "steps that never wait for the device"),
         ("run/test_loop_watch.py", "run", "loops that mix rows"),
         ("run/test_nonfinite_steps.py", "run", "NaN in each place under each strategy"),
-        ("run/test_outside_values.py", "run", "values that leave a step"),
         ("run/test_pipeline_words.py", "run strategies/pipeline", "messages under pipelines"),
         ("run/test_replica_check.py", "run", "bits that flip on one rank"),
         ("run/test_thawed_layers.py", "run strategies", "layers thawed under each strategy"),
