@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from shoal.comm.row_collectives import gather_rows
+from shoal.data.tree_map import are_tensors
 from shoal.errors import ShoalError, StrategyRefused
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -51,12 +53,45 @@ class StepTrials:
             sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
         with self._guards.in_step(), self._whole_models() as whole_models:
             self._trial = self._make(whole_models)
-            batch = self._tried(self._trial, batch)
+            tried = self._with_rows_of_all_ranks(batch)
+            if tried is batch:
+                batch = self._tried(self._trial, batch)
+            elif whole_models:
+                batch = self._tried_with_others(self._trial, tried, batch)
         found = self._found_on_any_rank(self._trial)
         self._keeps_scale, self._tries_again = found
         if self._keeps_scale:
             self._check_keeps_gradients()
         return batch._replace(keeps_scale=self._keeps_scale)
+
+    def _with_rows_of_all_ranks(self, batch: base.LocalBatch) -> base.LocalBatch:
+        """Return the samples of all data ranks as one batch, if a rank has fewer than two of its
+        own and so nothing to compare; else the batch itself. Collective.
+        """
+        data, rows = self._prepared.mesh.data, batch.num_samples
+        is_synchronous = self._prepared.local_model().strategy_state.is_synchronous
+        if data.size == 1 or not is_synchronous:
+            return batch
+        tensors = [*batch.args, *batch.kwargs.values()]
+        can_join = are_tensors(tensors) and all(
+            t.layout is torch.strided and not t.is_nested and t.shape[:1] in ((rows,), (1,))
+            for t in tensors
+        )
+        few, cannot, total = data.sum_of_host_numbers([rows < 2, not can_join, rows])
+        if not few or cannot or total < 2:
+            return batch
+        # A rank without samples stands in with a copy of another one's.
+        args = tuple(gather_rows(tensor.detach()[:rows], data) for tensor in batch.args)
+        kwargs = {name: gather_rows(t.detach()[:rows], data) for name, t in batch.kwargs.items()}
+        return batch._replace(args=args, kwargs=kwargs, num_samples=int(total))
+
+    def _tried_with_others(
+        self, trial: LossTrial, everyone: base.LocalBatch, batch: base.LocalBatch
+    ) -> base.LocalBatch:
+        """Try the models on the samples of all ranks; return this rank's batch."""
+        if trial.is_due(everyone):
+            trial.try_models(everyone)
+        return batch._replace(objection=lambda: trial.objection)
 
     def _found_on_any_rank(self, trial: LossTrial) -> tuple[bool, bool]:
         """Return whether gradients are bounded on their way back, and whether rows are counted, on
