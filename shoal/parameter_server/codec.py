@@ -88,8 +88,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def pack_order(order: StepRequest) -> bytes:
-    fields = {"settings": order.settings, "scale": order.scale, "leaves_out": order.leaves_out}
-    return json.dumps(fields).encode()
+    return json.dumps(order._asdict()).encode()
 
 
 def unpack_order(payload: memoryview) -> StepRequest:
@@ -105,7 +104,12 @@ def unpack_order(payload: memoryview) -> StepRequest:
         isinstance(group, dict) for group in fields["settings"]
     ):
         raise ProtocolViolation("an order without a scale, or with settings that are none")
-    return StepRequest(fields["settings"], fields["scale"], fields.get("leaves_out") is True)
+    without = fields.get("without", [])
+    if not isinstance(without, list) or not all(isinstance(name, str) for name in without):
+        raise ProtocolViolation("an order without the names of gradients to drop")
+    return StepRequest(
+        fields["settings"], fields["scale"], fields.get("leaves_out") is True, tuple(without)
+    )
 
 
 def pack_partition(

@@ -6,6 +6,7 @@ the partition's length. A `grad_mask` has a byte for each segment: 1 where it ha
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,11 +22,26 @@ class StepRequest(NamedTuple):
         scale: factor of the gradients, for clipping and for a sample count that is known late.
         leaves_out: drop the gradients, and change no value. A synchronous step is left out if any
             worker asks for it.
+        without: names of parameters whose gradients are dropped. In a synchronous step those that
+            any worker names.
     """
 
     settings: list[Settings]
     scale: float = 1.0
     leaves_out: bool = False
+    without: Sequence[str] = ()
+
+    def mask(self, grad_mask: bytes, names: Iterable[str]) -> bytes:
+        """Return the mask of a partition's gradients that are used.
+
+        Args: names: the parameters of the partition's segments.
+        """
+        if self.leaves_out:
+            return bytes(len(grad_mask))
+        if not self.without:
+            return grad_mask
+        pairs = zip(grad_mask, names, strict=True)
+        return bytes(present and name not in self.without for present, name in pairs)
 
 
 class PullResponse(NamedTuple):

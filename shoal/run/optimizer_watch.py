@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
+from shoal.run.guards.absent_gradient import removed_gradients
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.preparation import pacing_of
 from shoal.strategies.base import LocalModel
@@ -19,13 +21,16 @@ from shoal.watchdog.progress_writer import own_progress
 class OptimizerWatch:
     """Watches the steps of optimizers, each from its first call of `watch` on.
 
+    Args: has_stand_ins: `.grad` holds stand-ins where gradients are elsewhere.
+
     Attributes: seen: the optimizers that it watches.
     """
 
-    def __init__(self, mesh: Mesh, nonfinite_steps: NonfiniteSteps) -> None:
+    def __init__(self, mesh: Mesh, nonfinite_steps: NonfiniteSteps, has_stand_ins: bool) -> None:
         self.seen: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
         self._mesh = mesh
         self._nonfinite_steps = nonfinite_steps
+        self._has_stand_ins = has_stand_ins
         self._local_model: LocalModel | None = None
         self._optimizers: Sequence[Optimizer] = ()
 
@@ -34,6 +39,9 @@ class OptimizerWatch:
         self._local_model, self._optimizers = local_model, optimizers
         own_progress().pace(*pacing_of(self._mesh, local_model))
         self._nonfinite_steps.watch(local_model, optimizers)
+        if local_model.remote_optimizer is not None and self._has_stand_ins:
+            parameters = local_model.trainable_params
+            local_model.remote_optimizer.removed = partial(removed_gradients, parameters)
         for optimizer in optimizers:
             if optimizer not in self.seen:
                 self.seen.add(optimizer)

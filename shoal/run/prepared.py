@@ -115,7 +115,7 @@ class Prepared:
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps)
+        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps, guards.enabled)
         self._bound = BoundGroups()
         self._was_applied = False
         self._state_to_load: Sequence[Any] = ()

@@ -11,7 +11,7 @@ Where other processes step, as parameter servers do, `RemoteOptimizer` is what a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -119,7 +119,13 @@ class RemoteOptimizer(Protocol):
 
     They keep the optimizer's state; the local model's `StrategyState` saves it. Every call is
     collective unless its docstring says otherwise.
+
+    Attributes:
+        removed: returns the names of parameters whose gradients the script has removed since the
+            last backward pass. The run sets it; at first it returns none.
     """
+
+    removed: Callable[[], list[str]]
 
     def attach(self, optimizer: Optimizer) -> None:
         """Send the parameters and the settings of `optimizer` to the owners.

@@ -217,8 +217,11 @@ class Shard(ShardReplica):
             return []
         step, request = self.step_requests[self.workers[0]]
         # A gradient that is not finite is in the sum already, so no worker's can be used.
-        if any(self.step_requests[worker][1].leaves_out for worker in self.workers):
-            request = request._replace(leaves_out=True)
+        requests = [self.step_requests[worker][1] for worker in self.workers]
+        request = request._replace(
+            leaves_out=any(each.leaves_out for each in requests),
+            without=[name for each in requests for name in each.without],
+        )
         self.sums[partition] = GradientSum(sum_.memory)
         # A dense gradient changes all blocks; only after a sparse one is a comparison worth it.
         before = state.values.clone() if sum_.sparse else None
@@ -251,8 +254,9 @@ class Shard(ShardReplica):
         """Run the optimizer on a partition, and return the same update for each backup."""
         state = self.held[partition]
         settings = request.settings[state.part.group]
-        if request.leaves_out:  # no segment has a gradient then; the clock goes on all the same
-            update = update._replace(grad_mask=bytes(len(update.grad_mask)))
+        # Where no segment has a gradient, the clock goes on all the same.
+        names = [segment.name for segment in state.part.segments]
+        update = update._replace(grad_mask=request.mask(update.grad_mask, names))
         if request.scale != 1.0:  # not in place: it may be the memory of a worker
             update = update._replace(gradient=update.gradient * request.scale)
         clock = state.clock

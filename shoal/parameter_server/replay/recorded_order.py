@@ -216,8 +216,7 @@ class _Replayer:
             if stepped is None or known_step != step:
                 break
             gradient, present = stepped.gradients[part]
-            if stepped.order.leaves_out:
-                present = bytes(len(present))
+            present = stepped.order.mask(present, [s.name for s in held.part.segments])
             if stepped.order.scale != 1.0:
                 gradient = gradient * stepped.order.scale
             with _single_threaded():

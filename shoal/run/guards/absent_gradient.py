@@ -38,7 +38,7 @@ READABLE: frozenset[Callable[..., Any]] = frozenset(
 )
 """Functions that `__torch_function__` is given for them."""
 
-_ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_, Tensor.zero_}
+_ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_}
 
 
 class AbsentGradient(Tensor):
@@ -46,6 +46,7 @@ class AbsentGradient(Tensor):
 
     parameter_name: str
     under: str
+    is_zeroed = False
 
     @classmethod
     def of(cls, parameter: Tensor, name: str, under: str) -> AbsentGradient:
@@ -67,11 +68,15 @@ class AbsentGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is foreach_zero_:
-            with DisableTorchFunctionSubclass():
-                return func([item for item in args[0] if not isinstance(item, AbsentGradient)])
+            for item in args[0]:
+                item.zero_()
+            return None
+        if func is Tensor.zero_:
+            args[0].is_zeroed = True
+            return args[0]
         if func in _ALLOWED:
             with DisableTorchFunctionSubclass():
-                return args[0] if func is Tensor.zero_ else func(*args, **(kwargs or {}))
+                return func(*args, **(kwargs or {}))
         absent = next(
             item for item in tree_leaves((args, kwargs)) if isinstance(item, AbsentGradient)
         )
@@ -90,6 +95,24 @@ class AbsentGradient(Tensor):
         return None
 
 
+def removed_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Return the names of parameters whose stand-in was removed: `.grad` is None.
+
+    Raises: UsageError: a gradient was zeroed, or replaced.
+    """
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is None or (isinstance(gradient, AbsentGradient) and not gradient.is_zeroed):
+            continue
+        raise UsageError(
+            f"the gradient of {name} is on the servers, and .grad was zeroed or replaced, which "
+            "they do not see. To leave the parameter out of the step set its .grad to None; to "
+            "leave out the step call optimizer.zero_grad() on all ranks; other changes belong into "
+            "compute_loss."
+        )
+    return [name for name, parameter in parameters.items() if parameter.grad is None]
+
+
 class AbsentGradients:
     """The stand-ins of some parameters, made once.
 
@@ -106,6 +129,7 @@ class AbsentGradients:
         self._shown = True
         for parameter, absent in self._absent:
             if parameter.grad is None:
+                absent.is_zeroed = False
                 parameter.grad = absent
 
     def hide(self) -> bool:

@@ -14,7 +14,6 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,6 +33,7 @@ from shoal.strategies import SYNCHRONOUS, base
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
+from shoal.strategies.server.gradient_sums import summed_gradients, summed_norm
 from shoal.strategies.server.value_waits import ValueWaits
 from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
@@ -90,6 +90,8 @@ class WorkerEngine(StrategyState):
         self.has_pushed = False
         self.leaves_out = False
         self.has_other_weights = False
+        self.removed: Callable[[], list[str]] = list
+        self._without: list[str] = []
         self._is_connected = False
         self._on_detach: list[Callable[[], object]] = []
         aggregates = options.aggregate and self.is_synchronous and self.compression is None
@@ -153,7 +155,8 @@ class WorkerEngine(StrategyState):
             for group in settings:
                 group["lr"] = float(group["lr"]) / self.mesh.size  # type: ignore[arg-type]
         self.optimizer.state.clear()  # a copy that `pull_state` has made is old now
-        self.client.request_step(StepRequest(settings, self.factor, self.leaves_out))
+        self.client.request_step(StepRequest(settings, self.factor, self.leaves_out, self._without))
+        self._without = []
         self.has_pushed = False
         self.leaves_out = False
         self.has_other_weights = not self.is_synchronous
@@ -169,6 +172,10 @@ class WorkerEngine(StrategyState):
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
         self._on_detach.append(lambda: vars(optimizer).pop("zero_grad", None))
+
+    def _note_removed(self, *_: Any) -> None:
+        """Note which gradients the step is to be without, before anything changes `.grad`."""
+        self._without = self.removed() if self.has_pushed and not self.leaves_out else []
 
     def _sync_stop(self, stop_requested: bool) -> None:
         """Set the stop request in the totals, so that all workers stop after the same step.
@@ -187,6 +194,7 @@ class WorkerEngine(StrategyState):
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
         self._watch_zero_grad(optimizer)
+        self._on_detach.append(optimizer.register_step_pre_hook(self._note_removed).remove)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
         metas = param_metas(parameters, optimizer)
@@ -209,21 +217,12 @@ class WorkerEngine(StrategyState):
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradients that the servers have summed, by name. Collective."""
         self._require_synchronous("gradients()")
-        sums: dict[int, list[dict[str, Any]]] = {}
-        for part in self.client.parts:
-            values, present = self.client.gradient(part.number)
-            sums[part.number] = [
-                {"sum": values[s.offset : s.offset + s.length] * self.factor} if has_grad else {}
-                for s, has_grad in zip(part.segments, present, strict=True)
-            ]
-        return {
-            name: self.flat.gather(name, sums).get("sum") for name in self.model.trainable_params
-        }
+        return summed_gradients(self.client, self.flat, self.factor, self.removed())
 
     def norm(self) -> Tensor:
         """Return the 2-norm of the gradients that the servers have summed. Collective."""
         self._require_synchronous("clip_gradients()")
-        return torch.tensor(self.client.squared_norm() ** 0.5 * self.factor, dtype=torch.float64)
+        return summed_norm(self.client, self.flat, self.factor, self.removed())
 
     def scale(self, factor: Tensor | float) -> None:
         self.factor *= float(factor)

@@ -181,6 +181,45 @@ def test_a_step_without_gradients_changes_nothing() -> None:
         same(found, takes_nothing("single"))
 
 
+def takes_some(strategy: str) -> dict[str, Tensor]:
+    """Remove gradients of a part of the model, by the module and by hand, then clip the others."""
+    run, net, optimizer, batches = prepared(strategy)
+    for index, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        run.forward_backward(partial(twice, net), x, y)
+        if index == 1:
+            net.blocks.zero_grad()
+        net.head.bias.grad = None
+        run.clip_gradients(0.5)
+        assert (run.gradients()["head.bias"]) is None
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_gradient_that_is_removed_is_not_stepped() -> None:
+    for found in world.run(2, takes_some, f"{SERVERS},replicas=2"):
+        same(found, takes_some("single"))
+
+
+def writes(change: str) -> str:
+    run, net, optimizer, batches = prepared(SERVERS)
+    run.forward_backward(partial(twice, net), *next(iter(batches)))
+    if change == "zero":
+        net.head.zero_grad(set_to_none=False)
+    else:
+        net.head.weight.grad = torch.ones_like(net.head.weight)
+    with pytest.raises(UsageError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("change", ["zero", "replace"])
+def test_a_gradient_that_is_zeroed_or_replaced_is_refused_with_a_cure(change: str) -> None:
+    error = world.run(1, writes, change)[0]
+    assert "the gradient of head.weight is on the servers" in error
+    assert "set its .grad to None" in error
+
+
 def adds_up() -> str:
     run, net, _, batches = prepared(SERVERS)
     x, y = next(iter(batches))
