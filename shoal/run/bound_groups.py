@@ -15,6 +15,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.run.checks import check_stages_keep_layers
+from shoal.strategies.base import LocalModel
 from shoal.strategies.full_model import given_up_params
 
 Groups = list[list[Tensor]]
@@ -30,6 +32,7 @@ class BoundGroups:
         self._groups: WeakKeyDictionary[Optimizer, Groups] = WeakKeyDictionary()
         self._owned: dict[int, Tensor] = {}
         self._shown: dict[int, Tensor] = {}
+        self._known: dict[int, Tensor] = {}
 
     def note(
         self,
@@ -55,11 +58,23 @@ class BoundGroups:
             self._groups[optimizer] = [
                 [shown[name] for name in group if shown[name].requires_grad] for group in groups
             ]
+        self._known = {id(p): p for p in shown.values()}
 
     def forget(self) -> None:
         """Forget all groups: the optimizers hold whole parameters again."""
         self._groups = WeakKeyDictionary()
-        self._owned, self._shown = {}, {}
+        self._owned, self._shown, self._known = {}, {}, {}
+
+    def replaced(self, root: nn.Module, local_model: LocalModel) -> list[str]:
+        """Return the names of trained parameters of `root` that were not there when optimizers were
+        bound, as after a layer was replaced.
+
+        Raises: StrategyRefused: there are any, and a pipeline has divided the layers.
+        """
+        named = root.named_parameters()
+        names = [name for name, p in named if p.requires_grad and id(p) not in self._known]
+        check_stages_keep_layers(names, local_model)
+        return names
 
     def shown(self, parameter: Tensor) -> Tensor:
         """Return what the model shows for a parameter of an optimizer."""

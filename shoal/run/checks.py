@@ -261,6 +261,16 @@ def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool
         )
 
 
+def check_stages_keep_layers(replaced: list[str], local_model: LocalModel) -> None:
+    """Raise StrategyRefused for parameters of layers that were replaced in a divided pipeline."""
+    if replaced and local_model.is_partial:
+        raise StrategyRefused(
+            f"prepare: {', '.join(replaced)}: of a layer that was put into the model after its "
+            "layers were divided among stages. Put it there before the first prepare; or save with "
+            "run.save(path) and train on in a run of its own; or use ddp, zero or tensor."
+        )
+
+
 def check_takes_second_optimizer(local_model: LocalModel, step_in_backward: bool) -> None:
     """Raise StrategyRefused if an optimizer cannot take the place of another one."""
     if local_model.remote_optimizer is not None or step_in_backward:

@@ -71,8 +71,7 @@ class Prepared:
     """The models, optimizers and loaders of a run on this rank.
 
     Attributes:
-        models: all models, in the order of `prepare`.
-        optimizers: those that step parameters now.
+        models, optimizers: all models, in the order of `prepare`; those that step now.
         loaders: loaders of this rank's shares.
         sizes: finds the sizes of batches.
         watch: finds samples that a loop has mixed.
@@ -194,7 +193,8 @@ class Prepared:
             return
         assert self._local_model is not None
         agree_on_trained(self.root, self._local_model)
-        if any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
+        replaced = self._bound.replaced(self.root, self._local_model) if new_optimizers else []
+        if replaced or any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
             self._apply_again()
         else:
             for model in new_models:  # a frozen model, such as a teacher

@@ -81,7 +81,7 @@ class Run(StatefulRun):
 
         It may be called again: with another loader; with a frozen model, such as a teacher; with a
         new optimizer in the place of one that has the same parameters. Under ddp and zero also
-        after layers were frozen or thawed, and with further models.
+        after layers were frozen, thawed or replaced, and with further models.
 
         Returns: the same things in the same order, one alone if there is one.
         Raises:
