@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,10 +17,12 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
 from shoal.data.batch_shards import row_window, share_batch
 from shoal.data.index_batches import IndexBatch, index_seed
+from shoal.data.own_generators import OwnGenerators
 from shoal.data.sample_lists import IsSamples, holds_samples, nothing_known
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.source import Batched
 from shoal.data.tree_map import rows_of, take_rows, tensors_in
+from shoal.data.worker_signals import OutliveSigterm
 from shoal.errors import UsageError
 
 LocalRows = tuple[Any, int, int]
@@ -64,6 +66,11 @@ class BatchFetcher(Dataset):
         self._tensors = dataset.tensors if is_plain and type(dataset) is TensorDataset else None
         self._batch = dataset.batch if is_plain and isinstance(dataset, Batched) else None
 
+    @cached_property
+    def _generators(self) -> OwnGenerators:
+        # Looked for where samples are fetched: a worker has variables of modules of its own.
+        return OwnGenerators(self.dataset, self.collate_fn)
+
     def __getitem__(self, batch: IndexBatch) -> LocalRows:
         if self.ready:
             return self._ready_rows(batch)
@@ -89,18 +96,22 @@ class BatchFetcher(Dataset):
             return [tensor[rows] for tensor in self._tensors]
         if self._batch is not None:
             return self._batch(list(indices))
-        with preserve_rng_state():
+        with preserve_rng_state(), self._generators.preserved():
             samples = []
             for index in indices:
-                seed_all(index_seed(self.seed, batch.epoch, index))
+                self._seed_all(index_seed(self.seed, batch.epoch, index))
                 samples.append(self.dataset[index])
-            seed_all(derive_seed(self.seed, batch.epoch, batch.stop, -1))
+            self._seed_all(derive_seed(self.seed, batch.epoch, batch.stop, -1))
             return self.collate_fn(samples)
+
+    def _seed_all(self, seed: int) -> None:
+        seed_all(seed)
+        self._generators.seed(seed)
 
     def _ready_rows(self, batch: IndexBatch) -> LocalRows:
         index = batch.indices[0]
-        with preserve_rng_state():
-            seed_all(index_seed(self.seed, batch.epoch, index))
+        with preserve_rng_state(), self._generators.preserved():
+            self._seed_all(index_seed(self.seed, batch.epoch, index))
             found = self.dataset[list(index) if isinstance(index, tuple) else index]
             return _share(self.collate_fn(found), self.rank, self.ranks, None)
 
@@ -186,12 +197,12 @@ def worker_settings(loader: DataLoader) -> dict[str, Any]:
     if loader.num_workers:
         for name in (
             "timeout",
-            "worker_init_fn",
             "multiprocessing_context",
             "prefetch_factor",
             "persistent_workers",
         ):
             settings[name] = getattr(loader, name)
+        settings["worker_init_fn"] = OutliveSigterm(loader.worker_init_fn)
     return settings
 
 

@@ -78,7 +78,7 @@ def _same_rows(whole: Any, parts: Sequence[Any], counts: Sequence[int]) -> bool:
 def _is_concatenation(whole: Tensor, parts: Sequence[Tensor], dim: int) -> bool:
     try:
         joined = torch.cat(list(parts), dim)
-    except (RuntimeError, IndexError):  # the parts have other sizes
+    except (RuntimeError, IndexError, TypeError):  # of other sizes, or a part has None
         return False
     return _equal(whole, joined)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,6 +12,14 @@ from shoal.data.batch_shards import BatchShard
 from shoal.data.fingerprint import Fingerprint
 from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
+
+STAND_IN_NOTE = (
+    "note: a loop over a prepared loader took no step, and its last batch of {rows} samples is "
+    "smaller than the number of ranks, {ranks}: a rank without samples computes a stand-in, which "
+    "a sum of the loop's own counts. run.evaluate(compute_sums, loader), with the DataLoader "
+    "itself in place of the prepared one, counts each sample once. Or count the first "
+    "loader.share.rows rows of each batch alone: a stand-in has 0."
+)
 
 
 class YieldWatch:
@@ -44,6 +52,8 @@ class ShardedLoader(ABC):
         yielded: finds the shard of a batch.
         data_fingerprint: of `dataset`, as it was when the loader was made.
         watch: is told of each batch.
+        has_stepped: a step was taken since the last loop began.
+        announce: prints a note; None for nobody.
     """
 
     batch_size: int | None = None
@@ -59,6 +69,8 @@ class ShardedLoader(ABC):
         self.yielded = BatchRegistry()
         self.data_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
+        self.has_stepped = False
+        self.announce: Callable[[str], None] | None = None
         self._recorder = recorder
         self._open: list[object] = []
         """Loops that have begun and not ended; none of those before `load_state_dict`."""
@@ -71,6 +83,7 @@ class ShardedLoader(ABC):
             self._last_epoch = -1
         elif self.position:  # another loop stands within an epoch, or has left its iterator there
             self._begin_epoch_after(self.epoch)
+        self.has_stepped = False
         loop = object()
         self._open.append(loop)
         try:
@@ -81,6 +94,7 @@ class ShardedLoader(ABC):
                 watch.begin(batch, share)
                 yield batch
                 watch.end()
+                self._note_stand_in(share)
                 if loop in self._open:  # another loop may have read meanwhile
                     self.epoch, self.position = share.epoch, share.stop
         finally:
@@ -88,6 +102,12 @@ class ShardedLoader(ABC):
             if loop in self._open:
                 self._open.remove(loop)
                 self._begin_epoch_after(self.epoch)
+
+    def _note_stand_in(self, share: BatchShard) -> None:
+        """Note once that a loop without steps, such as an evaluation, had stand-ins."""
+        if self.announce is not None and share.global_rows < self.ranks and not self.has_stepped:
+            self.announce(STAND_IN_NOTE.format(rows=share.global_rows, ranks=self.ranks))
+            self.announce = None
 
     def _begin_epoch_after(self, epoch: int) -> None:
         """Begin the next epoch that no loop has begun."""

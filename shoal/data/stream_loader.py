@@ -236,7 +236,7 @@ def _worker_processes(readers: StreamReaders, loader: DataLoader, first: int) ->
     """Return a DataLoader whose workers are the readers."""
     settings = worker_settings(loader)
     settings["worker_init_fn"] = StartReader(
-        readers.source, first, len(readers.states), readers.seed, loader.worker_init_fn
+        readers.source, first, len(readers.states), readers.seed, settings.get("worker_init_fn")
     )
     return DataLoader(
         ReaderDataset(readers),

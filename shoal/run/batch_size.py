@@ -28,6 +28,14 @@ BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
+OTHER_ROWS = (
+    "note: the batch of the first step comes from no prepared loader and no run.share, and the "
+    "ranks have different rows: those of all {ranks} ranks count as one batch. Where each rank "
+    "draws a batch of the size that one device would, that is {ranks} times as many samples a "
+    "step: use loader = run.prepare(loader), or run.share(batch) of a batch that is the same on "
+    "all ranks."
+)
+"""Note about batches that each rank has made by itself."""
 SAME_ROWS = (
     "note: all ranks were given the same rows in the first step, so each computes the whole batch: "
     "the numbers of one device, in its time. Divide it: run.share(batch), or run.prepare(loader)."
@@ -105,7 +113,7 @@ class BatchSizes:
         if self._is_shared_checked or data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
-        if not _is_same_on_all(self._shared_hash.digest(), data):
+        if not is_same_on_all(self._shared_hash.digest(), data):
             raise UsageError(
                 "run.share was given a batch that is not the same on all ranks. Of one global "
                 "batch it gives each rank its rows, so some samples would come twice, and others "
@@ -116,7 +124,7 @@ class BatchSizes:
             )
 
     def note_same_rows(self, batch: Any, data: Axis, announce: Callable[[str], None]) -> None:
-        """Announce that all ranks compute one and the same batch. Collective.
+        """Announce whether all ranks compute one and the same batch or others. Collective.
 
         Args: batch: the first of a run, a nest of tensors that no loader and no `share` has made.
         """
@@ -126,8 +134,9 @@ class BatchSizes:
             digest.update(as_bytes(tensor.detach().cpu()).numpy().data)
         if not tensors:  # the other ranks wait
             digest.update(str(data.rank).encode())
-        if data.size > 1 and _is_same_on_all(digest.digest(), data):
-            announce(SAME_ROWS)
+        if data.size > 1:
+            is_same = is_same_on_all(digest.digest(), data)
+            announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=data.size))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
@@ -156,6 +165,8 @@ class BatchSizes:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
                 shares of different sizes.
         """
+        for loader in self._loaders:
+            loader.has_stepped = True
         if rows is None:
             yielding = [source for source in self._sources if source.share is not None]
             if yielding:
@@ -249,7 +260,7 @@ class BatchSizes:
         ]
 
 
-def _is_same_on_all(digest: bytes, data: Axis) -> bool:
+def is_same_on_all(digest: bytes, data: Axis) -> bool:
     """Return whether all ranks have the same digest. Collective."""
     # Six bytes, for a float64 holds integers up to 2^53.
     number = int.from_bytes(digest[:6])

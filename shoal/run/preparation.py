@@ -8,26 +8,32 @@ torch       ──> seed_this_rank   ──> other random numbers where samples 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.data.fingerprint import fingerprint
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.sharding import shard_batches
+from shoal.errors import UsageError
 from shoal.run import optimizer_binding
+from shoal.run.batch_size import is_same_on_all
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
 from shoal.run.nonfinite_steps import NonfiniteSettings
 from shoal.run.optimizer_attributes import check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device
+from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
 
 Draws = Literal["rank", "global"]
@@ -62,10 +68,27 @@ def shard_loader(
     sharded = shard_batches(
         loader, mesh.data.rank, mesh.data.size, seed, recorder, announce, mesh.all_gather_str
     )
+    sharded.announce = announce
     sharded.data_fingerprint = fingerprint(sharded.dataset)
+    _check_same_data(sharded, getattr(loader, "sampler", None), mesh.data)
     # Its worker processes must end before the process groups do.
     register_cleanup(sharded)
     return sharded
+
+
+def _check_same_data(loader: ShardedLoader, sampler: Any, data: Axis) -> None:
+    """Raise UsageError on all ranks if their data sets differ, as far as is known. Collective."""
+    found = json.dumps([loader.data_fingerprint, fingerprint(sampler)])
+    if data.size == 1 or is_same_on_all(sha256(found.encode()).digest(), data):
+        return
+    raise UsageError(
+        f"prepare: {type(loader.dataset).__name__} or its sampler is not the same on all ranks, so "
+        "some samples would come twice, and others never. After the first run.prepare torch draws "
+        "other numbers on each data rank. Draw parts of the data before it, or by a generator that "
+        "is the same on all ranks: random_split(data, lengths, "
+        "generator=torch.Generator().manual_seed(fold)). If the samples are the same all the "
+        "same, give the data set a method fingerprint() that returns a text."
+    )
 
 
 def make_local_model(
@@ -92,13 +115,13 @@ def bind_optimizers(
     groups: Sequence[list[list[str]]],
     local_model: base.LocalModel,
     settings: RunSettings,
-    scaled: bool,
+    loss_scale: LossScale | None,
 ) -> None:
     """Point the optimizers at what this rank owns, or hand that to parameter servers. Collective.
 
     Args:
         groups: for each optimizer, for each of its groups, the names of its parameters.
-        scaled: gradients carry the loss scale of fp16.
+        loss_scale: of fp16, which gradients carry; None without it.
 
     Raises:
         StrategyRefused: an optimizer or a setting does not go with the strategy.
@@ -112,9 +135,9 @@ def bind_optimizers(
         optimizer_binding.check_steps_shards(optimizer, mine)
         optimizer_binding.bind_optimizer(optimizer, names, mine)
     if local_model.strategy_state.in_gradient_units:
-        check_not_scaled(scaled)
+        check_not_scaled(loss_scale is not None)
     if local_model.remote_optimizer is not None:
-        check_settings_for_servers(scaled, settings.step_in_backward)
+        check_settings_for_servers(loss_scale is not None, settings.step_in_backward)
         check_one_optimizer(optimizers)
         local_model.remote_optimizer.attach(optimizers[0])
 

@@ -72,7 +72,7 @@ class Prepared:
 
     Attributes:
         models, optimizers: all models, in the order of `prepare`; those that step now.
-        loaders: loaders of this rank's shares.
+        loaders: of this rank's shares.
         sizes: finds the sizes of batches.
         watch: finds samples that a loop has mixed.
         step: the step of the local model; None before the strategies are applied.
@@ -193,8 +193,9 @@ class Prepared:
             return
         assert self._local_model is not None
         agree_on_trained(self.root, self._local_model)
-        replaced = self._bound.replaced(self.root, self._local_model) if new_optimizers else []
-        if replaced or any(map(is_trained, new_models)) or trained_names(self.root) != self._trained:
+        changed = self._bound.replaced(self.root, self._local_model) if new_optimizers else []
+        changed += trained_names(self.root) ^ self._trained
+        if changed or any(map(is_trained, new_models)):
             self._apply_again()
         else:
             for model in new_models:  # a frozen model, such as a teacher
@@ -254,8 +255,7 @@ class Prepared:
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
-        scaled = self.loss_scale is not None
-        bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
+        bind_optimizers(self.optimizers, groups, local_model, self.settings, self.loss_scale)
         in_backward = None
         if self.settings.step_in_backward:
             check_one_optimizer_in_backward(self.optimizers)
@@ -291,8 +291,7 @@ class Prepared:
         check_takes_second_optimizer(local_model, self.settings.step_in_backward)
         self._guards.remove()
         self._bound.show(self.optimizers)
-        scaled = self.loss_scale is not None
-        bind_optimizers(self.optimizers, groups, local_model, self.settings, scaled)
+        bind_optimizers(self.optimizers, groups, local_model, self.settings, self.loss_scale)
         self._install(groups)
 
     def _install(self, groups: list[list[list[str]]]) -> None:

@@ -1,0 +1,105 @@
+"""Generators that a data set keeps for itself, such as `np.random.default_rng(0)`.
+
+Every rank has a copy in the same state, so samples of different ranks would get the same numbers.
+Seeding them for each sample, like the generators of the process, gives each sample its own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_DEPTH = 6
+"""Objects inside of each other that are looked into: a data set, its transforms, theirs."""
+_ITEMS = 64
+"""Entries of a list or dict that are looked into: transforms, not samples."""
+
+
+class OwnGenerators:
+    """The generators in attributes, closures and module variables of a data set's own code.
+
+    Args: owners: the data set, and functions that work on its samples.
+    """
+
+    def __init__(self, *owners: Any) -> None:
+        self._found = list(_generators_in(owners, _DEPTH, set()))
+
+    def seed(self, seed: int) -> None:
+        """Seed all of them."""
+        for each in self._found:
+            if isinstance(each, torch.Generator):
+                each.manual_seed(seed)
+            elif isinstance(each, np.random.Generator):
+                each.bit_generator.state = type(each.bit_generator)(seed).state
+            else:
+                each.seed(seed & 0xFFFFFFFF)
+
+    @contextmanager
+    def preserved(self) -> Iterator[None]:
+        """Restore their states after the block: the loop may draw from them too."""
+        saved = [_state_of(each) for each in self._found]
+        try:
+            yield
+        finally:
+            for each, state in zip(self._found, saved, strict=True):
+                _restore(each, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _generators_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
+    """Yield each generator once."""
+    if depth < 0 or id(value) in seen or isinstance(value, (str, bytes, int, float, Tensor, type)):
+        return
+    seen.add(id(value))
+    if isinstance(value, _KINDS):
+        if not isinstance(value, random.SystemRandom):  # which has no state
+            yield value
+        return
+    for item in _items_of(value):
+        yield from _generators_in(item, depth - 1, seen)
+
+
+def _items_of(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple)):
+        yield from value[:_ITEMS]
+    elif isinstance(value, Mapping):
+        yield from list(value.values())[:_ITEMS] if len(value) <= _ITEMS else ()
+    elif isinstance(value, FunctionType):
+        used = inspect.getclosurevars(value)
+        yield from used.nonlocals.values()
+        for item in used.globals.values():
+            same_module = getattr(item, "__module__", None) == value.__module__
+            if isinstance(item, _KINDS) or (isinstance(item, FunctionType) and same_module):
+                yield item
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif not isinstance(value, (ModuleType, np.ndarray)):
+        yield from list(getattr(value, "__dict__", {}).values())
+        for cls in type(value).__mro__:
+            yield from (f for f in vars(cls).values() if isinstance(f, FunctionType))
