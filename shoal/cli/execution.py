@@ -21,11 +21,11 @@ def rank_info(processes: int | None) -> RankInfo:
         UsageError: `processes` is below 1.
         EnvironmentConflict: a launcher has started another number of processes.
     """
-    from shoal.launch.environment import read
+    from shoal.launch.environment import own_place, read
 
     if processes is not None and processes < 1:
         raise UsageError(f"-n {processes}: at least one process is needed")
-    info = read(os.environ)
+    info = own_place()
     if processes is None or info.launcher == "single":
         return info
     return read({**os.environ, "SHOAL_EXPECTED_WORLD": str(processes)})

@@ -13,7 +13,6 @@ call returns a copy."""
 from __future__ import annotations
 
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
@@ -27,7 +26,7 @@ from torch.utils.dlpack import from_dlpack
 
 from shoal.comm.axis import Axis
 from shoal.errors import CollectiveFailed, UsageError
-from shoal.launch.environment import read
+from shoal.launch.environment import own_place
 
 Array = TypeVar("Array")
 Operation = Literal["mean", "sum", "min", "max", "product"]
@@ -145,7 +144,7 @@ def _axis(call: str) -> Axis:
     cpu = torch.device("cpu")
     if dist.is_initialized():
         return Axis(dist.get_rank(), dist.get_world_size(), cpu)
-    rank_info = read(os.environ)
+    rank_info = own_place()
     if rank_info.world > 1:
         raise UsageError(
             f"shoal.{call}: this is rank {rank_info.rank} of {rank_info.world}, and they have not "

@@ -50,7 +50,10 @@ from shoal.launch import launchers
 from shoal.launch.rank_info import RankInfo
 from shoal.launch.variables import Variables
 
-__all__ = ["RankInfo", "read"]
+__all__ = ["RankInfo", "own_place", "read"]
+
+_RANK_PROCESS = "SHOAL_RANK_PROCESS"
+"""Variable that a rank sets to its process id and its place, for the programs that it starts."""
 
 READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "local": launchers.from_shoal_env,
@@ -89,11 +92,31 @@ def read(environ: Mapping[str, str], parent_pid: int | None = None) -> RankInfo:
             f"SHOAL_LAUNCHER={requested} was asked for, but its variables are not set."
         )
     if not variables.problems:  # after a problem the numbers may be placeholders
-        _check_numbers(variables, info)
+        _check_numbers(variables, info, requested == "single")
     if variables.problems:
         headline = f"The launcher's variables contradict each other ({info.reason}):"
         # A variable that was read twice has its problem twice.
         raise EnvironmentConflict("\n  ".join(dict.fromkeys([headline, *variables.problems])))
+    return info
+
+
+def own_place() -> RankInfo:
+    """Return the place of this process by its variables, and take it.
+
+    A program that a rank starts inherits the rank's variables and not its place, which is taken:
+    it is a world of one.
+
+    Raises: EnvironmentConflict: as `read`.
+    """
+    info = read(os.environ)
+    if info.world == 1:
+        return info
+    place = f"{info.rank}@{info.master_address}:{info.master_port},{info.store}"
+    process, _, taken = os.environ.get(_RANK_PROCESS, "").partition(" ")
+    if taken == place and process != str(os.getpid()):
+        reason = f"started by rank {info.rank} of {info.world}, and no rank of its world"
+        return RankInfo(0, 1, 0, 1, "single", None, None, reason)
+    os.environ[_RANK_PROCESS] = f"{os.getpid()} {place}"
     return info
 
 
@@ -157,8 +180,11 @@ def _check_exported_rank(variables: Variables, info: RankInfo) -> None:
             )
 
 
-def _check_numbers(variables: Variables, info: RankInfo) -> None:
-    """Add a problem for each number that is out of its range."""
+def _check_numbers(variables: Variables, info: RankInfo, is_alone: bool) -> None:
+    """Add a problem for each number that is out of its range.
+
+    Args: is_alone: a world of one was asked for.
+    """
     if info.rank >= info.world:
         variables.problems.append(
             f"rank {info.rank} is outside a world of {info.world}; ranks count from 0."
@@ -173,7 +199,7 @@ def _check_numbers(variables: Variables, info: RankInfo) -> None:
             f"MASTER_PORT={info.master_port} is no port; use one between 1024 and 65535."
         )
     expected = variables.number("SHOAL_EXPECTED_WORLD")
-    if expected not in (None, info.world):
+    if expected not in (None, info.world) and not is_alone:
         variables.problems.append(
             f"{expected} processes were asked for, but this is a world of {info.world}. Start "
             f"{expected} with the same launcher, or ask for {info.world}."

@@ -17,7 +17,7 @@ from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
-from shoal.launch.environment import read
+from shoal.launch.environment import own_place
 from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
@@ -122,7 +122,10 @@ def init(
     chosen = build_strategies(parse_line(strategy))
     # Helper processes are forked from a process that starts before the mesh does.
     helpers = any(strategy.needs_helper_processes for strategy in chosen)
-    mesh = init_mesh(read(os.environ), helpers, ParallelDims(**mesh_sizes(chosen)))
+    place = own_place()
+    if place.world == 1 and "SHOAL_RANK_PROCESS" in os.environ:
+        announce(f"note: {place.describe()}")
+    mesh = init_mesh(place, helpers, ParallelDims(**mesh_sizes(chosen)))
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]

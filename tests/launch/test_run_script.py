@@ -150,3 +150,31 @@ def test_only_what_is_safe_before_a_fork_is_imported_ahead():
     ]
     assert "torch._dynamo" in for_script("from torch.optim import SGD")
     assert for_script("if x\n") == []
+
+
+STARTS_ANOTHER = """
+    import os, subprocess, sys, shoal
+
+    if sys.argv[1] == "child":
+        run = shoal.init("ddp")
+        print("the child is rank", run.rank, "of", run.world, flush=True)
+    else:
+        run = shoal.init("ddp", announce=lambda line: None)
+        variables = {"SHOAL_LAUNCHER": "single"} if sys.argv[1] == "single" else {}
+        launch = ["-m", "shoal", "launch", "-n", "2"] if sys.argv[1] == "launch" else []
+        again = [sys.executable, *launch, __file__, "child"]
+        if run.rank == 0:
+            options = {"check": True, "timeout": 60, "text": True, "stdout": subprocess.PIPE}
+            print(subprocess.run(again, env={**os.environ, **variables}, **options).stdout)
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "single", "launch"])
+def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how):
+    script = written(tmp_path, STARTS_ANOTHER)
+    assert local.run_script(script, [how], 2) == 0
+    lines = capfd.readouterr().out
+    world = 2 if how == "launch" else 1
+    assert lines.count(f"the child is rank 0 of {world}") == 1
+    if how == "plain":
+        assert "started by rank 0 of 2, and no rank of its world" in lines
