@@ -10,7 +10,7 @@ to the engine, which must neither reduce nor free anything before the forward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -82,6 +82,7 @@ class ShardedStep:
         }
         # Units inside each other would run at the same time, and have no order.
         wrapped = innermost(units(model, unit))
+        _check_one_dtype(model, wrapped.values())
         if self.data.size > 1:
             trained = [*self.model.trainable_params]
             self.lockstep = Lockstep(
@@ -282,6 +283,25 @@ class ShardedStep:
         self.model.outside_step.reshard()
         for engine in self.engines:
             engine.reshard()
+
+
+def _check_one_dtype(model: nn.Module, wrapped: Iterable[nn.Module]) -> None:
+    """Raise StrategyRefused if the parameters of a unit, or those in no unit, differ in dtype.
+
+    The engine gathers all of them in one message.
+    """
+    units_of = {p: unit for unit in wrapped for p in unit.parameters()}
+    first: dict[nn.Module | None, tuple[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dim():
+            other, one = first.setdefault(units_of.get(parameter), (name, parameter))
+            if one.dtype != parameter.dtype:
+                raise StrategyRefused(
+                    f"zero: {other} ({one.dtype}) and {name} ({parameter.dtype}) are gathered in "
+                    "one message, which has one dtype. Use one for all parameters, "
+                    'model.float(), with shoal.init(precision="bf16") to compute in bfloat16; '
+                    "or ddp."
+                )
 
 
 def _clone_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:

@@ -267,3 +267,26 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(
 ) -> None:
     for said in world.run(4, refused, strategy, trainable):
         assert message in said
+
+
+class TwoDtypes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8).bfloat16(), nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.bfloat16()) * self.scale
+
+
+def two_dtypes() -> str:
+    run = shoal.init("zero3", announce=lambda _: None)
+    model = nn.Sequential(TwoDtypes(), TwoDtypes())
+    with pytest.raises(StrategyRefused) as refusal:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(refusal.value)
+
+
+def test_two_dtypes_in_a_unit_are_refused_with_both_names() -> None:
+    for text in world.run(2, two_dtypes):
+        assert "0.scale (torch.float32) and 0.linear.weight (torch.bfloat16)" in text
+        assert "model.float()" in text
