@@ -291,21 +291,15 @@ def _is_plain(value: Tensor) -> bool:
     return not is_made_of_tensors(value.to_local() if isinstance(value, DTensor) else value)
 
 
-def group_settings(optimizer: Optimizer) -> list[dict[str, float | int | bool]]:
-    """Return the numbers of each group, such as the learning rate, as a scheduler has set them."""
+def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the numbers of each group, such as `lr`, and sequences of them, such as `betas`."""
     return [
-        {
-            key: value.item() if isinstance(value, Tensor) else value
-            for key, value in group.items()
-            if _is_number(value)
-        }
+        {k: _plain(value) for k, value in group.items() if k != "params" and _is_number(value)}
         for group in optimizer.param_groups
     ]
 
 
-def load_group_settings(
-    optimizer: Optimizer, settings: list[dict[str, float | int | bool]]
-) -> None:
+def load_group_settings(optimizer: Optimizer, settings: list[dict[str, Any]]) -> None:
     """Load what `group_settings` returned."""
     for group, saved in zip(optimizer.param_groups, settings, strict=True):
         rate = group["lr"]
@@ -313,8 +307,17 @@ def load_group_settings(
             # Some optimizers take the learning rate as a tensor, so that a compiled step is not
             # compiled again for each value.
             as_tensor = isinstance(rate, Tensor) and key in ("lr", "initial_lr")
-            group[key] = torch.full_like(rate, value) if as_tensor else value
+            numbers = tuple(value) if isinstance(value, list) else value
+            group[key] = torch.full_like(rate, value) if as_tensor else numbers
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return bool(value) and all(map(_is_number, value))
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)

@@ -78,7 +78,7 @@ def is_loader(thing: Any) -> bool:
 
 def _cure(thing: Any) -> str:
     if isinstance(thing, LRScheduler):
-        return "schedulers stay as they are. Leave it out."
+        return "schedulers stay as they are. Leave it out, and save its state_dict() by yourself."
     if isinstance(thing, Tensor):
         return "tensors are shared out by run.share(batch). Leave it out."
     if callable(thing):

@@ -99,11 +99,12 @@ class StatefulRun:
     def state(
         self, copies: bool = True
     ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
-        """Return all that the rest of the run depends on: (tensors, info, private). Collective.
+        """Return what the rest of the run depends on: (tensors, info, private). Collective.
 
         `tensors` are the same on every rank, `info` consists of JSON values, `private`
         is this rank's random state. After `load_state` the run goes on bit for bit at the same
-        number of ranks.
+        number of ranks. The script's own objects are not in it: save a learning-rate scheduler by
+        its `state_dict()`.
 
         Args: copies: False returns this run's own tensors, which the next step changes: enough for
             writing them at once, without the memory of copies.

@@ -71,6 +71,17 @@ def test_a_schedulers_rate_comes_back_with_the_state() -> None:
     assert other.param_groups[0]["lr"] == 0.025
 
 
+def test_pairs_of_numbers_in_optimizer_groups_come_back_with_the_state() -> None:
+    def adam() -> tuple[shoal.Run, torch.optim.Optimizer]:
+        run, model = quiet(), nn.Linear(4, 3).double()
+        return run, run.prepare(model, torch.optim.AdamW(model.parameters()))[1]
+
+    (run, optimizer), (again, other) = adam(), adam()
+    optimizer.param_groups[0]["betas"] = (0.8, 0.99)  # as OneCycleLR does
+    again.load_state(*run.state())
+    assert other.param_groups[0]["betas"] == (0.8, 0.99)
+
+
 def test_an_evaluation_leaves_every_module_in_the_mode_that_it_had() -> None:
     run = quiet()
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
