@@ -1,4 +1,4 @@
-"""`--slurm` and `--kubernetes` of `launch` and `train`: check, render, submit."""
+"""`--slurm` of `launch` and `train`: check, render, submit."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 from shoal.cli import cluster_options, execution
 from shoal.errors import UsageError
 from shoal.launch.cluster_work import ClusterWork
-from shoal.launch.kubernetes import jobset, kubectl
-from shoal.launch.kubernetes.jobset import JobSetOptions
 from shoal.launch.slurm import batch_script, follow_job, slurm_job
 from shoal.launch.slurm.slurm_options import SlurmOptions, default_name
 
@@ -44,7 +42,12 @@ def submit(options: argparse.Namespace, make_work: Work) -> int:
         raise UsageError(
             f"a job is submitted once, but here it is one of {info.world}: {info.reason}"
         )
-    problems = cluster_options.foreign_problems(options)
+    problems = []
+    if options.processes is not None:
+        problems.append(
+            f"-n {options.processes}: it counts processes of this machine. With --slurm give "
+            "--nodes and --ntasks-per-node"
+        )
     numbers = {
         name: cluster_options.number(options, name, default, low, problems)
         for name, default, low in (
@@ -55,11 +58,35 @@ def submit(options: argparse.Namespace, make_work: Work) -> int:
         )
     }
     work = make_work((numbers["nodes"] or 1) * (numbers["ntasks-per-node"] or 1), problems)
-    start = _slurm if options.slurm else _kubernetes
-    run = start(options, numbers, work, problems)
+    settings = SlurmOptions(
+        nodes=numbers["nodes"] or 1,
+        ranks_per_node=numbers["ntasks-per-node"] or 1,
+        cpus_per_task=numbers["cpus-per-task"],
+        time=options.time,
+        partition=options.partition,
+        account=options.account,
+        gres=options.gres,
+        job_name=options.job_name or default_name(work.name),
+        more=tuple(options.sbatch_option),
+        requeues=numbers["requeues"] or 0,
+    )
+    problems += settings.problems()
+    if not options.dry_run:
+        problems += slurm_job.missing_commands()
     if problems:
         raise UsageError("\n  ".join(problems))
-    return run()
+    command = batch_script.remark(["shoal", *options.words])
+    python = options.python or sys.executable
+    script = batch_script.render(settings, work, python, os.getcwd(), command)
+    if options.dry_run:
+        print(script, end="")
+        return 0
+
+    def send() -> tuple[str, Path]:
+        job = slurm_job.submit(script)
+        return job, Path(batch_script.log_name(settings, job))
+
+    return follow_job.follow(send)
 
 
 def server_variables(
@@ -82,76 +109,3 @@ def server_variables(
         f"{SERVER_DIRECTORY} to a directory that all of them share"
     )
     return {}
-
-
-def _slurm(
-    options: argparse.Namespace,
-    numbers: dict[str, int | None],
-    work: ClusterWork,
-    problems: list[str],
-) -> Callable[[], int]:
-    settings = SlurmOptions(
-        nodes=numbers["nodes"] or 1,
-        ranks_per_node=numbers["ntasks-per-node"] or 1,
-        cpus_per_task=numbers["cpus-per-task"],
-        time=options.time,
-        partition=options.partition,
-        account=options.account,
-        gres=options.gres,
-        job_name=options.job_name or default_name(work.name),
-        more=tuple(options.sbatch_option),
-        requeues=numbers["requeues"] or 0,
-    )
-    problems += settings.problems()
-    if not options.dry_run:
-        problems += slurm_job.missing_commands()
-    python = options.python or sys.executable
-    command = batch_script.remark(["shoal", *options.words])
-
-    def run() -> int:
-        directory = os.getcwd()
-        script = batch_script.render(settings, work, python, directory, command)
-        if options.dry_run:
-            print(script, end="")
-            return 0
-
-        def send() -> tuple[str, Path]:
-            job = slurm_job.submit(script)
-            return job, Path(batch_script.log_name(settings, job))
-
-        return follow_job.follow(send)
-
-    return run
-
-
-def _kubernetes(
-    options: argparse.Namespace,
-    numbers: dict[str, int | None],
-    work: ClusterWork,
-    problems: list[str],
-) -> Callable[[], int]:
-    settings = JobSetOptions(
-        name=options.job_name or jobset.default_name(work.name),
-        pods=numbers["nodes"] or 1,
-        ranks_per_pod=numbers["ntasks-per-node"] or 1,
-        cpus_per_rank=numbers["cpus-per-task"],
-        image=options.image or "",
-        namespace=options.namespace,
-        directory=options.workdir,
-        limits=tuple(options.limit),
-        claims=tuple(options.claim),
-        requeues=numbers["requeues"] or 0,
-        python=options.python or "python3",
-    )
-    problems += settings.problems()
-    if not options.dry_run:
-        problems += kubectl.missing_commands()
-
-    def run() -> int:
-        text = jobset.render(settings, work)
-        if options.dry_run:
-            print(text, end="")
-            return 0
-        return kubectl.apply(text, settings.name, settings.namespace)
-
-    return run

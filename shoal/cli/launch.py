@@ -145,8 +145,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         problems += error.problems
     except UsageError as error:
         problems.append(str(error))
-    if options.slurm or not options.script.is_absolute():  # otherwise only the image has it
-        problems += _script_problems(options)
+    problems += _script_problems(options)
     return ClusterWork(
         name=options.script.stem,
         words=(str(options.script), *options.arguments),

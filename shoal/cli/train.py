@@ -133,7 +133,6 @@ def _problems(
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
     from shoal.cli.cluster_jobs import server_variables
     from shoal.launch.cluster_work import ClusterWork
-    from shoal.strategies.precheck import check_job
     from shoal.train.run_directory import check_usable
 
     name = "shoal"
@@ -144,11 +143,8 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         environment = server_variables(options, line, problems)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        if options.slurm:  # its nodes have this machine's files
-            problems += _problems(settings, line, ranks, restarts_ranks=False)
-            check_usable(settings.job)
-        else:
-            problems += check_job(settings.job, line, ranks)
+        problems += _problems(settings, line, ranks, restarts_ranks=False)
+        check_usable(settings.job)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

@@ -283,7 +283,7 @@ def _of_hosts_and_clusters() -> Iterator[Command]:
     for variable in ("=3", "A B=3", "RANK=3", "A=\x01"):
         yield "train", "digits", "--env", variable
     yield "train", "digits", "--slurm", "x"
-    yield "train", "digits", "--slurm", "--kubernetes"
+    yield "train", "digits", "--kubernetes"
     yield "launch", "--hosts", "a:1", "missing.py"
     yield "launch", "--hang-limit", "nan", "script.py"
     yield "launch", "-n", "2", "/dev/zero"

@@ -47,7 +47,6 @@ SLOW_CASES = tuple(
         ("hosts/test_simulated_sessions.py", "launch/hosts", "20,000 schedules of lost lines"),
         ("hosts/test_snapshots_on_hosts.py", "train", "snapshots in memory of hosts", REAL),
         ("hosts/test_train_on_hosts.py", "launch/hosts train", "`shoal train --hosts`", REAL),
-        ("kubernetes/test_jobset.py", "launch/kubernetes", "a manifest run by processes"),
         ("launch/test_hangs.py", "watchdog launch", "a rank that hangs in each phase"),
         ("launch/test_helper_spawner.py", "launch", "a thousand helper processes"),
         ("launch/test_local_launch.py", "launch", "a hundred ranks"),

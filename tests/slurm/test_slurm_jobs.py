@@ -165,13 +165,12 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(slurm))
-    words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon", "--image", "i")
+    words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon")
     more = ("--partition", "a b", "--sbatch-option=--nodes=3", "--sbatch-option=--array=1-3")
     wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
     status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
     assert status == 2
     for part in (
-        "--image: not with --slurm",
         "-n 3: it counts processes of this machine",
         "--nodes: 'x' is no whole number",
         "--ntasks-per-node: 0 must be",
@@ -204,7 +203,7 @@ def test_servers_on_several_machines_need_a_directory_for_their_key(
 def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = shoal(capsys, "train", "digits", "--nodes", 2, "--dry-run")
     assert status == 2
-    assert err == "shoal: --nodes, --dry-run: only with --slurm or --kubernetes\n"
+    assert err == "shoal: --nodes, --dry-run: only with --slurm\n"
 
 
 @pytest.mark.parametrize(

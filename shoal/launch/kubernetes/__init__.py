@@ -1,1 +1,0 @@
-"""`--kubernetes`: one JobSet, whose pods start the ranks."""
