@@ -26,7 +26,7 @@ from typing import Any
 
 from shoal.launch import failure
 from shoal.launch.loss_report import own_reporter
-from shoal.launch.script_worlds import meet_in_store_of_launcher
+from shoal.launch.script_worlds import refuse_worlds_of_script
 from shoal.platform.cgroups import usable_cores
 from shoal.watchdog.progress_writer import own_progress
 
@@ -226,7 +226,7 @@ def _configure_process(spec: RankSpec) -> None:
     import torch
 
     keep_process_groups_alive()
-    meet_in_store_of_launcher(spec.environment)
+    refuse_worlds_of_script(spec.environment)
     # Objects that the fork server imported stay for ever. Frozen, no collection visits them, which
     # would also copy their shared pages.
     gc.freeze()

@@ -50,7 +50,6 @@ SLOW_CASES = tuple(
         ("launch/test_hangs.py", "watchdog launch", "a rank that hangs in each phase"),
         ("launch/test_helper_spawner.py", "launch", "a thousand helper processes"),
         ("launch/test_local_launch.py", "launch", "a hundred ranks"),
-        ("launch/test_script_worlds.py", "launch/script_worlds.py", "worlds that scripts make"),
         ("launch/test_under_launchers.py", "launch", "ranks under mpirun and srun", REAL),
         ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),

@@ -1,89 +1,54 @@
-"""Worlds that scripts make at addresses, and in processes, of their own."""
+"""Worlds that scripts make at addresses, and in processes, of their own, are refused."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import script_world_targets
 
-from shoal.launch import local
+SCRIPT = """\
+import os, sys
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-SCRIPT = script_world_targets.__file__
+def work(rank, *where):
+    dist.init_process_group("gloo", *where, rank=rank, world_size=2)
 
-
-def sums(folder: Path) -> list[str]:
-    return [path.read_text() for path in sorted(folder.glob("sum*.*"))]
-
-
-def launched(ranks: int, how: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run the script of `script_world_targets` under `shoal launch`."""
-    command = ["launch", "-n", str(ranks), SCRIPT, how, str(folder)]
-    return subprocess.run(
-        [sys.executable, "-m", "shoal", *command], capture_output=True, text=True, timeout=240
-    )
-
-
-def test_ranks_meet_at_any_address_and_take_no_port(tmp_path: Path):
-    target = script_world_targets.joins_worlds_at_addresses_of_its_own
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        # Another job has the port already, and is not met.
-        url = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        assert local.run(target, (str(tmp_path), url), 4) == 0
-    assert sums(tmp_path) == ["[4, 4, 1, 4, 4, 2]"] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["spawn", "fork", "forkserver"])
-def test_a_script_that_starts_processes_itself_runs_once(tmp_path: Path, how: str):
-    done = launched(1, how, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sums(tmp_path) == ["2", "2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["spawn", "fork"])
-def test_a_script_that_starts_processes_itself_is_refused_when_it_is_started_twice(tmp_path, how):
-    done = launched(2, how, tmp_path)
-    assert done.returncode == 1
-    assert "was made twice, by rank" in done.stderr
-    assert (
-        "the launcher has started the script 2 times. Start it once, with `python`" in done.stderr
-    )
-
-
-@pytest.mark.slow
-def test_processes_of_all_ranks_form_one_world(tmp_path: Path):
-    done = launched(2, "spawn in all", tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert sums(tmp_path) == ["4"] * 4
-
-
-ENVIRONMENT_SCRIPT = """
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-ones = torch.ones(1)
-dist.all_reduce(ones)
-print("sum", int(ones))
-dist.destroy_process_group()
+if __name__ == "__main__":
+    if sys.argv[1] == "tcp":
+        work(int(os.environ["RANK"]), "tcp://127.0.0.1:29500")
+    elif sys.argv[1] == "port":
+        os.environ["MASTER_PORT"] = "12355"
+        work(int(os.environ["RANK"]))
+    elif sys.argv[1] == "spawn":
+        mp.spawn(work, nprocs=2)
+    else:
+        child = mp.get_context("fork").Process(target=work, args=(0,))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
 """
 
 
-@pytest.mark.slow
-def test_the_older_launcher_of_torch_works_in_a_launched_script(tmp_path: Path):
-    (tmp_path / "train.py").write_text(ENVIRONMENT_SCRIPT)
-    (tmp_path / "starts.py").write_text(
-        "import subprocess, sys\n"
-        "command = [sys.executable, '-m', 'torch.distributed.launch', '--nproc_per_node=2']\n"
-        "sys.exit(subprocess.run([*command, 'train.py']).returncode)\n"
-    )
+@pytest.mark.parametrize(
+    ("how", "asked"),
+    [
+        ("tcp", "init_method='tcp://127.0.0.1:29500?"),
+        ("port", "MASTER_ADDR and MASTER_PORT are 127.0.0.1:12355: "),
+        ("spawn", "torch.multiprocessing.spawn: "),
+        ("fork", "init_process_group in a process that a rank has started: "),
+    ],
+)
+def test_a_world_of_a_script_is_refused_with_the_cure(how: str, asked: str, tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-m", "shoal", "launch", "-n", "1", "starts.py"],
+        [sys.executable, "-m", "shoal", "launch", "-n", "2", "train.py", how],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=120,
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["sum", "2"] * 2
+    assert done.returncode == (1 if how == "fork" else 2), done.stderr
+    assert asked in done.stderr
+    assert "the launcher has started the script 2 times" in done.stderr
+    assert "or start the script once, with `python`" in done.stderr

@@ -33,7 +33,6 @@ SITES = {
     "launch/private_store.py": (["memfd_create"], "the meeting of ranks"),
     "launch/job_secret.py": (["memfd_create"], "the secret of a job on several hosts"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
-    "launch/script_worlds.py": (["TCPStore"], "torch's TCPStore"),  # a client
     "launch/slurm/slurm_task.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
     "parameter_server/launcher/server_pool.py": (["listen_at"] * 2, "parameter servers"),

@@ -19,7 +19,7 @@ def replace_handler(
     a store, the rank and the world size, once.
 
     Why: `register_rendezvous_handler` refuses a scheme that has a function. Without: ranks of a
-    launched script that names an address of its own would wait for a store that nobody serves.
+    launched script that names an address of its own wait for half an hour, without an error.
     Checked: 2.11, 2.13, 2.15.
     """
     # torch.distributed has a function of the same name as this module.
