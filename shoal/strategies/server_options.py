@@ -39,9 +39,6 @@ class ServerOptions(StrategyOptions):
         lease_s: seconds for which a server may be silent before another one takes over.
         shared_memory: workers and servers of one machine read each other's memory, without
             messages.
-        aggregate: with several workers on each of several machines, the workers of one machine sum
-            their gradients before they push, and share one pull. Synchronous steps without
-            compression only.
         connections: no effect. Accepted from 1 to 16 for older configurations and checkpoints.
         tls: only none. Connections are authenticated and not encrypted, so a certificate is
             refused.
@@ -55,7 +52,6 @@ class ServerOptions(StrategyOptions):
     part_mb: float = 4.0
     lease_s: float = 2.0
     shared_memory: bool = True
-    aggregate: bool = True
     connections: int = 1
     tls: str = "none"
 

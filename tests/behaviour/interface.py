@@ -77,7 +77,6 @@ UNNAMED = {
 }
 """Options that are accepted whether or not the help of a verb names them."""
 STRATEGY_VALUES = {
-    "aggregate": ["true", "false"],
     "allreduce": ALGORITHMS,
     "balance": ["time", "parameters"],
     "bucket_mb": ["25.0", "1"],

@@ -1,12 +1,10 @@
 """Start of a run's helper processes: one rank of each host starts that host's servers, and rank 0
 the coordinator too.
 
-rank 0   coordinator, servers of host 0, aggregator of host 0
+rank 0   coordinator, servers of host 0
 rank 1
-rank 2                servers of host 1, aggregator of host 1
+rank 2                servers of host 1
 rank 3
-
-There are aggregators only if several hosts have several workers.
 
 `report_servers` tells at the end of the run what the servers have done.
 """
@@ -17,8 +15,7 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,6 @@ from shoal.parameter_server.launcher.server_pool import (
 )
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, new_key_file, read_key
 from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.aggregator_server import UpstreamConfig
 from shoal.platform.files import make_private_directory
 from shoal.platform.sockets import own_address_towards
 from shoal.platform.tensors import MIB
@@ -48,20 +44,14 @@ class ClusterLauncher:
 
     Args:
         mesh: of all ranks. Each rank makes one launcher and starts it.
-        aggregates: sum gradients on each host before they are pushed, where that saves bytes.
-        shares: aggregators share their memory with servers of the same host.
 
     Attributes:
-        pools: started by this rank: of servers, then of its host's aggregator.
-        relayed: workers push to the aggregator of their host.
+        pool: servers that this rank has started; None before, and on ranks that start none.
     """
 
-    def __init__(self, mesh: Mesh, aggregates: bool, shares: bool) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.aggregates = aggregates
-        self.shares = shares
-        self.pools: list[ServerPool] = []
-        self.relayed = False
+        self.pool: ServerPool | None = None
         self._folder: Path | None = None
         # The address of the coordinator and its job, where other hosts find the servers by them.
         self._public: tuple[Address, str] | None = None
@@ -72,31 +62,22 @@ class ClusterLauncher:
         """Return whether this rank starts the processes of its host."""
         return self.mesh.helper_spawner is not None
 
-    @property
-    def worker(self) -> int:
-        """This rank's number among the workers of the same servers, or of the same aggregator."""
-        return self.mesh.place.local_rank if self.relayed else self.mesh.rank
-
     def start(
-        self, make: Callable[[Transport, Path, int], ClusterConfig]
+        self, make: Callable[[Transport, Path], ClusterConfig]
     ) -> tuple[ClusterConfig, Address]:
         """Start all processes. Collective: every rank must call it.
 
         Args:
-            make: returns the job for a transport, the folder of the key, and a number of workers.
+            make: returns the job for a transport and the folder of the key.
 
         Returns:
-            The job that this rank is a worker of, and the address of its coordinator: of all
-            servers, or of the aggregator of this host.
+            The job, and the address of its coordinator.
         """
         mesh = self.mesh
         transport, folder = self._share_key()
         starters = mesh.all_gather_str("x" if self.is_starter else "")
         starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
-        hosts = len(starter_ranks)
-        # With one host there are no bytes to save; with one worker a host, nothing to sum.
-        self.relayed = self.aggregates and 1 < hosts < mesh.size
-        job = make(transport, folder, hosts if self.relayed else mesh.size)
+        job = make(transport, folder)
         listen_host = self._listen_host()
         coordinator = None
         if mesh.rank == 0 and mesh.helper_spawner is not None:
@@ -108,13 +89,16 @@ class ClusterLauncher:
         address = _parse_address(mesh.broadcast_str(_format_address(coordinator)))
         if mesh.helper_spawner is not None:
             host_index = starter_ranks.index(mesh.rank)
-            pool = ServerPool(
-                mesh.helper_spawner, job, address, listen_host, coordinator, host_index, hosts
+            self.pool = ServerPool(
+                mesh.helper_spawner,
+                job,
+                address,
+                listen_host,
+                coordinator,
+                host_index,
+                len(starter_ranks),
             )
-            self.pools.append(pool)
-        return (
-            self._start_aggregator(job, address, starter_ranks) if self.relayed else (job, address)
-        )
+        return job, address
 
     def announce(self, directory: Path) -> None:
         """Let `shoal servers` find the servers by the run directory."""
@@ -137,9 +121,9 @@ class ClusterLauncher:
 
         Another launcher of the same rank may start others afterwards.
         """
-        # An aggregator leaves the servers when its own workers have left it, so it is first.
-        while self.pools:
-            self.pools.pop().close(CLOSE_LIMIT_S)
+        if self.pool is not None:
+            self.pool.close(CLOSE_LIMIT_S)
+            self.pool = None
         while self._announced:
             self._announced.pop().unlink(missing_ok=True)
         if self._folder is not None:
@@ -168,39 +152,6 @@ class ClusterLauncher:
             self._folder = folder = make_private_directory("shoal-servers-")
         return Transport(derived_key(secret, name), name), folder
 
-    def _start_aggregator(
-        self, job: ClusterConfig, coordinator: Address, starter_ranks: list[int]
-    ) -> tuple[ClusterConfig, Address]:
-        """Start this host's aggregator, which its workers see as their only server. Collective.
-
-        Args:
-            job, coordinator: of the servers behind it.
-            starter_ranks: for each host, its first rank.
-
-        Returns:
-            The job of this host's workers, and the address of its coordinator.
-        """
-        mesh = self.mesh
-        host_index = max(i for i, rank in enumerate(starter_ranks) if rank <= mesh.rank)
-        first_rank, end_rank = [*starter_ranks, mesh.size][host_index : host_index + 2]
-        upstream = UpstreamConfig(
-            coordinator, job.transport, host_index, loads=host_index == 0, shares=self.shares
-        )
-        local_job = ClusterConfig(
-            replace(job.transport, job=f"{job.transport.job}.{host_index}"),
-            job.folder,
-            replace(job.settings, workers=end_rank - first_rank),
-            owners=(0,) * len(job.settings.parts),
-            shards=1,
-            behind=upstream,
-        )
-        spawner = mesh.helper_spawner
-        process = None if spawner is None else CoordinatorProcess(spawner, local_job, _LOCALHOST)
-        address = _parse_address(mesh.all_gather_str(_format_address(process))[first_rank])
-        if spawner is not None:
-            self.pools.append(ServerPool(spawner, local_job, address, _LOCALHOST, process))
-        return local_job, address
-
     def _listen_host(self) -> str:
         """Return the IP address where this host's servers listen, reachable for all ranks."""
         place = self.mesh.place
@@ -218,14 +169,13 @@ def _parse_address(text: str) -> Address:
     return host, int(port)
 
 
-def report_servers(figures: Iterable[Mapping[str, Any]], together: bool) -> list[str]:
+def report_servers(shards: Sequence[Mapping[str, Any]], together: bool) -> list[str]:
     """Return the lines of the report.
 
     Args:
-        figures: of each shard; an aggregator's have those of the shards behind it.
+        shards: the figures of each shard.
         together: all workers took each step together, so there is no staleness to report.
     """
-    shards = [shard for figure in figures for shard in figure.get("behind", [figure])]
     received_mib = sum(shard["received_bytes"] for shard in shards) / MIB
     sent_mib = sum(shard["sent_bytes"] for shard in shards) / MIB
     lines = [

@@ -31,7 +31,6 @@ from shoal.parameter_server.node.node_server import ServerConfig, serve
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.aggregator_server import UpstreamConfig, relay
 from shoal.platform.sockets import listen_at
 
 _PROBES_PER_LEASE = 4
@@ -50,7 +49,6 @@ class ClusterConfig:
         owners: the shard of each partition at the beginning.
         shards: number of shards at the beginning.
         replicas: servers of each shard.
-        behind: of an aggregator, the servers to which it pushes its sums.
     """
 
     transport: Transport
@@ -59,7 +57,6 @@ class ClusterConfig:
     owners: tuple[int, ...]
     shards: int
     replicas: int = 1
-    behind: UpstreamConfig | None = None
 
 
 def replicas_on_host(shard: int, replicas: int, machine: int, machines: int) -> int:
@@ -156,10 +153,7 @@ class ServerPool:
         transport = self.job.transport.for_parts(self.job.settings.parts)
         config = ServerConfig(number, shard, self.coordinator_address, transport, self.job.settings)
         with listen_at(self.host, backlog=_BACKLOG) as listener:
-            if self.job.behind is None:
-                pid = self.spawner.start(serve, config, listener=listener)
-            else:
-                pid = self.spawner.start(relay, config, self.job.behind, listener=listener)
+            pid = self.spawner.start(serve, config, listener=listener)
         self.servers[pid] = config
         return pid
 

@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,23 +73,14 @@ class ServerConfig:
     settings: ShardSettings
 
 
-OnMessage = Callable[[int, QueuedConnection, Header, memoryview, bytes], Iterable[Outgoing]]
-
-
 class ServerNode:
     """Serves a replica of one shard on a listening socket, as long as it is a member.
-
-    Args:
-        on_message: handles every frame of a worker, in place of `WorkerRequests.handle` and with
-            its arguments. The lock is held.
 
     Attributes:
         deferred_replies: answers to workers that wait for a lease.
     """
 
-    def __init__(
-        self, config: ServerConfig, listener: socket.socket, on_message: OnMessage | None = None
-    ) -> None:
+    def __init__(self, config: ServerConfig, listener: socket.socket) -> None:
         settings = config.settings
         self.config = config
         self.shared_values = SharedValues(settings.parts, settings.workers, settings.staleness)
@@ -133,7 +124,6 @@ class ServerNode:
             self.figures,
             self.migration.free_removed,
         )
-        self._on_message = on_message or self.requests.handle
 
     def _new_shard(self) -> Shard:
         """Make a shard that owns nothing yet, with its values in shared memory."""
@@ -229,7 +219,7 @@ class ServerNode:
     ) -> None:
         try:
             self._check_worker(worker, header)
-            self.send(self._on_message(worker, peer, header, payload, meta))
+            self.send(self.requests.handle(worker, peer, header, payload, meta))
         except NotOwner as error:
             # The worker sends the request again, to the owner that the placement names.
             peer.post(Op.MOVED, partition=error.part, step=header.op)
@@ -322,15 +312,10 @@ class ServerNode:
 
 def serve(listener: socket.socket, config: ServerConfig) -> None:
     """Run a server in a process of its own, from its start to its end."""
-    configure_process()
-    ServerNode(config, listener).run()
-
-
-def configure_process() -> None:
-    """Let this process use one core, and end it when one of its threads fails."""
     torch.set_num_threads(1)
     # A server that has lost a thread would stay silent, and its peers would wait for it.
     threading.excepthook = _exit_with_traceback
+    ServerNode(config, listener).run()
 
 
 def _exit_with_traceback(failure: threading.ExceptHookArgs) -> None:

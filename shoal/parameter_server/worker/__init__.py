@@ -1,1 +1,1 @@
-"""A worker's side: the session without I/O, its connections, and the aggregator of a host."""
+"""A worker's side: the session without I/O and its connections."""

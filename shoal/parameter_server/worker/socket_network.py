@@ -1,9 +1,9 @@
 """One worker's connections: one to every shard, and one to the coordinator.
 
-    client, aggregator ── request ──> lock ── WorkerSession ── actions ──> SocketNetwork
-                                       │                               ├ ShardConnection ──> shard 0
-                         thread of a ──┘<── one message after another ─┤
-                         connection                                    └ ShardConnection ──> shard 1
+    client ── request ──> lock ── WorkerSession ── actions ──> SocketNetwork
+                           │                               ├ ShardConnection ──> shard 0
+             thread of a ──┘<── one message after another ─┤
+             connection                                    └ ShardConnection ──> shard 1
 
 One lock guards the session and the messages that it sends. No thread blocks while it holds the
 lock."""

@@ -1,7 +1,7 @@
 """The interface between a worker's session and the network that carries its messages.
 
-    client, aggregator ── request ──> WorkerSession ── actions ──> WorkerNetwork ──> shards
-               ^── events ── WorkerSession <── messages ───────────────┘
+    client ── request ──> WorkerSession ── actions ──> WorkerNetwork ──> shards
+      ^── events ── WorkerSession <── messages ───────────────┘
 
 `socket_network.py` implements it with connections, `replay/replay_client.py` in this process.
 """

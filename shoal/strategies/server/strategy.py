@@ -120,9 +120,14 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     staleness = engine.staleness
     owners = tuple(assign(flat.parts, options.servers))
 
-    def make_config(transport: Transport, folder: Path, workers: int) -> ClusterConfig:
+    def make_config(transport: Transport, folder: Path) -> ClusterConfig:
         settings = ShardSettings(
-            tuple(flat.parts), recipe, workers, staleness, options.lease_s, engine.compression
+            tuple(flat.parts),
+            recipe,
+            engine.mesh.size,
+            staleness,
+            options.lease_s,
+            engine.compression,
         )
         return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
 
@@ -131,7 +136,7 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
     peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
     return connect_to_servers(
-        engine.launcher.worker,
+        engine.mesh.rank,
         flat,
         arbiter,
         job.transport,

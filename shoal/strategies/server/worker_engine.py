@@ -94,8 +94,7 @@ class WorkerEngine(StrategyState):
         self._without: list[str] = []
         self._is_connected = False
         self._on_detach: list[Callable[[], object]] = []
-        aggregates = options.aggregate and self.is_synchronous and self.compression is None
-        self.launcher = ClusterLauncher(mesh, aggregates, options.shared_memory)
+        self.launcher = ClusterLauncher(mesh)
         self.client: WorkerClient
         self.flat: FlatParams
         self.pusher: GradientPusher
@@ -300,13 +299,10 @@ class WorkerEngine(StrategyState):
             self.mesh.barrier()
 
     def push_state(self, optimizer: Optimizer) -> None:
-        """Load the parameters and optimizer state to the servers. Collective.
-
-        One rank sends them; with aggregators, one rank of each machine.
-        """
+        """Load the parameters and optimizer state of rank 0 to the servers. Collective."""
         self.mesh.barrier()
         self.flat.store()
-        if self.mesh.rank == 0 or (self.launcher.relayed and self.launcher.is_starter):
+        if self.mesh.rank == 0:
             state: Mapping[Any, Any] = optimizer.state
             self.client.load(
                 self.flat.scatter(lambda name: state.get(self.flat.parameters[name], {}))

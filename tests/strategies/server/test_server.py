@@ -289,8 +289,8 @@ def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool
     engine: Any = run._local_model().remote_optimizer
     return (
         run.weights(),
-        len(engine.launcher.pools[0].servers),
-        engine.launcher.pools[0].coordinator is not None,
+        len(engine.launcher.pool.servers),
+        engine.launcher.pool.coordinator is not None,
     )
 
 

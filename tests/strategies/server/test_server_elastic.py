@@ -76,7 +76,7 @@ def happen(
     run.remote.publish_address(directory)
     time.sleep(chance.random() * 0.2)
     try:
-        said += happening(directory, run._local_model().remote_optimizer.launcher.pools[0], chance)
+        said += happening(directory, run._local_model().remote_optimizer.launcher.pool, chance)
     except Exception as error:  # noqa: BLE001 - it is the test that is to hear of it
         said.append(error)
 

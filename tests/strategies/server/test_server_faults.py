@@ -69,7 +69,7 @@ def loses_all(_: str) -> None:
     part: Any = run._local_model()
     for step in range(1000):
         if step == 3 and run.rank == 0:
-            fleet = part.remote_optimizer.launcher.pools[0]
+            fleet = part.remote_optimizer.launcher.pool
             os.kill(next(iter(fleet.servers)), signal.SIGKILL)
         run.forward_backward(
             supervised(F.cross_entropy, net), torch.ones(2, 20).double(), torch.tensor([1, 2])

@@ -29,7 +29,7 @@ def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
     part: Any = run._local_model()
-    fleet = next(iter(part.remote_optimizer.launcher.pools), None)
+    fleet = part.remote_optimizer.launcher.pool
     before = [] if fleet is None else [*fleet.servers, fleet.coordinator.pid]
     with contextlib.ExitStack() as silent, ThreadPoolExecutor(1) as pool:
         visits = pool.submit(visit, fleet, Random(seed), silent) if run.rank == 0 else None

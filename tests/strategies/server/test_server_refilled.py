@@ -27,7 +27,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
         nonlocal count
         count += 1
         if run.rank == 0 and count in LOSSES_AFTER:
-            fleet = part.remote_optimizer.launcher.pools[0]
+            fleet = part.remote_optimizer.launcher.pool
             view = fleet.watcher.wait_for_view(
                 1, 20, lambda view: bool(view.backups) and view.primary not in killed
             )
