@@ -6,8 +6,10 @@ import argparse
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
+from typing import NoReturn
 
 from shoal.config.setting_fields import PATH
+from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 
 MAX_PROCESSES = 1024
@@ -62,3 +64,10 @@ def tolerance(text: str) -> float:
     if not 0 <= value < inf:
         raise argparse.ArgumentTypeError(f"'{text}' must be a number of at least 0")
     return value
+
+
+class RemovedOption(argparse.Action):
+    """An option of earlier versions. Its `const` says what to do in its place."""
+
+    def __call__(self, *arguments: object) -> NoReturn:
+        raise UsageError(f"{self.option_strings[0]}: {self.const}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from shoal.cli import argument_types
 from shoal.errors import UsageError
@@ -34,20 +34,17 @@ FLAGS = {
 WITH_VALUE = tuple(f"--{name}" for name in (*VALUES, *LISTS))
 
 
-class _KubernetesFlag(argparse.Action):
-    """A flag of earlier versions."""
-
-    def __call__(self, *arguments: object) -> NoReturn:
-        raise UsageError(
-            "--kubernetes: Shoal renders no JobSet. Put your command into the manifest of "
-            "docs/clusters.md#kubernetes, and give it to kubectl"
-        )
-
-
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, as a group of their own."""
     group = parser.add_argument_group("clusters", "See docs/clusters.md.")
-    group.add_argument("--kubernetes", action=_KubernetesFlag, nargs=0, help=argparse.SUPPRESS)
+    group.add_argument(
+        "--kubernetes",
+        action=argument_types.RemovedOption,
+        nargs=0,
+        const="Shoal renders no JobSet. Put your command into the manifest of "
+        "docs/clusters.md#kubernetes, and give it to kubectl",
+        help=argparse.SUPPRESS,
+    )
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
     for name, (metavar, help) in VALUES.items():

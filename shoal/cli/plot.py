@@ -6,6 +6,7 @@ Several runs share one picture, so that their losses and speeds can be compared.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from shoal.cli import argument_types
@@ -32,7 +33,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from shoal.plotting.curves import plot
+    from shoal.trace.chrome import find_file
 
     plot(options.runs, options.output)
     print(options.output)
+    for trace in filter(None, map(find_file, options.runs)):
+        print(f"the trace is not drawn: open {trace} in https://ui.perfetto.dev", file=sys.stderr)
     return 0

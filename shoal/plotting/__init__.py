@@ -1,1 +1,1 @@
-"""Figures of runs, pipeline schedules and traces, as .png, .svg or .pdf files."""
+"""Figures of runs and pipeline schedules, as .png, .svg or .pdf files."""

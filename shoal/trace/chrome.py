@@ -99,7 +99,9 @@ def read(path: Path) -> Trace:
 
     Raises: ConfigError: there is no such file, Shoal did not write it, or it has no complete step.
     """
-    file = _find_file(path)
+    file = find_file(path)
+    if file is None:
+        raise ConfigError([_missing(path)])
     data = file.read_bytes()
     try:
         document = json.loads(gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data)
@@ -133,19 +135,16 @@ def _trace(document: Any, file: Path) -> Trace:
     return Trace(spans, hosts, steps, float(header["clock_error_s"]), file)
 
 
-def _find_file(path: Path) -> Path:
-    if path.is_file():
-        return path
+def find_file(path: Path) -> Path | None:
+    """Return a trace's file: the path itself, or the one of a directory; None without one."""
+    candidates = (path, path / NAME, path / COMPRESSED_NAME)
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _missing(path: Path) -> str:
     if not path.exists():
-        raise ConfigError(
-            [f"{path}: there is no such directory; give the --out of a run, such as runs/digits"]
-        )
-    for name in (NAME, COMPRESSED_NAME):
-        if (path / name).is_file():
-            return path / name
-    raise ConfigError(
-        [f"{path}: holds no {NAME}. It is made by `shoal train ... --trace`, while the run trains"]
-    )
+        return f"{path}: there is no such directory; give the --out of a run, such as runs/digits"
+    return f"{path}: holds no {NAME}. It is made by `shoal train ... --trace`, while the run trains"
 
 
 def _span(event: Mapping[str, Any]) -> Span:
