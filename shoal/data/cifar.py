@@ -1,8 +1,9 @@
 """`cifar10` and `cifar100`: 60,000 photographs of 32 x 32 pixels in 10 or 100 classes, from the
 archives on disk.
 
-Either version of an archive will do, packed or unpacked. A packed archive is read in memory.
-Nothing is written to disk, so a malicious path in it does no harm.
+The binary version of an archive is read, packed or unpacked. The python version holds pickles, and
+a pickle may run code. A packed archive is read in memory. Nothing is written to disk, so a
+malicious path in it does no harm.
 
 Source: A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009.
 """
@@ -12,16 +13,14 @@ from __future__ import annotations
 import gzip
 import tarfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
 
 from shoal.config.job import DataConfig
-from shoal.data import restricted_unpickler
 from shoal.data.images import Augmented, Images
 from shoal.data.source import Source
 from shoal.errors import DataError
@@ -34,25 +33,8 @@ PIXELS = 3 * 32 * 32
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-def from_pickle(content: bytes, label_key: str) -> Arrays:
-    """Parse a file of the python version. Raises: ValueError, TypeError: it is damaged."""
-    unpickled = restricted_unpickler.read(content)
-    if not isinstance(unpickled, dict):
-        raise ValueError("it holds no dict")
-    # Python 2 wrote the keys, so they may be bytes.
-    batch = {
-        key.decode() if isinstance(key, bytes) else key: value for key, value in unpickled.items()
-    }
-    data, labels = batch.get("data"), batch.get(label_key)
-    if not isinstance(data, restricted_unpickler.ByteArray) or not isinstance(labels, list):
-        raise ValueError(f"it has no array 'data' and list '{label_key}'")
-    if not all(isinstance(label, int) and 0 <= label < 256 for label in labels):
-        raise ValueError(f"'{label_key}' holds something else than classes")
-    return data.numpy(), np.array(labels, np.uint8)
-
-
 def from_records(content: bytes, label_bytes: int) -> Arrays:
-    """Parse a file of the binary version: one record for each image, with its labels (the finest
+    """Parse a file: one record for each image, with its labels (the finest
     last) and then its pixels.
 
     Raises: ValueError: it is damaged.
@@ -68,58 +50,50 @@ def from_records(content: bytes, label_bytes: int) -> Arrays:
 
 @dataclass(frozen=True)
 class Version:
-    """One form in which a data set is distributed."""
+    """The form in which a data set is read, that of records.
+
+    Args:
+        archive: the file's name.
+        size: of the archive.
+        folder: of its files in the archive.
+        train: names of the files of training images.
+        validation: the name of the file of validation images.
+        label_bytes: labels of each image.
+        pickled: the archive of another form, and its folder, which are not read.
+    """
 
     archive: str
     size: str
     folder: str
     train: Sequence[str]
     validation: str
-    parse: Callable[[bytes], Arrays]
+    label_bytes: int
+    pickled: Sequence[str]
 
     @property
     def names(self) -> Sequence[str]:
         return [*self.train, self.validation]
 
 
-BATCHES = [f"data_batch_{index}" for index in range(1, 6)]
-VERSIONS: dict[str, Sequence[Version]] = {
-    "cifar10": [
-        Version(
-            archive="cifar-10-python.tar.gz",
-            size="163 MB",
-            folder="cifar-10-batches-py",
-            train=BATCHES,
-            validation="test_batch",
-            parse=partial(from_pickle, label_key="labels"),
-        ),
-        Version(
-            archive="cifar-10-binary.tar.gz",
-            size="162 MB",
-            folder="cifar-10-batches-bin",
-            train=[f"{name}.bin" for name in BATCHES],
-            validation="test_batch.bin",
-            parse=partial(from_records, label_bytes=1),
-        ),
-    ],
-    "cifar100": [
-        Version(
-            archive="cifar-100-python.tar.gz",
-            size="161 MB",
-            folder="cifar-100-python",
-            train=["train"],
-            validation="test",
-            parse=partial(from_pickle, label_key="fine_labels"),
-        ),
-        Version(
-            archive="cifar-100-binary.tar.gz",
-            size="161 MB",
-            folder="cifar-100-binary",
-            train=["train.bin"],
-            validation="test.bin",
-            parse=partial(from_records, label_bytes=2),
-        ),
-    ],
+VERSIONS: dict[str, Version] = {
+    "cifar10": Version(
+        archive="cifar-10-binary.tar.gz",
+        size="162 MB",
+        folder="cifar-10-batches-bin",
+        train=[f"data_batch_{index}.bin" for index in range(1, 6)],
+        validation="test_batch.bin",
+        label_bytes=1,
+        pickled=("cifar-10-python.tar.gz", "cifar-10-batches-py"),
+    ),
+    "cifar100": Version(
+        archive="cifar-100-binary.tar.gz",
+        size="161 MB",
+        folder="cifar-100-binary",
+        train=["train.bin"],
+        validation="test.bin",
+        label_bytes=2,
+        pickled=("cifar-100-python.tar.gz", "cifar-100-python"),
+    ),
 }
 CLASSES = {"cifar10": 10, "cifar100": 100}
 
@@ -127,10 +101,11 @@ CLASSES = {"cifar10": 10, "cifar100": 100}
 def load(config: DataConfig, seed: int) -> Source:
     """Return CIFAR-10 or CIFAR-100, by `config.name`: float32 (3, 32, 32). `seed` is not used.
 
-    Raises: DataError: no version of it is in `config.path`, or a file is missing or damaged.
+    Raises: DataError: it is not in `config.path`, or a file is missing or damaged.
     """
     root = Path(config.path or f"data/{config.name}").expanduser()
-    version, where, contents = _find(root, config.name)
+    version = VERSIONS[config.name]
+    where, contents = _find(root, config.name)
     missing = [name for name in version.names if name not in contents]
     if missing:
         raise DataError(
@@ -151,24 +126,22 @@ def load(config: DataConfig, seed: int) -> Source:
     )
 
 
-def _find(root: Path, name: str) -> tuple[Version, Path, Mapping[str, bytes]]:
-    """Return the first version on disk, its path, and the contents of its files."""
-    for version in VERSIONS[name]:
-        for folder in (root / version.folder, root):
-            paths = [folder / name for name in version.names if (folder / name).is_file()]
-            if paths:
-                return version, folder, {path.name: path.read_bytes() for path in paths}
-        archive = root / version.archive
-        if archive.is_file():
-            return version, archive, _unpack(archive, version)
-    choices = "\n".join(
-        f"  {root / version.archive} ({version.size}), or its content, {root / version.folder}/"
-        for version in VERSIONS[name]
-    )
+def _find(root: Path, name: str) -> tuple[Path, Mapping[str, bytes]]:
+    """Return the path of the data set on disk, and the contents of its files."""
+    version = VERSIONS[name]
+    for folder in (root / version.folder, root):
+        paths = [folder / name for name in version.names if (folder / name).is_file()]
+        if paths:
+            return folder, {path.name: path.read_bytes() for path in paths}
+    archive = root / version.archive
+    if archive.is_file():
+        return archive, _unpack(archive, version)
+    pickled = [found for found in version.pickled if (root / found).exists()]
+    also = f" {pickled[0]} is of the python version, whose pickles are not read." if pickled else ""
     raise DataError(
-        f"{name}: it is not in {root}. One of these belongs there (data.path says where to look; "
-        "they come from "
-        f"https://www.cs.toronto.edu/~kriz/cifar.html):\n{choices}"
+        f"{name}: it is not in {root}.{also} One of these belongs there (data.path says where to "
+        f"look; the binary version comes from https://www.cs.toronto.edu/~kriz/cifar.html):\n"
+        f"  {archive} ({version.size}), or its content, {root / version.folder}/"
     )
 
 
@@ -194,16 +167,14 @@ def _unpack(archive: Path, version: Version) -> Mapping[str, bytes]:
 
 def _parse(version: Version, where: str, content: bytes, classes: int) -> Arrays:
     try:
-        pixels, labels = version.parse(content)
-        if pixels.shape != (len(labels), PIXELS) or not len(labels):
-            raise ValueError(
-                f"its images have the shape {pixels.shape} and its labels {labels.shape}"
-            )
+        pixels, labels = from_records(content, version.label_bytes)
+        if not len(labels):
+            raise ValueError("it has no image")
         if labels.max() >= classes:
             raise ValueError(
                 f"it has an image of class {labels.max()}, and classes end at {classes - 1}"
             )
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise DataError(f"{where} is damaged: {error}. Get {version.archive} anew.") from error
     return pixels, labels
 

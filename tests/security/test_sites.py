@@ -86,7 +86,6 @@ def test_the_compiled_code_has_neither_sockets_nor_names_of_shared_memory() -> N
 UNPICKLES = {
     # module: what it unpickles. `loads` are of processes of one launcher, over its own pipes; an
     # Unpickler knows the names of one format and no others.
-    "data/restricted_unpickler.py": ["Unpickler"],
     "launch/helper_spawner.py": ["loads"],
     "launch/rank.py": ["loads"],
     "testing/world.py": ["loads"],
