@@ -20,12 +20,9 @@ STRATEGIES = {
 RANKS = {"tensor": (2, 2, 2), "tensor x pipeline x zero1": (4, 2, 2)}
 """The ranks of each of three hosts, where (2, 1, 1) would tear groups of tensor ranks apart."""
 SERVERS = tuple(name for name, line in STRATEGIES.items() if line.startswith("server"))
-SNAPSHOTS_EVERY = 4
-# A new best evaluation is saved too.
-NOTHING_ON_DISK = ("checkpoint.every_steps", "checkpoint.every_epochs", "evaluation.every")
 
 RESTART, IN_PLACE = "restart", "goes on"
-AGAIN, MEMORY = "the same command resumes", f"restart from memory, <= {SNAPSHOTS_EVERY} steps lost"
+AGAIN = "the same command resumes"
 REPLICAS = "restart; with replicas goes on"
 
 
@@ -77,11 +74,6 @@ KINDS = (
     Kind("newest checkpoint gone, rank killed", f"{RESTART} from the one before"),
     Kind("writes of a rank fail for 1 s", IN_PLACE),
     Kind("/dev/shm emptied", IN_PLACE),
-    Kind("snapshots: rank killed", MEMORY),
-    Kind("snapshots: all ranks of a host killed", MEMORY),
-    Kind("snapshots: rank killed in a snapshot", MEMORY),
-    Kind("snapshots: keeper and rank killed", MEMORY),
-    _hosts("snapshots: host starts again", MEMORY),
     Kind("command killed, given again", AGAIN),
     Kind("SIGTERM to the command, given again", AGAIN),
     Kind("Ctrl-C, given again", AGAIN),
@@ -153,15 +145,8 @@ class Cell:
         return self.strategy != "stale server"
 
     @property
-    def snapshots_every(self) -> int:
-        return SNAPSHOTS_EVERY if self.fault.startswith("snapshots") else 0
-
-    @property
     def settings(self) -> dict[str, object]:
         """Return the settings besides those of every run."""
-        if self.snapshots_every:
-            never = dict.fromkeys(NOTHING_ON_DISK, 1000)
-            return {"snapshot.every": SNAPSHOTS_EVERY, **never}
         return {"data.workers": 1} if "loader" in self.fault else {}
 
     @property

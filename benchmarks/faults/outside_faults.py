@@ -158,7 +158,6 @@ OUTSIDE_FAULTS: dict[str, Callable[[Any], None]] = {
     "host starts again": reboot([-1]),
     "first host starts again": reboot([1]),
     "all hosts start again": reboot([1, 2, 3]),
-    "snapshots: host starts again": reboot([-1]),
 }
 EXIT_CODES = {
     "command killed, given again": -signal.SIGKILL,

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.snapshot_memory import VARIABLE as SNAPSHOTS
-
 FAILING_S = 1.0
 """So long the storage fails."""
 SHORT_S = 1.0
@@ -31,12 +29,6 @@ def children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(word) for word in (task / "children").read_text().split()]
     return found
-
-
-def command_line(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    return ""
 
 
 def parent(pid: int) -> int:
@@ -167,18 +159,6 @@ def mapped(pid: int) -> Iterator[Path]:
                 yield Path(words[5].removesuffix(" (deleted)"))
 
 
-def snapshots(_: Any) -> Path:
-    return Path(os.environ[SNAPSHOTS])
-
-
-def kill_keeper(moment: Any) -> None:
-    """Kill the keeper of this host's snapshots, then this rank."""
-    for pid in children(parent(os.getppid())):
-        if "snapshot_keeper" in command_line(pid):
-            os.kill(pid, signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 # Of several hosts alone: agent ── fork server ─── ranks, store.
 
 
@@ -238,10 +218,6 @@ RANK_FAULTS: dict[str, Callable[[Any], None]] = {
     "newest checkpoint gone, rank killed": remove_newest,
     "writes of a rank fail for 1 s": fail_writes,
     "/dev/shm emptied": remove_shared_memory,
-    "snapshots: rank killed": lambda _: kill(os.getpid()),
-    "snapshots: all ranks of a host killed": kill_ranks,
-    "snapshots: rank killed in a snapshot": kill_in_a_write(snapshots),
-    "snapshots: keeper and rank killed": kill_keeper,
     "spawner killed": lambda moment: kill(moment.pool.spawner._pid),
     "spawner and coordinator killed": kill_spawner_and_coordinator,
     "coordinator killed": lambda moment: kill(moment.pool.coordinator.pid),

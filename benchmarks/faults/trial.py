@@ -82,7 +82,7 @@ def make_trial(cell: Cell, seed: int, order: Mapping[str, Any], expected: str) -
         (folder / f"order.{order['rank']}").write_text(json.dumps(order))
         words = folder, cell.line, cell.counts, cell.settings, hosts, order["host"]
         run = FaultyRun(*words)
-        told, step_s, done = _watch(run, cell.fault)
+        told, step_s = _watch(run, cell.fault)
         code = run.close()
         problem = ""
         if cell.fault.endswith(AGAIN):
@@ -92,7 +92,7 @@ def make_trial(cell: Cell, seed: int, order: Mapping[str, Any], expected: str) -
             code = run.close()
         since_s = _met_s(folder / "met")
         told = told or run.first(r"restart \d+ of|is slow")
-        problem = problem or _problem(run, cell, order["rank"], done, expected, code)
+        problem = problem or _problem(run, cell, order["rank"], expected, code)
         if since_s is None:
             problem = f"the fault did not happen; {problem}"
         if problem:
@@ -121,28 +121,21 @@ def _first_end(run: FaultyRun, fault: str, code: int | None) -> str:
     return "" if run.is_clear() else "processes were left"
 
 
-def _problem(
-    run: FaultyRun, cell: Cell, rank: int, done: int, expected: str, code: int | None
-) -> str:
-    """Return what did not hold; empty where all did. `done` are the steps before the fault."""
+def _problem(run: FaultyRun, cell: Cell, rank: int, expected: str, code: int | None) -> str:
+    """Return what did not hold; empty where all did."""
     if code != 0:
         return "the run did not end" if code is None else f"the run ended with {code}"
     if run.outcome(cell.is_exact) != expected:
         return f"other bits: {run.outcome(cell.is_exact)} in place of {expected}"
     if cell.fault == "slow" and not run.first(f"rank {rank} (on .* )?of .* is slow"):
         return "the slow rank was not named"
-    if cell.snapshots_every:
-        found = run.first(r"resumed from the snapshot of step (\d+), in memory")
-        step = int(re.findall(r"step (\d+)", found[1])[0]) if found else -1
-        if step < done - cell.snapshots_every:
-            return f"resumed from step {step} after a fault in step {done + 1}"
     return "" if run.is_clear() else "processes were left"
 
 
-def _watch(run: FaultyRun, fault: str) -> tuple[tuple[float, str] | None, float | None, int]:
+def _watch(run: FaultyRun, fault: str) -> tuple[tuple[float, str] | None, float | None]:
     """Wait for the end of a run.
 
-    Return the line that tells, the time of the next step, and the steps before the fault.
+    Return the line that tells, and the time of the next step.
 
     Steps that were done before the fault are done again after a restart. The next step is the first
     one that is done after the run has resumed, or after the fault where it goes on in place.
@@ -151,11 +144,11 @@ def _watch(run: FaultyRun, fault: str) -> tuple[tuple[float, str] | None, float 
     met, act = run.folder / "met", OUTSIDE_FAULTS.get(fault)
     acting = threading.Thread(target=lambda: act(run) if act else None)
     told = step_s = None
-    has_begun, done = False, 0
+    has_begun = False
     while run.process.poll() is None and time.monotonic() < end_s:
         time.sleep(0.01)
         if met.exists() and not has_begun:
-            has_begun, done = True, run.step()
+            has_begun = True
             acting.start()
         if told is None and met.exists():
             told = run.first(r"restart \d+ of")
@@ -166,7 +159,7 @@ def _watch(run: FaultyRun, fault: str) -> tuple[tuple[float, str] | None, float 
                 step_s = time.monotonic()
     if has_begun:
         acting.join()
-    return told, step_s, done
+    return told, step_s
 
 
 def _met_s(path: Path) -> float | None:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if problems := _problems(settings, line, world, restarts is not None):
+    if problems := _problems(settings, line, world):
         raise ConfigError(problems)
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
@@ -119,15 +119,13 @@ def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, Strate
     return settings, line, notes
 
 
-def _problems(
-    settings: Settings, line: StrategyLine, world: int, restarts_ranks: bool
-) -> list[str]:
+def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
     """Return a line for each thing that so many ranks cannot do, or that is not there."""
     from shoal.strategies.precheck import check_job
     from shoal.train import job_precheck
 
     found = check_job(settings.job, line, world)
-    return [*found, *job_precheck.problems(settings.job, restarts_ranks)]
+    return [*found, *job_precheck.problems(settings.job)]
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
@@ -143,7 +141,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         environment = server_variables(options, line, problems)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        problems += _problems(settings, line, ranks, restarts_ranks=False)
+        problems += _problems(settings, line, ranks)
         check_usable(settings.job)
     except ConfigError as error:
         problems += error.problems

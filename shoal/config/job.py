@@ -248,19 +248,12 @@ class CheckpointConfig:
     second_place: str | None = setting(
         None, "directory for the last save, if the run directory has no room after that wait"
     )
+    fast_dir: str | None = setting(
+        None, "a further directory for frequent saves, such as /dev/shm; a start looks there too"
+    )
+    fast_every_steps: int = setting(10, "steps between saves in fast_dir", POSITIVE)
     copies: int = setting(1, "other hosts with each part, if they share no disk", NOT_NEGATIVE)
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
-
-
-@dataclass(frozen=True)
-class SnapshotConfig:
-    """The snapshots: checkpoints in the memory of the hosts, for the restart after a lost rank."""
-
-    every: int | None = setting(None, "steps between snapshots; none: there are none", POSITIVE)
-    copies: int = setting(
-        1, "other hosts that hold each part in their memory, as far as there are any", NOT_NEGATIVE
-    )
-    asynchronous: bool = setting(False, "write a snapshot beside training, from a copy")
 
 
 @dataclass(frozen=True)
@@ -309,9 +302,6 @@ class Job:
     )
     checkpoint: CheckpointConfig = section(
         CheckpointConfig, "Saves; a killed run costs at most the interval between two."
-    )
-    snapshot: SnapshotConfig = section(
-        SnapshotConfig, "State in memory; a killed process costs at most the steps between two."
     )
     log: LogConfig = section(LogConfig, "The records that are written during the run.")
 

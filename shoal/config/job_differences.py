@@ -33,7 +33,6 @@ NON_SEMANTIC = (
     "evaluation.every",
     "evaluation.batch_size",
     "checkpoint",
-    "snapshot",
     "log",
 )
 

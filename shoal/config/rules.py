@@ -55,9 +55,9 @@ def _training(job: Job) -> Iterator[Violation]:
             "may choose other kernels in every run, which train.deterministic forbids; turn one of "
             "them off",
         )
-    if train.record and job.snapshot.every is not None:
+    if train.record and job.checkpoint.fast_dir is not None:
         yield (
-            ("snapshot.every", "train.record"),
+            ("checkpoint.fast_dir", "train.record"),
             "keeps no record of pushes, which train.record needs up to the step that is resumed; "
             "turn one of them off",
         )

@@ -38,12 +38,22 @@ FOREIGN_NAMES = {
     "dropout": "model.options.dropout",
 }
 
+REMOVED = {
+    "snapshot": "set checkpoint.fast_dir, such as /dev/shm, and checkpoint.fast_every_steps",
+}
+"""Settings and sections that earlier versions had, and what to do instead."""
+
 
 def unknown(name: str) -> str:
     """Return `NAME is not known; did you mean 'X'?`, or the names in its section.
 
+    Of a setting that was removed it says what to do instead.
+
     X may also be a setting that resembles only the last word of the name.
     """
+    for removed, cure in REMOVED.items():
+        if name == removed or name.startswith(f"{removed}."):
+            return f"{name} was removed; {cure}"
     section, _, last = name.rpartition(".")
     spellings = _spellings()
     # A last word that fits is better evidence than a whole name that looks alike.

@@ -6,7 +6,6 @@ Importing this module does not import torch, so that a launcher on a login node 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Literal
@@ -32,13 +31,17 @@ def train_settings(settings: str) -> None:
     train(job)
 
 
-def last_saved(directory: str) -> int | None:
-    """Return the step of a run's newest checkpoint or snapshot here; None if there is none."""
-    from shoal.launch.snapshot_memory import VARIABLE
+def last_saved(directory: str, fast_dir: str | None) -> int | None:
+    """Return the step of a run's newest checkpoint; None if there is none.
+
+    Args:
+        directory: of the run.
+        fast_dir: the setting `checkpoint.fast_dir`.
+    """
+    from shoal.train.run_directory import fast_directory
     from shoal.train.run_directory import last_saved as last_saved_here
 
-    memory = os.environ.get(VARIABLE)
-    return last_saved_here(Path(directory), *([Path(memory)] if memory else []))
+    return last_saved_here(Path(directory), fast_directory(directory, fast_dir))
 
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:

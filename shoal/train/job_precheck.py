@@ -24,27 +24,12 @@ REGISTERED = ("models", "data")
 NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
 
 
-NO_LAUNCHER = (
-    "snapshots are held by the command that starts the ranks again after a loss. Start the run "
-    "with `shoal train -n N` or --hosts, or leave it out"
-)
-
-
-def problems(job: Job, restarts_ranks: bool = True) -> list[str]:
-    """Return a line for each thing that a job names and that is not there.
-
-    Args: restarts_ranks: the command starts the ranks itself, and again after a loss.
-    """
-    found = [] if restarts_ranks else list(_snapshots(job))
-    found += [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job)]
+def problems(job: Job) -> list[str]:
+    """Return a line for each thing that a job names and that is not there."""
+    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job)]
     if not job.imports:  # otherwise its files may register the names
         found += [*_data(job), *_model(job)]
     return found
-
-
-def _snapshots(job: Job) -> Iterator[str]:
-    if job.snapshot.every is not None:
-        yield f"snapshot.every {job.snapshot.every}: {NO_LAUNCHER}"
 
 
 def _imports(job: Job) -> Iterator[str]:

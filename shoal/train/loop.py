@@ -24,6 +24,7 @@ from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs
 from shoal.train.checkpoint import Saved, newest
 from shoal.train.ema import layout_with_averages
+from shoal.train.fast_saves import load_newest, open_fast_saves
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.metrics_copies import MetricsCopies
@@ -33,7 +34,6 @@ from shoal.train.refused_run import remove_if_refused
 from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again_and_note
 from shoal.train.run_disks import describe_disks, find_disks
 from shoal.train.run_saver import State, open_saver
-from shoal.train.snapshots import load_newest, open_snapshots
 from shoal.train.training_state import TrainingState
 from shoal.watchdog.progress_writer import own_progress
 
@@ -83,14 +83,11 @@ class Training:
             job, mesh, self._pause, lambda text: self.log.note(text), self.disks
         )
         self.checkpoints = self.saver.checkpoints
-        self.snapshots = open_snapshots(
-            job, self.run, self._pause, lambda text: self.log.note(text)
-        )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
-        self.lines += describe_disks(self.disks) + self.snapshots.describe()
+        self.lines += describe_disks(self.disks)
 
     @property
     def step(self) -> int:
@@ -109,21 +106,24 @@ class Training:
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
+        self.fast_saves = open_fast_saves(
+            self.job, self.run.mesh, self._pause, lambda text: self.log.note(text)
+        )
+        self.lines += self.fast_saves.describe()
         if self.job.checkpoint.resume:
             layout = layout_with_averages(self.run.layout_of())
-            found = load_newest(self.checkpoints, self.snapshots, notes.append, layout)
-            if found.saved is not None:
-                notes += self._load(found.saved, found.is_snapshot)
-                notes.append(f"resumed from {found.describe()}")
+            saved, is_fast = load_newest(self.checkpoints, self.fast_saves, notes.append, layout)
+            if saved is not None:
+                notes += [*self._load(saved, is_fast), f"resumed from {saved.path}"]
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         self._open(notes)
         self.state.begin_interval()
 
-    def _load(self, saved: Saved, is_snapshot: bool) -> list[str]:
+    def _load(self, saved: Saved, is_fast: bool) -> list[str]:
         notes = self.state.load(saved, self.job.train.accept_data == "changed")
         try:
-            self.saver.resume(None if is_snapshot else saved.step, saved.info["best"])
+            self.saver.resume(None if is_fast else saved.step, saved.info["best"])
         except CleanupFailed as error:
             notes.append(f"{error}; training goes on")
         return notes
@@ -133,10 +133,10 @@ class Training:
         try:
             while self.step < self.total_steps:
                 self._epoch()
+            self.fast_saves.remove(self.run.rank)
             self._finish()
         finally:
             self.saver.close()
-            self.snapshots.close()
             self.progress.close()
             self.log.close()
             signal.signal(signal.SIGTERM, self._sigterm_before)
@@ -156,14 +156,14 @@ class Training:
                 self._stop()
             if self._is_save_due():
                 self._save()
-            self._snapshot()
+            self._save_fast()
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
         due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
         # A stop saves here: the evaluation belongs to this step, and is not made again.
         if ended or stopping or best or due:
             self._save(best, must_succeed=ended)
-        self._snapshot()
+        self._save_fast()
         if stopping and not ended:
             self._stop()
 
@@ -242,13 +242,13 @@ class Training:
         self.metrics_copies.update()
         self.saver.save(self.step, state, best, must_succeed)
 
-    def _snapshot(self) -> None:
-        """Keep the state in memory if it is due, and not in a checkpoint already. Collective."""
-        if self.snapshots.is_due(self.step):
+    def _save_fast(self) -> None:
+        """Save in the fast directory if it is due, and no checkpoint has this step. Collective."""
+        if self.fast_saves.is_due(self.step):
             self.saver.wait_for_best()
             if self.saver.saved_step != self.step:
                 self.metrics_copies.update()
-                self.snapshots.take(self.step, self._collect)
+                self.fast_saves.take(self.step, self._collect)
 
     def _collect(self, must_succeed: bool = False) -> State | None:
         """Return what a checkpoint holds; None, with a note, if that is not finite. Collective."""

@@ -7,12 +7,15 @@ runs/digits/
   checkpoints/      step-00000120/ ..., latest, best
   curves.png        drawn when the run ends
   .lock             locked while a run trains here
+  .fast             a random word in the name of this run's directory in `checkpoint.fast_dir`
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
+import secrets
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from errno import EACCES, ENOTDIR
@@ -24,7 +27,12 @@ from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.launch.hosts.shared_directory import PROBE_PREFIX
 from shoal.platform.files import atomic_write
-from shoal.platform.ownership import open_own, others_can_read, untrusted_reason
+from shoal.platform.ownership import (
+    open_own,
+    others_can_read,
+    read_text_of_file,
+    untrusted_reason,
+)
 from shoal.train.console import warn
 
 if TYPE_CHECKING:
@@ -34,6 +42,8 @@ if TYPE_CHECKING:
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
+FAST = ".fast"
+MAX_WORD_BYTES = 100
 RESULTS = ("checkpoints", "metrics.jsonl")
 """Results of training: a directory without these may get another experiment."""
 
@@ -161,12 +171,38 @@ def job_of(directory: Path) -> Job:
     return read(directory / CONFIG).job
 
 
-def last_saved(*directories: Path) -> int | None:
-    """Return the step of the newest checkpoint in run directories; None if there is none.
+def name_fast_directory(job: Job) -> None:
+    """Name the directory of the frequent saves of a run that has no results yet. For one process.
+
+    The lock must be held.
+    """
+    directory = Path(job.directory)
+    if not (directory / FAST).exists() or not any((directory / name).exists() for name in RESULTS):
+        with atomic_write(directory / FAST, survives="file", mode=0o644) as file:
+            file.write(secrets.token_hex(16).encode())
+
+
+def fast_directory(directory: str, fast_dir: str | None) -> Path | None:
+    """Return the directory of a run's frequent saves; None if it has none.
+
+    A run directory that was made anew, copied or moved has another one, so that no run goes on from
+    the saves of another.
+    """
+    path = Path(directory).absolute()
+    if fast_dir is None or not (path / FAST).is_file():
+        return None
+    word = read_text_of_file(path / FAST, MAX_WORD_BYTES)
+    digest = hashlib.sha256(f"{path}\n{word}".encode()).hexdigest()
+    return Path(fast_dir).absolute() / f"shoal-{digest[:16]}"
+
+
+def last_saved(*directories: Path | None) -> int | None:
+    """Return the step of the newest checkpoint in directories; None if there is none.
 
     Only its name is read: ranks verify the checkpoint before they load it.
     """
-    found = [path for place in directories for path in (place / "checkpoints").glob("step-*")]
+    places = [place / "checkpoints" for place in directories if place is not None]
+    found = [path for place in places for path in place.glob("step-*")]
     names = [path.name.removeprefix("step-") for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 

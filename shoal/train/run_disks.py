@@ -62,6 +62,41 @@ def find_disks(job: Job, mesh: Mesh, has_servers: bool) -> HostDisks | None:
     return disks
 
 
+def check_shared(mesh: Mesh, directory: str, setting: str) -> None:
+    """Check that all ranks see the directory that rank 0 sees. Collective.
+
+    In a world of one host nothing is written or sent.
+
+    Args:
+        directory: exists, or would be made, on rank 0's host.
+        setting: the setting or flag that chooses it, for the error.
+
+    Raises:
+        ConfigError: on every rank; it names the ranks that do not see it.
+    """
+    if mesh.place.local_world == mesh.place.world:
+        return
+    probe, nonce = None, secrets.token_hex(NONCE_BYTES) if mesh.rank == 0 else ""
+    if mesh.rank == 0:
+        probe = write_probe(directory, nonce)
+    try:
+        path, nonce = json.loads(mesh.broadcast_str(json.dumps([str(probe or ""), nonce])))
+        sees = bool(path) and (mesh.rank == 0 or sees_probe(path, nonce))
+        blind = [str(r) for r, text in enumerate(mesh.all_gather_str(str(sees))) if text != "True"]
+    finally:
+        if probe is not None:
+            remove_probe(probe)
+    if not path:
+        raise ConfigError([f"{setting} {directory}: rank 0 cannot write there. Choose another."])
+    if blind:
+        raise ConfigError(
+            [
+                f"{setting} {directory}: ranks {', '.join(blind)} do not see the directory of rank "
+                "0. All hosts must share it: choose one on a file system that all of them mount."
+            ]
+        )
+
+
 def describe_disks(disks: HostDisks | None) -> list[str]:
     """Return the line about the disks for the header of a run; none if all ranks share one."""
     if disks is None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from shoal.config import to_yaml
 from shoal.config.job import Job
-from shoal.launch import snapshot_memory
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.driver import run_on_hosts_with_restarts
 from shoal.launch.hosts.host_facts import FactsRequest
@@ -21,12 +20,11 @@ from shoal.launch.hosts.shared_directory import SERVERS_NEED_ONE
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts
-from shoal.launch.snapshot_memory import SnapshotMemory
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
 from shoal.train import entry
-from shoal.train.run_directory import CONFIG, last_saved
+from shoal.train.run_directory import CONFIG
 from shoal.watchdog import hang_limit
 
 RESTARTS = 3
@@ -49,22 +47,16 @@ def train(
 
     Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
     """
-    directory = Path(job.directory)
     # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
     resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
     check = partial(check_job, job, line)
     environment = {hang_limit.VARIABLE: f"{hang_limit_s:g}"}
-    places = [directory]
+    saved_step = partial(entry.last_saved, job.directory, job.checkpoint.fast_dir)
     with (
-        ControlServer(directory, CONFIG) as control,
+        ControlServer(Path(job.directory), CONFIG) as control,
         _server_directory() as folder,
-        nullcontext() if job.snapshot.every is None else SnapshotMemory() as memory,
     ):
         environment["SHOAL_SERVER_DIRECTORY"] = folder
-        if memory is not None:
-            environment[snapshot_memory.VARIABLE] = str(memory.path)
-            places.append(memory.path)
-        saved_step = partial(last_saved, *places)
         spec = JobSpec(entry.train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
         return run_with_restarts(spec, processes, control, restarts)
 
@@ -95,8 +87,7 @@ def train_on_hosts(
         output="first",
         preload=PRELOAD,
         request=FactsRequest(directory, run_directory=job.directory),
-        saved_step=("shoal.train.entry:last_saved", [job.directory]),
-        has_snapshots=job.snapshot.every is not None,
+        saved_step=("shoal.train.entry:last_saved", [job.directory, job.checkpoint.fast_dir]),
         problems=partial(check_job, job, line),
         shared_disk_reason=SERVERS_NEED_ONE if has_servers else None,
     )

@@ -39,7 +39,6 @@ from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_set import RankEvent
 from shoal.launch.ranks import Ranks
 from shoal.launch.sigstop_detector import SigstopDetector
-from shoal.launch.snapshot_memory import VARIABLE, SnapshotMemory
 from shoal.launch.start import prepare, start, wait_for_imports
 from shoal.platform.processes import adopt_orphans, kill_descendants
 
@@ -95,7 +94,6 @@ class AgentProcess:
         self.ranks: Ranks | None = None
         self.progress: LocalProgress | None = None
         self.lease_timer = LeaseTimer()
-        self.memory: SnapshotMemory | None = None
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
@@ -126,8 +124,6 @@ class AgentProcess:
         self.lease_timer.set(clock_s() + self.session.times.kill_s)
         self._kill_ranks()
         self.questions.close()
-        if self.memory is not None:
-            self.memory.close()
         kill_descendants(self.session.times.kill_s)
         with contextlib.suppress(OSError):  # the connection may be gone, or full
             os.write(self._sink, encode("bye"))
@@ -201,10 +197,6 @@ class AgentProcess:
             os.chdir(request.cwd)
             os.environ["PWD"] = request.cwd
         self._work = message["work"]
-        if self._work["has_snapshots"]:
-            with contextlib.suppress(ShoalError):  # ranks say that there is none
-                self.memory = SnapshotMemory()
-                os.environ[VARIABLE] = str(self.memory.path)
         self.session.hello(collect_facts(request).to_json(), clock_s())
         self.lease_timer.set(self.session.lease_until_s)  # before any rank can be asked for
 

@@ -103,8 +103,8 @@ class HostsJob:
         steps: list[int | None] = [
             self.connections.ask({first: question}, ANSWER_S)[first]["value"]
         ]
-        # The first host may have an empty disk by now, and no snapshots.
-        if self._has_separate_disks or self.work.has_snapshots:
+        # The first host may have an empty disk by now.
+        if self._has_separate_disks:
             for host in others:
                 with suppress(LaunchError):  # it may be lost too
                     steps.append(self.connections.ask({host: question}, ANSWER_S)[host]["value"])

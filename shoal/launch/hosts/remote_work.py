@@ -58,7 +58,6 @@ class RemoteWork:
         request: the paths that every host is asked about.
         saved_step: `module:function` and its arguments, which returns the step from which the next
             start resumes; None for work that is not resumed.
-        has_snapshots: agents hold memory for snapshots of their ranks.
         shared_disk_reason: a sentence that says why all hosts must share the run directory; None
             where each may have one of its own.
         problems: returns why so many ranks cannot do the work; empty where they can.
@@ -72,7 +71,6 @@ class RemoteWork:
     preload: Sequence[str]
     request: FactsRequest
     saved_step: tuple[str, Sequence[Any]] | None = None
-    has_snapshots: bool = False
     shared_disk_reason: str | None = None
     problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
 
@@ -91,7 +89,6 @@ class RemoteWork:
                 "again": list(self.again),
                 "environment": dict(self.environment),
                 "output": self.output,
-                "has_snapshots": self.has_snapshots,
                 "preload": [*self.preload, self.target.partition(":")[0]],
             },
         }

@@ -1,5 +1,5 @@
-"""`shoal train -n 2` with snapshots: a killed rank costs the steps since the last one, at most, and
-the end has the bits of a run that was left alone.
+"""`shoal train -n 2` with a fast directory: a killed rank costs the steps since the last save
+there, at most, and the end has the bits of a run that was left alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 from shoal import cli
 from shoal.config import to_yaml
 from shoal.config.job import Job
-from shoal.launch import snapshot_memory
-from shoal.launch.snapshot_memory import PLACE, PREFIX, SnapshotMemory
 from shoal.testing import world
 
 pytestmark = pytest.mark.slow
@@ -31,24 +29,24 @@ MORTAL = {
     "train.ema": 0.9,
     "checkpoint.every_epochs": 3,
     "checkpoint.every_steps": None,
-    "snapshot.every": 1,
+    "checkpoint.fast_every_steps": 1,
 }
 LOCAL = "local=3"
 PIPELINE = "pipeline=2,cuts=layers.3"  # else the cuts are chosen at each start, by measured costs
 SERVERS = "server=2,part_mb=0.0001,lease_s=0.5"
-# From the seed follow the rank and the call at which it is killed; "saving" is mostly a snapshot.
+# From the seed follow the rank and the call at which it is killed; "saving" is mostly there.
 POINTS = [
-    (strategy, part, seed, asynchronous)
-    for strategy, asynchronous in [("ddp", False), ("zero3", False), ("zero3", True)]
+    (strategy, part, seed)
+    for strategy in ("ddp", "zero3")
     for part in ("training", "saving")
     for seed in (1, 2)
 ] + [
-    (strategy, part, 3, False)
+    (strategy, part, 3)
     for strategy in ("zero1", "tensor=2", PIPELINE, LOCAL, SERVERS)
     for part in ("training", "saving")
 ]
 
-Undisturbed = Callable[[str, bool], tuple[dict[str, Any], list[dict[str, int]]]]
+Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +54,30 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """What a run that is left alone leaves, and how many calls each of its ranks makes in each
     part.
     """
-    known: dict[tuple[str, bool], tuple[dict[str, Any], list[dict[str, int]]]] = {}
+    known: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {}
 
-    def of(strategy: str, asynchronous: bool) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        key = strategy, asynchronous
-        if key not in known:
+    def of(strategy: str) -> tuple[dict[str, Any], list[dict[str, int]]]:
+        if strategy not in known:
             folder = tmp_path_factory.mktemp("undisturbed")
-            with SnapshotMemory() as memory, pytest.MonkeyPatch.context() as patch:
-                patch.setenv(snapshot_memory.VARIABLE, str(memory.path))
-                calls = world.run(2, tiny_jobs.counts_calls, mortal(folder, *key))
-            known[key] = everything(folder / "run"), calls
-        return known[key]
+            calls = world.run(2, tiny_jobs.counts_calls, mortal(folder, strategy))
+            known[strategy] = everything(folder / "run"), calls
+        return known[strategy]
 
     return of
 
 
-def mortal(folder: Path, strategy: str, asynchronous: bool) -> Job:
+def mortal(folder: Path, strategy: str) -> Job:
     return tiny(
         folder / "run",
         MORTAL,
         strategy=strategy,
         data__path=str(folder),
-        snapshot__asynchronous=asynchronous,
+        checkpoint__fast_dir=str(folder / "fast"),
     )
 
 
-@pytest.mark.parametrize(("strategy", "part", "seed", "asynchronous"), POINTS)
-def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_snapshot(
+@pytest.mark.parametrize(("strategy", "part", "seed"), POINTS)
+def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_fast_save(
     undisturbed: Undisturbed,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -90,13 +85,11 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_snapshot(
     strategy: str,
     part: str,
     seed: int,
-    asynchronous: bool,
 ) -> None:
-    expected, calls = undisturbed(strategy, asynchronous)
+    expected, calls = undisturbed(strategy)
     keys = tmp_path / "keys"
     keys.mkdir()
     monkeypatch.setenv("SHOAL_SERVER_DIRECTORY", str(keys))
-    before = set(PLACE.glob(f"{PREFIX}*"))
     draw = random.Random(seed)
     rank = draw.randrange(2)
     most = calls[rank][part]
@@ -104,7 +97,7 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_snapshot(
     early, late = (most // 4, most // 2) if strategy == SERVERS else (most // 2, most * 9 // 10)
     fate = {"part": part, "point": draw.randrange(early, late)}
     (tmp_path / f"fate.{rank}").write_text(json.dumps(fate))
-    job = mortal(tmp_path, strategy, asynchronous)
+    job = mortal(tmp_path, strategy)
     (tmp_path / "job.yaml").write_text(to_yaml(job))
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", str(tmp_path / "job.yaml"), "-n", "2"])
@@ -114,4 +107,4 @@ def test_a_killed_rank_costs_no_more_than_the_steps_since_the_last_snapshot(
     assert "resumed from" in said
     assert "Traceback" not in said
     assert_equal_to_the_bit(everything(tmp_path / "run"), expected)
-    assert set(PLACE.glob(f"{PREFIX}*")) <= before
+    assert list((tmp_path / "fast").iterdir()) == []
