@@ -252,7 +252,6 @@ class CheckpointConfig:
         None, "a further directory for frequent saves, such as /dev/shm; a start looks there too"
     )
     fast_every_steps: int = setting(10, "steps between saves in fast_dir", POSITIVE)
-    copies: int = setting(1, "other hosts with each part, if they share no disk", NOT_NEGATIVE)
     resume: bool = setting(True, "go on from the newest good checkpoint in the run directory")
 
 

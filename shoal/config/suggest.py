@@ -39,6 +39,7 @@ FOREIGN_NAMES = {
 }
 
 REMOVED = {
+    "checkpoint.copies": "all hosts must share the run directory",
     "snapshot": "set checkpoint.fast_dir, such as /dev/shm, and checkpoint.fast_every_steps",
 }
 """Settings and sections that earlier versions had, and what to do instead."""

@@ -22,8 +22,8 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.platform.ownership import untrusted_reason
 from shoal.train.checkpoint import Checkpoints, Saved, tensor_files
 from shoal.train.run_directory import fast_directory, last_saved, name_fast_directory
-from shoal.train.run_disks import check_shared
 from shoal.train.run_saver import RunSaver, State
+from shoal.train.shared_check import check_shared
 
 KEPT = 1
 """Whole checkpoints between two saves; while one is written, there are two."""

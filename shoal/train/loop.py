@@ -27,13 +27,12 @@ from shoal.train.ema import layout_with_averages
 from shoal.train.fast_saves import load_newest, open_fast_saves
 from shoal.train.log import Log
 from shoal.train.lr_schedule import factor, set_learning_rate
-from shoal.train.metrics_copies import MetricsCopies
 from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.refused_run import remove_if_refused
-from shoal.train.run_directory import acts_for_disk, claim_for_all, make_again_and_note
-from shoal.train.run_disks import describe_disks, find_disks
+from shoal.train.run_directory import claim_for_all, make_again_and_note
 from shoal.train.run_saver import State, open_saver
+from shoal.train.shared_check import check_shared
 from shoal.train.training_state import TrainingState
 from shoal.watchdog.progress_writer import own_progress
 
@@ -44,9 +43,9 @@ def train(job: Job) -> None:
     Raises: SystemExit: with status 75, after SIGTERM and a save; the same command goes on.
     """
     training = Training(job)
-    mesh, disks = training.run.mesh, training.disks
-    removal = remove_if_refused(training.directory, training.state, mesh.rank, disks)
-    with removal, claim_for_all(job, mesh, disks):
+    mesh = training.run.mesh
+    removal = remove_if_refused(training.directory, training.state, mesh.rank)
+    with removal, claim_for_all(job, mesh):
         training.resume()
         training.run_all()
 
@@ -77,17 +76,13 @@ class Training:
         self.directory = Path(job.directory)
         self._locks: list[IO[str]] = []
         mesh = self.run.mesh
-        self.disks = find_disks(job, mesh, has_servers=self.run.remote is not None)
-        self.metrics_copies = MetricsCopies(self.directory, mesh, self.disks)
-        self.saver = open_saver(
-            job, mesh, self._pause, lambda text: self.log.note(text), self.disks
-        )
+        check_shared(mesh, job.directory, "--out")
+        self.saver = open_saver(job, mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
-        self.lines += describe_disks(self.disks)
 
     @property
     def step(self) -> int:
@@ -239,7 +234,6 @@ class Training:
             self.saver.skip()
             return
         self._save_record()
-        self.metrics_copies.update()
         self.saver.save(self.step, state, best, must_succeed)
 
     def _save_fast(self) -> None:
@@ -247,7 +241,6 @@ class Training:
         if self.fast_saves.is_due(self.step):
             self.saver.wait_for_best()
             if self.saver.saved_step != self.step:
-                self.metrics_copies.update()
                 self.fast_saves.take(self.step, self._collect)
 
     def _collect(self, must_succeed: bool = False) -> State | None:
@@ -264,8 +257,8 @@ class Training:
             return None
 
     def _keep_directory(self) -> None:
-        """Make the run directory again, and tell, if somebody has removed it. Once a disk."""
-        if acts_for_disk(self.run.rank, self.disks):
+        """Make the run directory again, and tell, if somebody has removed it."""
+        if self.run.rank == 0:
             lock = make_again_and_note(self.job, self.log)
             self._locks += [] if lock is None else [lock]
 
@@ -285,7 +278,6 @@ class Training:
         """Open log and display, and print what kind of run this is."""
         is_first = self.run.rank == 0
         tensorboard, step = self.job.log.tensorboard, self.step
-        self.metrics_copies.restore(step)
         self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
         self.log.header(self.lines)
         self._lines_before_log = None
@@ -329,7 +321,6 @@ class Training:
     def _finish(self) -> None:
         """Print the closing table and draw the curves, on rank 0."""
         self.run.end_trace()
-        self.saver.make_whole_on_first_host()
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
             for line in self.run.report():

@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import StrategyRefused
-from shoal.train.run_directory import acts_for_disk
 
 if TYPE_CHECKING:
-    from shoal.train.checkpoint.host_disks import HostDisks
     from shoal.train.training_state import TrainingState
 
 
 @contextmanager
-def remove_if_refused(
-    directory: Path, state: TrainingState, rank: int, disks: HostDisks | None
-) -> Iterator[None]:
+def remove_if_refused(directory: Path, state: TrainingState, rank: int) -> Iterator[None]:
     """Remove a new run directory, and parents made for it, if the strategy is refused.
 
     A directory that was there before stays as it is, and so does one with results of a step. Enter
@@ -32,7 +28,7 @@ def remove_if_refused(
     try:
         yield
     except StrategyRefused:
-        if directory in new and state.step == 0 and acts_for_disk(rank, disks):
+        if directory in new and state.step == 0 and rank == 0:
             shutil.rmtree(directory, ignore_errors=True)
             for parent in new[1:]:
                 if parent.is_dir() and not any(parent.iterdir()):

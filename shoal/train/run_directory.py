@@ -37,7 +37,6 @@ from shoal.train.console import warn
 
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
-    from shoal.train.checkpoint.host_disks import HostDisks
     from shoal.train.log import Log
 
 CONFIG = "config.yaml"
@@ -126,36 +125,22 @@ def make_again_and_note(job: Job, log: Log) -> IO[str] | None:
     return lock
 
 
-def claim_for_all(
-    job: Job, mesh: Mesh, disks: HostDisks | None = None
-) -> AbstractContextManager[Any]:
-    """Call `lock` on rank 0, or on one rank of each disk, and return the lock there. Collective.
-
-    Args: disks: of the ranks, if hosts share none.
+def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
+    """Call `lock` on rank 0, and return the lock there. Collective.
 
     Raises:
-        ConfigError: on every rank, if `lock` raised on one.
+        ConfigError: on every rank, if `lock` raised.
     """
     claim: AbstractContextManager[Any] = nullcontext()
     problems: Sequence[str] = ()
-    if acts_for_disk(mesh.rank, disks):
+    if mesh.rank == 0:
         try:
             claim = lock(job)
         except ConfigError as error:
             problems = error.problems
-    if disks is None:
-        text = mesh.broadcast_str("\n".join(problems))
-    else:
-        named = [f"rank {mesh.rank}: {problem}" for problem in problems]
-        text = "\n".join(filter(None, mesh.all_gather_str("\n".join(named))))
-    if text:
+    if text := mesh.broadcast_str("\n".join(problems)):
         raise ConfigError(text.split("\n"))
     return claim
-
-
-def acts_for_disk(rank: int, disks: HostDisks | None) -> bool:
-    """Return True for the rank that locks the run directory: rank 0, or one of each disk."""
-    return rank == 0 if disks is None else disks.is_first(rank)
 
 
 def job_of(directory: Path) -> Job:

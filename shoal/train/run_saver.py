@@ -19,8 +19,6 @@ from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, CleanupFailed
 from shoal.train.checkpoint import AsyncSaver, Checkpoints
-from shoal.train.checkpoint.host_disks import HostDisks
-from shoal.train.checkpoint.separate_store import SeparateCheckpoints
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
 """(tensors, info, private), as `Run.state` returns them."""
@@ -132,21 +130,12 @@ class RunSaver:
                 time.sleep(RETRY_S)
         if second_place is None:
             raise failure
-        second = self.checkpoints.in_directory(second_place / "checkpoints")
+        second = Checkpoints(second_place / "checkpoints")
         path = second.save(step, *state)
         self._note(
             f"{failure}; step {step} is saved in {path} instead. To go on from it, move it into "
             f"{self.checkpoints.directory}"
         )
-
-    def make_whole_on_first_host(self) -> None:
-        """Bring the checkpoints to the disk of rank 0, where hosts share none. Collective."""
-        if isinstance(self.checkpoints, SeparateCheckpoints):
-            try:
-                with self._pause("saving"):
-                    self.checkpoints.make_whole_on_first_host()
-            except CheckpointError as error:
-                self._note(str(error))
 
     def skip(self) -> None:
         """Save nothing at this step: the best checkpoint is the one before again."""
@@ -203,20 +192,11 @@ def open_saver(
     mesh: Mesh,
     pause: Callable[[str], AbstractContextManager[None]],
     note: Callable[[str], None],
-    disks: HostDisks | None = None,
 ) -> RunSaver:
-    """Return the saver of a job's run directory. Collective.
-
-    Args: disks: of the ranks, if hosts share none.
-    """
+    """Return the saver of a job's run directory. Collective."""
     # A thread that saves needs a group of its own: its messages must not mix with training.
     group = mesh.new_group() if job.checkpoint.asynchronous else None
-    directory, keep = Path(job.directory) / "checkpoints", job.checkpoint.keep
-    checkpoints = (
-        Checkpoints(directory, keep, group)
-        if disks is None
-        else SeparateCheckpoints(directory, disks, keep, group)
-    )
+    checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
     place = job.checkpoint.second_place
     last_save = LastSave(job.checkpoint.last_save_wait_s, None if place is None else Path(place))
     if not job.checkpoint.asynchronous:

@@ -16,7 +16,6 @@ from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.driver import run_on_hosts_with_restarts
 from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
-from shoal.launch.hosts.shared_directory import SERVERS_NEED_ONE
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts
@@ -78,7 +77,6 @@ def train_on_hosts(
     Returns: the exit code, as `train`.
     """
     resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
-    has_servers = any(spec.name == "server" for spec in line.specs)
     work = RemoteWork(
         target="shoal.train.entry:train_settings",
         arguments=[to_yaml(job)],
@@ -89,7 +87,6 @@ def train_on_hosts(
         request=FactsRequest(directory, run_directory=job.directory),
         saved_step=("shoal.train.entry:last_saved", [job.directory, job.checkpoint.fast_dir]),
         problems=partial(check_job, job, line),
-        shared_disk_reason=SERVERS_NEED_ONE if has_servers else None,
     )
     with ControlServer(Path(job.directory), CONFIG) as control:
         return run_on_hosts_with_restarts(hosts, work, control, restarts)

@@ -85,23 +85,16 @@ def find_meeting(
     return Meeting(address, sources)
 
 
-def check_shared_directory(
-    connections: HostConnections, directory: str, shared_disk_reason: str | None
-) -> str | None:
-    """Check whether all hosts see one file system at `directory`.
-
-    Args: shared_disk_reason: why they must; None where each may have a directory of its own.
-
-    Returns:
-        A note for the user where they do not; None where they do.
+def check_shared_directory(connections: HostConnections, directory: str) -> None:
+    """Check that all hosts see one file system at `directory`.
 
     Raises:
-        UsageError: a host does not, and must; the message names all of them.
+        UsageError: a host does not; the message names all of them.
         LaunchError: nothing can be written there.
     """
     first, *others = connections.connected
     if not others:
-        return None
+        return
     nonce = secrets.token_hex(16)
     write = {"question": "write-probe", "directory": directory, "nonce": nonce}
     probe = connections.ask({first: write}, ANSWER_S)[first]["probe"]
@@ -113,14 +106,9 @@ def check_shared_directory(
     finally:
         connections.ask({first: {"question": "remove-probe", "probe": probe}}, ANSWER_S)
     blind = [connections.name(host) for host, answer in answers.items() if not answer["sees"]]
-    if not blind:
-        return None
-    found = (
-        f"the run directory {directory} of host {connections.name(first)} is not the one of "
-        f"{', '.join(blind)}"
-    )
-    if shared_disk_reason is not None:
+    if blind:
         raise UsageError(
-            f"{found}. {shared_disk_reason}. Choose --out on a file system that all hosts share."
+            f"the run directory {directory} of host {connections.name(first)} is not the one of "
+            f"{', '.join(blind)}. All hosts must share it: choose --out on a file system that all "
+            "of them mount."
         )
-    return f"{found}: each host keeps its part of each checkpoint, and copies of others"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from socket import socket
 from typing import Any
 
@@ -54,7 +53,6 @@ class HostsJob:
         self._losses: Counter[int] = Counter()
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
-        self._has_separate_disks = False
         # The own addresses of hosts in the last start, and hosts that reach not all others.
         self._sources: dict[int, str] = {}
         self._left_out: frozenset[int] = frozenset()
@@ -64,8 +62,8 @@ class HostsJob:
 
         Raises:
             LaunchError: the message has all problems of all hosts.
-            UsageError: the same where a name stands for no host; the run directory is not shared,
-                and must be.
+            UsageError: the same where a name stands for no host; hosts do not share the run
+                directory.
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
@@ -75,12 +73,8 @@ class HostsJob:
             raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
         for note in host_notes(self.connections):
             _print_note(note)
-        directory, reason = self.work.request.run_directory, self.work.shared_disk_reason
-        if directory is not None:
-            found = check_shared_directory(self.connections, directory, reason)
-            if found is not None:
-                self._has_separate_disks = True
-                _print_note(found)
+        if self.work.request.run_directory is not None:
+            check_shared_directory(self.connections, self.work.request.run_directory)
 
     def problems(self, processes: int) -> Sequence[str]:
         """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
@@ -99,16 +93,9 @@ class HostsJob:
             return None
         function, arguments = self.work.saved_step
         question = {"question": "call", "function": function, "arguments": list(arguments)}
-        first, *others = self.connections.connected
-        steps: list[int | None] = [
-            self.connections.ask({first: question}, ANSWER_S)[first]["value"]
-        ]
-        # The first host may have an empty disk by now.
-        if self._has_separate_disks:
-            for host in others:
-                with suppress(LaunchError):  # it may be lost too
-                    steps.append(self.connections.ask({host: question}, ANSWER_S)[host]["value"])
-        return max((step for step in steps if step is not None), default=None)
+        first = self.connections.connected[0]
+        step: int | None = self.connections.ask({first: question}, ANSWER_S)[first]["value"]
+        return step
 
     def start(self, processes: int) -> RemoteRanks:
         """Start the ranks for the first time."""

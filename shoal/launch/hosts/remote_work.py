@@ -58,8 +58,6 @@ class RemoteWork:
         request: the paths that every host is asked about.
         saved_step: `module:function` and its arguments, which returns the step from which the next
             start resumes; None for work that is not resumed.
-        shared_disk_reason: a sentence that says why all hosts must share the run directory; None
-            where each may have one of its own.
         problems: returns why so many ranks cannot do the work; empty where they can.
     """
 
@@ -71,7 +69,6 @@ class RemoteWork:
     preload: Sequence[str]
     request: FactsRequest
     saved_step: tuple[str, Sequence[Any]] | None = None
-    shared_disk_reason: str | None = None
     problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
 
     def specification(self, variables: Mapping[str, str], secret: bytes) -> dict[str, Any]:

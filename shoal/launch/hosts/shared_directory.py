@@ -18,10 +18,6 @@ LOOK_S = 2.0
 """Seconds for which a host looks for the file of another; network file systems may be late."""
 PAUSE_S = 0.1
 NAME_BYTES = 8
-SERVERS_NEED_ONE = (
-    "strategy server needs a run directory that all hosts share: the servers' key and the record "
-    "of their updates are files that all workers read"
-)
 
 PROBE_PREFIX = ".shoal-probe-"
 """Beginning of the name of a file that is there for a moment."""

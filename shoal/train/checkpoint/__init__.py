@@ -24,10 +24,6 @@ the same in the background. `search` finds checkpoints that can be loaded, `mani
 is the form of one in a file, `tensor_index` tells where each lies, `chunks` reads one chunk at a
 time, `saved` is what a rank has read. `exact_json` keeps every float
 exact, `durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
-
-Where hosts share no disk, `separate_store` is the protocol and `separate_retention` its end.
-`host_disks` says on which disks a file lies, `disk_contents` which step is whole over all disks.
-`restored_files` brings files to where they are read; `disk_messages`, `file_exchange` carry them.
 """
 
 from shoal.train.checkpoint.async_save import AsyncSaver

@@ -11,7 +11,6 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -76,10 +75,6 @@ class Manifest:
             "info": self.info,
         }
 
-    def text(self) -> str:
-        """Return the text of `manifest.json`."""
-        return exact_json.to_text({"contents": self.contents(), "sha256": self.sha256()}) + "\n"
-
     def sha256(self) -> str:
         """Return the digest of the contents, equal for equal checkpoints."""
         return hashlib.sha256(exact_json.to_text(self.contents()).encode()).hexdigest()
@@ -116,12 +111,8 @@ def told_file(name: object, fields: object) -> StoredFile:
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json` and wait until it is on the disk."""
-    write_text(directory, manifest.text())
-
-
-def write_text(directory: Path, text: str) -> None:
-    """Write the text of a manifest as `manifest.json`, and wait until it is on the disk."""
-    write_durably(directory / FILE_NAME, text)
+    text = exact_json.to_text({"contents": manifest.contents(), "sha256": manifest.sha256()})
+    write_durably(directory / FILE_NAME, text + "\n")
 
 
 def read(directory: Path) -> Manifest:
@@ -163,15 +154,6 @@ def altered_files(directory: Path, index: int, count: int) -> list[str]:
     that has the fewest bytes so far.
     """
     return _defects(directory, _part(read(directory).files, index, count), compare=True)
-
-
-def altered_names(directory: Path, names: AbstractSet[str], index: int, count: int) -> list[str]:
-    """Return those of `names` that are not the listed files, of part `index` of `count`."""
-    if not names:
-        return []
-    listed = {name: stored for name, stored in read(directory).files.items() if name in names}
-    part = _part(listed, index, count)
-    return [name for name, stored in part.items() if defect(directory, name, stored)]
 
 
 def _part(files: Mapping[str, StoredFile], index: int, count: int) -> dict[str, StoredFile]:

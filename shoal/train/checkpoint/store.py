@@ -25,7 +25,7 @@ from shoal.train.checkpoint.search import checkpoint_at, newest_good, saved_name
 class Checkpoints:
     """The checkpoints of one run, in a directory that all ranks can reach.
 
-    `separate_store` has those of hosts that share no disk. Only one run at a time may save there.
+    Only one run at a time may save there.
 
     Args:
         directory: it is made at the first save.
@@ -77,7 +77,7 @@ class Checkpoints:
         path = self.directory / name_of(step)
         tmp_path = self.directory / f"{name_of(step)}.tmp"
         failed = f"the checkpoint of step {step} was not saved in {self.directory}"
-        if self._begin(failed, step, info):
+        if self.consensus.on_rank_zero(failed, lambda: self._create_tmp_dir(step, info)):
             entries = dict(tensors)
             for name, tensor in (private or {}).items():
                 entries[f"rank{rank()}/{name}"] = tensor
@@ -89,50 +89,15 @@ class Checkpoints:
                 shares = self.consensus.on_every_rank(
                     failed, lambda: _as_json(*tensor_files.write(tmp_path, entries, held))
                 )
-                self._publish(failed, step, info, held, shares)
+                self.consensus.on_rank_zero(failed, lambda: self._publish(step, info, held, shares))
             except CheckpointError:
-                self._discard(tmp_path)
+                if rank() == 0:
+                    shutil.rmtree(tmp_path, ignore_errors=True)
                 raise
         failed = f"step {step} was saved, but not all that follows was done"
-        self._follow_up(failed, path.name, path.name if best else None)
+        marked = path.name if best else None
+        self._try_to_clean_up(failed, lambda: self._retention.clean_up(path.name, marked))
         return path
-
-    def _begin(self, failed: str, step: int, info: Mapping[str, Any]) -> bool:
-        """Do [1]. Collective. Return False if the checkpoint exists already."""
-        return self.consensus.on_rank_zero(failed, lambda: self._create_tmp_dir(step, info))
-
-    def _publish(
-        self,
-        failed: str,
-        step: int,
-        info: Mapping[str, Any],
-        held: Sequence[tensor_index.HeldChunks],
-        shares: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Do [4] to [6]: make a checkpoint of the files of all ranks. Collective.
-
-        Args:
-            held: what each rank holds, as `tensor_files.held_chunks` returns it.
-            shares: what each rank has written, as `tensor_files.write` returns it, in JSON values.
-        """
-        self.consensus.on_rank_zero(failed, lambda: self._publish_here(step, info, held, shares))
-
-    def _discard(self, tmp_path: Path) -> None:
-        """Remove what a failed save has left."""
-        if rank() == 0:
-            shutil.rmtree(tmp_path, ignore_errors=True)
-
-    def _follow_up(self, failed: str, name: str, best: str | None) -> None:
-        """Do [7] and [8]. Collective.
-
-        Args:
-            failed: the beginning of the error.
-            best: name of the best checkpoint, if it is a new one.
-
-        Raises:
-            CleanupFailed: on every rank.
-        """
-        self._try_to_clean_up(failed, lambda: self._retention.clean_up(name, best))
 
     def complete(self, step: int, best: int | None) -> None:
         """Finish the cleanup of a save that was killed after [5]. Collective.
@@ -162,10 +127,6 @@ class Checkpoints:
             self.consensus.on_rank_zero(failed, action)
         except CheckpointError as error:
             raise CleanupFailed(str(error)) from error
-
-    def in_directory(self, directory: Path) -> Checkpoints:
-        """Return checkpoints of the same ranks in another directory."""
-        return Checkpoints(directory)
 
     def load(
         self,
@@ -277,24 +238,25 @@ class Checkpoints:
             raise CheckpointError(
                 f"{path} is there, good, and has another info; it is not overwritten"
             )
-        self._make_tmp_dir(path)
-        return True
-
-    def _make_tmp_dir(self, path: Path) -> None:
-        """Make the directory for the files of a save, and remove what is in its place."""
         remove(path)
         tmp_path = path.with_name(f"{path.name}.tmp")
         remove(tmp_path)
         tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
+        return True
 
-    def _publish_here(
+    def _publish(
         self,
         step: int,
         info: Mapping[str, Any],
         held: Sequence[tensor_index.HeldChunks],
         shares: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Do [4] to [6] on rank 0, and look at the checkpoint from there."""
+        """Do [4] to [6] on rank 0, and look at the checkpoint from there.
+
+        Args:
+            held: what each rank holds, as `tensor_files.held_chunks` returns it.
+            shares: what each rank has written, as `tensor_files.write` returns it, in JSON values.
+        """
         path = self.directory / name_of(step)
         tmp_path = path.with_name(f"{path.name}.tmp")
         files = tensor_index.write(tmp_path, held, [share["chunks"] for share in shares])

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import CheckpointError
 from shoal.train.checkpoint import manifest, tensor_index
 from shoal.train.checkpoint.block_digest import BlockDigest
-from shoal.train.checkpoint.chunks import Chunk, TensorEntry
+from shoal.train.checkpoint.chunks import TensorEntry
 from shoal.train.checkpoint.durable_io import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
 from shoal.train.checkpoint.rank_consensus import rank
@@ -110,40 +110,6 @@ def read(
         for name, entry in tensor_index.stored(directory).items()
         if is_wanted(name)
     }
-
-
-def needed_files(
-    directory: Path, is_wanted: Callable[[str], bool], like: LayoutLookup = no_layout
-) -> list[str]:
-    """Return names of the files that `read` would open, in order. Only the index is read.
-
-    Args: is_wanted, like: as of `read`.
-    """
-    return sorted(
-        {
-            chunk.file.name
-            for name, entry in tensor_index.stored(directory).items()
-            if is_wanted(name)
-            for chunk in _chunks_within(entry, like(name))
-        }
-    )
-
-
-def _chunks_within(entry: TensorEntry, like: Tensor | None) -> list[Chunk]:
-    """Return the chunks that `_read` reads."""
-    if not isinstance(like, DTensor) or like.shape != entry.shape:
-        return list(entry.chunks)
-    offsets, shape = _place_of_shard(like)
-    return [chunk for chunk in entry.chunks if _overlaps(chunk, offsets, shape)]
-
-
-def _overlaps(chunk: Chunk, offsets: Sequence[int], shape: Sequence[int]) -> bool:
-    return all(
-        max(start, chunk_start) < min(start + size, chunk_start + chunk_size)
-        for start, size, chunk_start, chunk_size in zip(
-            offsets, shape, chunk.offsets, chunk.shape, strict=True
-        )
-    )
 
 
 def _held(tensor: Tensor) -> dict[str, Any]:
