@@ -60,10 +60,19 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
             "gradient: is it detached, made of numbers, or computed under no_grad?"
         )
     progress.enter(Phase.BACKWARD)
-    if output.totals_param is None:
-        output.loss.backward()
-    else:
-        torch.autograd.backward((output.loss, output.totals_param), (None, output.step_totals))
+    try:
+        if output.totals_param is None:
+            output.loss.backward()
+        else:
+            torch.autograd.backward((output.loss, output.totals_param), (None, output.step_totals))
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise UsageError(
+            "a part of the loss was computed before compute_loss was called, and its graph is used "
+            "up: compute_loss is called several times in some steps. Keep inputs, choices and "
+            "rewards instead, and call the model inside of compute_loss."
+        ) from error
     extras = () if output.extra is None else (output.extra,)
     return StepResult(output.step_totals, output.is_sum_and_count, extras, factor_after(batch))
 

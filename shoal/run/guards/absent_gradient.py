@@ -41,12 +41,27 @@ READABLE: frozenset[Callable[..., Any]] = frozenset(
 _ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_}
 
 
+_EDITS = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        *("mul_", "__imul__", "div_", "__itruediv__", "neg_", "clamp_", "clamp_min_"),
+        *("clamp_max_", "clip_", "nan_to_num_", "sign_", "round_"),
+    )
+)
+"""Functions that edit one gradient in place, by numbers alone."""
+
+
+def _are_numbers(arguments: Any) -> bool:
+    return not any(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments))
+
+
 class AbsentGradient(Tensor):
     """A gradient that is not on this rank: NaN of the right shape, without memory."""
 
     parameter_name: str
     under: str
     is_zeroed = False
+    is_in_other_stage = False
 
     @classmethod
     def of(cls, parameter: Tensor, name: str, under: str) -> AbsentGradient:
@@ -57,6 +72,7 @@ class AbsentGradient(Tensor):
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         absent = nan.expand(parameter.shape).as_subclass(cls)
         absent.parameter_name, absent.under = name, under
+        absent.is_in_other_stage = parameter.is_meta
         return absent
 
     @classmethod
@@ -74,6 +90,8 @@ class AbsentGradient(Tensor):
         if func is Tensor.zero_:
             args[0].is_zeroed = True
             return args[0]
+        if func in _EDITS and args[0].is_in_other_stage and _are_numbers((*args[1:], kwargs)):
+            return args[0]  # that stage edits the gradient
         if func in _ALLOWED:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

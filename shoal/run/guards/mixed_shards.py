@@ -110,11 +110,19 @@ def _explained(name: str, function: Callable[..., Any], patch: ProcessWidePatch)
             cure = _IN_A_STEP.get(name, "")
             if cure and any(guarded.phase.in_passes for guarded in patch.active):
                 raise  # the strategy says more
+            instead = (
+                "Take whole values from run.weights() or run.gradients(), on all ranks, for an "
+                "average of weights for example; or use ddp, where every rank holds whole "
+                f"parameters.{cure}"
+            )
+            if any(guarded.phase.in_passes for guarded in patch.active):
+                instead = (
+                    "Use ddp, where compute_loss has whole parameters. A penalty c * "
+                    "p.pow(2).sum() of all of them is also weight_decay=2 * c of SGD."
+                )
             raise UsageError(
                 f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its "
-                "gradient, and that part was combined with a whole tensor. Take whole values from "
-                "run.weights() or run.gradients(), on all ranks, for an average of weights for "
-                f"example; or use ddp, where every rank holds whole parameters.{cure}"
+                f"gradient, and that part was combined with a whole tensor. {instead}"
             ) from error
 
     return call

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.data.tree_map import SPARSE
 from shoal.errors import UsageError
 from shoal.platform.torch_private.pytree import (
     tree_flatten,
@@ -42,8 +43,11 @@ def broadcast_nest(axis: Axis, nest: Any, source: int) -> Any:
         tensor = torch.empty(header["shape"], dtype=dtype, device=axis.device)
         if is_source:
             # The copy is a plain tensor, even if the model returns sharded logits.
-            tensor.copy_(_tensor_of(leaves[index]))
+            value = _tensor_of(leaves[index])
+            tensor.copy_(value.to_dense() if value.layout in SPARSE else value)
         dist.broadcast(tensor, group=axis.group, group_src=source)
+        layout = getattr(torch, header["layout"])
+        tensor = tensor.to_sparse(layout=layout) if layout in SPARSE else tensor
         results.append(Summed(tensor) if header["summed"] else tensor)
     return tree_unflatten(results, treespec_loads(spec_text))
 
@@ -54,12 +58,13 @@ def _tensor_of(leaf: Any) -> Tensor:
 
 
 def _header(leaf: Any) -> dict[str, Any]:
-    """Return dtype and shape of a tensor, or the value of any other leaf."""
+    """Return dtype, layout and shape of a tensor, or the value of any other leaf."""
     if not isinstance(leaf, (Tensor, Summed)):
         return {"is": leaf}
     tensor = _tensor_of(leaf)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "shape": [*tensor.shape], "summed": isinstance(leaf, Summed)}
+    dtype, layout = (str(kind).removeprefix("torch.") for kind in (tensor.dtype, tensor.layout))
+    shape, summed = [*tensor.shape], isinstance(leaf, Summed)
+    return {"dtype": dtype, "layout": layout, "shape": shape, "summed": summed}
 
 
 def _dumped(value: Any) -> str:
