@@ -77,7 +77,7 @@ $(BIN)/python:
 
 # The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
 COMPILED := shoal/shm_backend/native.c shoal/shm_backend/native.h shoal/shm_backend/compiled_calls.c \
-  shoal/platform/finite_values.c shoal/platform/block_sums.c
+  shoal/platform/finite_values.c
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e .

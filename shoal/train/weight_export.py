@@ -8,43 +8,33 @@
         tensor 1, rows 3 4 5     ...
         ...
 
-One process maps one chunk at a time and writes it to its offset. So it needs no more than the
-memory of the largest chunk: a shard of a tensor if a strategy that shards has saved it, a tensor
-otherwise. The header can be written first, because the checkpoint's index has shapes and dtypes.
-Source of the format: the safetensors project's description.
+One process maps a part of one rank's file at a time and writes each chunk to its offset. So it
+needs little more than the memory of the largest chunk: a shard of a tensor if a strategy that
+shards has saved it, a tensor otherwise. The header can be written first, because the checkpoint's
+index has shapes and dtypes.
 """
 
 from __future__ import annotations
 
 import io
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
-from shoal.train.checkpoint import Checkpoints
-from shoal.train.checkpoint.chunks import Chunk, TensorEntry
-from shoal.train.checkpoint.tensor_index import stored
+from shoal.train.checkpoint import Checkpoints, shard_format
+from shoal.train.checkpoint.tensor_files import blocks
+from shoal.train.checkpoint.tensor_index import Chunk, TensorEntry, stored
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
 
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 MODEL = "model."
 AVERAGE = "ema."
 
@@ -92,9 +82,9 @@ def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest")
         )
     entries = stored(path)
     names = _stored_names(entries)
-    tensors = {name: entries[stored_name] for name, stored_name in names.items()}
+    metadata = {"format": "pt", "run": job.name, "step": str(step)}
     try:
-        size_bytes = _write(output, tensors, {"format": "pt", "run": job.name, "step": str(step)})
+        size_bytes = _write(output, names, entries, metadata)
     except OSError as error:
         reason = f"{output} was not written: {error.strerror or error}"
         raise CheckpointError(f"{reason}. Make room or permit it, or give another -o.") from error
@@ -109,57 +99,57 @@ def _stored_names(entries: Mapping[str, Any]) -> dict[str, str]:
     return {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in names}
 
 
-def _write(output: Path, tensors: Mapping[str, TensorEntry], metadata: dict[str, str]) -> int:
-    """Write the file. Return its size in bytes."""
-    header, starts, end = _header(tensors, metadata)
+def _write(
+    output: Path,
+    names: Mapping[str, str],
+    entries: Mapping[str, TensorEntry],
+    metadata: dict[str, str],
+) -> int:
+    """Write the file. Return its size in bytes.
+
+    Args:
+        names: of tensors in the checkpoint, by those in the file.
+        entries: the checkpoint's tensors by name.
+    """
+    shapes = {name: (entries[key].dtype, entries[key].shape) for name, key in names.items()}
+    for name, (dtype, _) in shapes.items():
+        if dtype not in shard_format.NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
+    head, starts, end = shard_format.header(shapes, metadata)
+    places = {key: starts[name] for name, key in names.items()}
+    chunks = [(key, chunk) for key in places for chunk in entries[key].chunks]
     with atomic_write(output, survives="rename", mode=0o644) as stream:
-        stream.write(header)
-        for name, tensor in tensors.items():
-            for chunk in tensor.chunks:
-                _copy(chunk, tensor, stream, starts[name])
+        stream.write(head)
+        for key, chunk, numbers in blocks(chunks):
+            _copy(numbers, runs(chunk, entries[key].shape), stream, places[key])
     return end
 
 
-def _header(
-    tensors: Mapping[str, TensorEntry], metadata: dict[str, str]
-) -> tuple[bytes, dict[str, int], int]:
-    """Return the header, the offset in bytes of each tensor in the file, and the file's size."""
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    starts = {}
-    end = 0  # offsets in the header are counted from its end
-    for name, tensor in tensors.items():
-        starts[name] = end
-        end += tensor.shape.numel() * tensor.dtype.itemsize
-        entries[name] = {
-            "dtype": _dtype(name, tensor.dtype),
-            "shape": list(tensor.shape),
-            "data_offsets": [starts[name], end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned to 8 bytes
-    first = 8 + len(text)
-    return (
-        len(text).to_bytes(8, "little") + text,
-        {name: first + start for name, start in starts.items()},
-        first + end,
-    )
+def _copy(
+    numbers: Tensor,
+    places: Iterable[tuple[int, int]],
+    stream: io.BufferedWriter[Any],
+    start_bytes: int,
+) -> None:
+    """Write a chunk to its `runs` in a tensor that starts at byte `start_bytes` of the file."""
+    values, itemsize, done = numbers.reshape(-1).view(torch.uint8).numpy().data, numbers.itemsize, 0
+    for first, length in places:
+        stream.seek(start_bytes + first * itemsize)
+        stream.write(values[done : done + length * itemsize])
+        done += length * itemsize
 
 
-def _copy(chunk: Chunk, tensor: TensorEntry, stream: io.BufferedWriter[Any], start: int) -> None:
-    """Write one chunk to its offsets in a tensor that starts at byte `start`.
+def runs(chunk: Chunk, full_shape: torch.Size) -> Iterator[tuple[int, int]]:
+    """Yield (start, length) of each run of a chunk in the full tensor.
 
-    The chunk is freed on return, before the next one is read.
+    Both are in elements, in the order of the chunk. A chunk that is cut only in dimension 0 is one
+    run.
     """
-    values = chunk.mapped().contiguous().reshape(-1).view(torch.uint8).numpy().data
-    done = 0
-    for first, length in chunk.runs(tensor.shape):
-        size_bytes = length * tensor.dtype.itemsize
-        stream.seek(start + first * tensor.dtype.itemsize)
-        stream.write(values[done : done + size_bytes])
-        done += size_bytes
-
-
-def _dtype(name: str, dtype: torch.dtype) -> str:
-    if dtype not in SAFETENSORS_NAMES:
-        raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
-    return SAFETENSORS_NAMES[dtype]
+    cut_dims = [dim for dim, size in enumerate(full_shape) if chunk.shape[dim] != size]
+    last_cut = max(cut_dims, default=0)
+    strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
+    first = sum(index * stride for index, stride in zip(chunk.offsets, strides, strict=True))
+    length = math.prod(chunk.shape[last_cut:])
+    # From the last dimension that is cut on, elements follow each other in both tensors.
+    for outer in product(*(range(size) for size in chunk.shape[:last_cut])):
+        yield first + sum(index * strides[dim] for dim, index in enumerate(outer)), length

@@ -2,7 +2,8 @@
 
 An archive holds a run directory as it is after half of its steps: its configuration, its metrics
 and one checkpoint. Git keeps no modes of files, and checkpoints that others could write are
-refused, so each is unpacked with the modes that a run gives them.
+refused, so each is unpacked with the modes that a run gives them. When the form of checkpoints has
+changed, the archives were written again in the new one, with the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, cast
 import safetensors.torch
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -155,7 +156,7 @@ def last_checkpoint(directory: Path) -> Path:
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, by torch.distributed.checkpoint alone."""
-    reader = FileSystemReader(checkpoint)
+    reader = HuggingFaceStorageReader(str(checkpoint))
     found = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         stored = cast(TensorStorageMetadata, entry)

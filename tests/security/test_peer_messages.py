@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.comm.axis import MOST_MESSAGE_BYTES, all_gather_bytes
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints, store
+from shoal.train.checkpoint import Checkpoints, tensor_files
 from shoal.train.checkpoint.manifest import told_file
 
 ELSEWHERE = [
@@ -20,7 +20,7 @@ ELSEWHERE = [
     "/planted",
     "a",
     "",
-    "__0_0.distcp/../x",
+    "rank-00000.safetensors/../x",
     "manifest.json",
     "index.json\n",
 ]
@@ -29,13 +29,20 @@ ELSEWHERE = [
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_no_name_of_a_file_that_a_rank_tells_leads_out_of_a_checkpoint(name: str) -> None:
     with pytest.raises(CheckpointError, match="that no checkpoint contains"):
-        told_file(name, [1, "ab", ""])
+        told_file([name, 1, DIGEST])
 
 
-@pytest.mark.parametrize("fields", [[-1, "", ""], ["1", "", ""], [1, "../x", ""], [1], {}, 7])
+NAME, DIGEST = "rank-00000.safetensors", 32 * "a"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [[NAME, -1, DIGEST], [NAME, "1", DIGEST], [NAME, 1, "../x"], [NAME, 1], [1, 1, DIGEST], {}, 7],
+)
 def test_what_describes_no_file_is_refused(fields: object) -> None:
+    assert told_file([NAME, 1, DIGEST])[0] == NAME
     with pytest.raises(CheckpointError, match="that no checkpoint contains"):
-        told_file("__0_0.distcp", fields)
+        told_file(fields)
 
 
 def tells_of_a_file_elsewhere(folder: Path) -> None:
@@ -43,15 +50,13 @@ def tells_of_a_file_elsewhere(folder: Path) -> None:
     checkpoints = Checkpoints(folder / "checkpoints")
     if rank == 1:
         (folder / "planted").write_text("code")
-    original = store._as_json
+    original = tensor_files.write
 
     def hostile(*words):  # type: ignore[no-untyped-def]
-        share = original(*words)
-        if rank == 1:
-            share["files"] = {"../../planted": (4, "", "")}
-        return share
+        told = original(*words)
+        return [("../../planted", 4, DIGEST)] if rank == 1 else told
 
-    with patch.object(store, "_as_json", hostile), pytest.raises(CheckpointError):
+    with patch.object(tensor_files, "write", hostile), pytest.raises(CheckpointError):
         checkpoints.save(1, {"weight": torch.ones(3)}, {}, {"own": torch.ones(1)})
     dist.barrier()
     assert (folder / "planted").read_text() == "code"

@@ -89,7 +89,6 @@ UNPICKLES = {
     "launch/helper_spawner.py": ["loads"],
     "launch/rank.py": ["loads"],
     "testing/world.py": ["loads"],
-    "train/checkpoint/tensor_index.py": ["Unpickler"],
 }
 OBJECTS = {  # torch's collectives that unpickle
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),

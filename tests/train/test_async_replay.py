@@ -161,7 +161,7 @@ def test_half_a_line_at_the_end_is_left_aside(copy: Path) -> None:
 
 
 def test_a_start_that_was_altered_is_refused(copy: Path) -> None:
-    next(copy.glob("record/*/start/step-*/*.distcp")).write_bytes(b"nothing")
+    next(copy.glob("record/*/start/step-*/*.safetensors")).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="should have"):
         replay(copy)
 

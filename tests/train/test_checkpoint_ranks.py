@@ -72,11 +72,8 @@ def test_every_rank_gets_all_that_is_shared_and_what_was_its_own(
     tmp_path: Path, ranks: int
 ) -> None:
     assert world.run(ranks, save_and_load, tmp_path / "c") == [(True, True)] * ranks
-    files = {f"__{number}_0.distcp" for number in range(ranks)} | {
-        ".metadata",
-        "index.json",
-        "manifest.json",
-    }
+    files = {f"rank-{number:05d}.safetensors" for number in range(ranks)}
+    files |= {"index.json", "manifest.json"}
     assert set(os.listdir(tmp_path / "c" / "step-00000002")) == files
 
 
@@ -98,7 +95,7 @@ def test_all_ranks_load_the_same_earlier_step_and_one_reports(
     tmp_path: Path, saved_by_two: Path
 ) -> None:
     shutil.copytree(saved_by_two, tmp_path / "c")
-    data = tmp_path / "c" / "step-00000002" / "__1_0.distcp"
+    data = tmp_path / "c" / "step-00000002" / "rank-00001.safetensors"
     os.truncate(data, 10)
     (step_0, whole_0, _, reports_0), (step_1, whole_1, _, reports_1) = world.run(
         2, load, tmp_path / "c"

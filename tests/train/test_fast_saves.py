@@ -65,7 +65,7 @@ def is_lost_and_goes_on(folder: Path) -> None:
     assert resumed_step(job) == 8
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        spoil(next((memory / "step-00000008").glob("*.distcp")))
+        spoil(next((memory / "step-00000008").glob("*.safetensors")))
     torch.distributed.barrier()
     assert resumed_step(job) == 6
     trains(job)

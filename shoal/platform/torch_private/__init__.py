@@ -17,7 +17,6 @@ names.
     mixed_backends      groups that have another backend for each kind of device
     typed_futures       futures whose value C++ can read
     fsdp                FSDP2's forward pass, and shards of slices
-    checkpoint_files    names in torch's files of checkpoints
     pipelining          the first half of a backward pass
 
 Aliases are used where a call is hot: they cost nothing. Modules that take long to import are

@@ -4,10 +4,10 @@ The protocol of a save, in order. It may be stopped at any point: the previous c
 loads.
 
     [1] step-N.tmp/         an empty directory
-    [2] *.distcp            written by all ranks, hashed while they are written; each rank reads its
+    [2] *.safetensors       written by all ranks, hashed while they are written; each rank reads its
                             own back and compares, while the disk takes it (fsync)
     [3] consensus           a failure on any rank is a CheckpointError on every rank
-    [4] index.json          where each tensor lies, and .metadata, torch's form of it; read back
+    [4] index.json          where each tensor lies, known to rank 0 alone; read back
         manifest.json       size and digest of every file, the step, the world, `info`; fsynced
     [5] step-N/             by rename; the parent directory is fsynced
     [6] verify              the first rank sees the manifest and all files in their sizes
@@ -20,10 +20,9 @@ all are; then each reads its tensors.
 
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`block_digest` is the digest of large files. `tensor_files` writes and reads tensors, `tensor_zip`
-is the form of one in a file, `tensor_index` tells where each lies, `chunks` reads one chunk at a
-time, `saved` is what a rank has read. `exact_json` keeps every float
-exact, `durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
+`tensor_files` writes and reads tensors in the `shard_format`, `tensor_index` tells where each lies,
+`saved` is what a rank has read. `durable_io` writes to the disk, `rank_consensus` lets ranks
+succeed or fail together.
 """
 
 from shoal.train.checkpoint.async_save import AsyncSaver

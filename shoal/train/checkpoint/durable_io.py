@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+import xxhash
 
 from shoal.platform.files import atomic_write
 from shoal.watchdog.progress_writer import own_progress
@@ -28,20 +29,12 @@ class DurableFile(io.FileIO):
             super().close()
 
 
-class Digest(Protocol):
-    """A digest of bytes that come in pieces."""
-
-    def update(self, data: Any, /) -> None: ...
-
-    def hexdigest(self) -> str: ...
-
-
 class HashedFile(DurableFile):
-    """A durable file with a digest of its contents, which must be written in order."""
+    """A durable file with a digest of its contents (XXH3-128), which must be written in order."""
 
-    def __init__(self, path: Path, digest: Digest) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.digest = digest
+        self.digest = xxhash.xxh3_128()
         self.size_bytes = 0
 
     def write(self, data: Any) -> int:
@@ -53,16 +46,12 @@ class HashedFile(DurableFile):
 
 
 @contextmanager
-def durable_stream(
-    path: Path, digest: Digest | None = None
-) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
+def durable_stream(path: Path) -> Iterator[tuple[HashedFile, io.BufferedWriter[Any]]]:
     """Open `path` for writing. Yield the file, which has the digest, and a buffered stream.
 
     At the end the stream is flushed, fsynced and closed.
-
-    Args: digest: SHA-256 by default.
     """
-    file = HashedFile(path, hashlib.sha256() if digest is None else digest)
+    file = HashedFile(path)
     with io.BufferedWriter(file, buffer_size=1 << 20) as stream:
         yield file, stream
 

@@ -7,6 +7,7 @@ SHA-256 of its own contents. A directory without it is no checkpoint.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import stat
@@ -16,20 +17,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file, untrusted_reason
-from shoal.train.checkpoint import exact_json
-from shoal.train.checkpoint.block_digest import BlockDigest
 from shoal.train.checkpoint.durable_io import write_durably
 
 FILE_NAME = "manifest.json"
-FORMAT = 2
-"""Format 1 had a SHA-256 of every file, and is read too."""
+FORMAT = 3
 MAX_BYTES = 1 << 26  # of a manifest; one of 4,096 ranks has some 2 MiB
 READERS = 4  # threads that compare files
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
-LISTED_NAME = re.compile(r"__\d+_\d+\.distcp|\.metadata|index\.json")
-DIGEST = re.compile(r"[0-9a-f]{0,128}")
+LISTED_NAME = re.compile(r"rank-\d{5,}\.safetensors|index\.json")
+DIGEST = re.compile(r"[0-9a-f]{32}")
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,12 @@ class StoredFile:
     """Size and digest of one file of a checkpoint.
 
     Attributes:
-        sha256: of a file that is parsed, and of all files in checkpoints of format 1.
-        blocks: `BlockDigest` of a file of tensors. One of both is empty.
+        digest: XXH3-128, 32 hexadecimal digits. It finds accidents and no attacks: who can write
+            the files of a checkpoint can write its manifest too.
     """
 
     size_bytes: int
-    sha256: str = ""
-    blocks: str = ""
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,12 @@ class Manifest:
     world: int
     files: Mapping[str, StoredFile]
     info: Mapping[str, Any]
-    format: int = FORMAT
 
     def contents(self) -> dict[str, Any]:
         """Return what is written, as JSON values."""
-        files = {
-            name: {key: value for key, value in asdict(stored).items() if value != ""}
-            for name, stored in self.files.items()
-        }
+        files = {name: asdict(stored) for name, stored in self.files.items()}
         return {
-            "format": self.format,
+            "format": FORMAT,
             "step": self.step,
             "world": self.world,
             "files": files,
@@ -77,7 +73,16 @@ class Manifest:
 
     def sha256(self) -> str:
         """Return the digest of the contents, equal for equal checkpoints."""
-        return hashlib.sha256(exact_json.to_text(self.contents()).encode()).hexdigest()
+        return hashlib.sha256(to_text(self.contents()).encode()).hexdigest()
+
+
+def to_text(value: Any) -> str:
+    """Return JSON of a value, from which `json.loads` makes an equal one: floats are exact.
+
+    NaN and infinities are written as JavaScript's names. Equal values with keys in the same order
+    have equal texts.
+    """
+    return json.dumps(value, indent=1)
 
 
 def step_of(name: str) -> int | None:
@@ -92,26 +97,25 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def told_file(name: object, fields: object) -> StoredFile:
-    """Return size and digests of a file as another rank has told them: a list of three.
+def told_file(fields: object) -> tuple[str, StoredFile]:
+    """Return a file as another rank has told it: a list of name, size and digest.
 
     A rank's words travel over Gloo, where nothing is authenticated: a name could lead elsewhere.
 
     Raises:
         CheckpointError: no checkpoint has such a file.
     """
-    if isinstance(name, str) and LISTED_NAME.fullmatch(name):
-        match fields:
-            case [int(size_bytes), str(sha256), str(blocks)] if (
-                size_bytes >= 0 and DIGEST.fullmatch(sha256) and DIGEST.fullmatch(blocks)
-            ):
-                return StoredFile(size_bytes, sha256, blocks)
-    raise CheckpointError(f"a rank tells of a file that no checkpoint contains: {name!r:.100}")
+    match fields:
+        case [str(name), int(size_bytes), str(digest)] if (
+            LISTED_NAME.fullmatch(name) and size_bytes >= 0 and DIGEST.fullmatch(digest)
+        ):
+            return name, StoredFile(size_bytes, digest)
+    raise CheckpointError(f"a rank tells of a file that no checkpoint contains: {fields!r:.100}")
 
 
 def write(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json` and wait until it is on the disk."""
-    text = exact_json.to_text({"contents": manifest.contents(), "sha256": manifest.sha256()})
+    text = to_text({"contents": manifest.contents(), "sha256": manifest.sha256()})
     write_durably(directory / FILE_NAME, text + "\n")
 
 
@@ -124,7 +128,7 @@ def read(directory: Path) -> Manifest:
     """
     path = directory / FILE_NAME
     try:
-        document = exact_json.from_text(read_text_of_file(path, MAX_BYTES))
+        document = json.loads(read_text_of_file(path, MAX_BYTES))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -170,12 +174,12 @@ def _part(files: Mapping[str, StoredFile], index: int, count: int) -> dict[str, 
 def _parsed(document: Any, path: Path) -> Manifest:
     try:
         contents, sha256 = document["contents"], document["sha256"]
-        if (version := contents["format"]) not in (1, FORMAT):
+        if (version := contents["format"]) != FORMAT:
             raise CheckpointError(
                 f"{path} has format {version!r}; this version of Shoal reads format {FORMAT}"
             )
         files = {name: StoredFile(**entry) for name, entry in contents["files"].items()}
-        manifest = Manifest(contents["step"], contents["world"], files, contents["info"], version)
+        manifest = Manifest(contents["step"], contents["world"], files, contents["info"])
         actual = manifest.sha256()
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path} is no manifest ({type(error).__name__}: {error})") from None
@@ -223,17 +227,15 @@ def defect(directory: Path, name: str, stored: StoredFile, compare: bool = True)
         return f"{path} should have {stored.size_bytes} bytes and has {status.st_size}"
     if not compare:
         return None
-    kind, expected = ("digest", stored.blocks) if stored.blocks else ("SHA-256", stored.sha256)
-    actual = _digest_of(path, stored)
-    if actual != expected:
-        return f"{path} was altered: {kind} {expected} expected, {actual} found"
+    actual = _digest_of(path)
+    if actual != stored.digest:
+        return f"{path} was altered: digest {stored.digest} expected, {actual} found"
     return None
 
 
-def _digest_of(path: Path, stored: StoredFile) -> str:
+def _digest_of(path: Path) -> str:
+    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
-        if not stored.blocks:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-        digest = BlockDigest()
-        digest.read(file)
-        return digest.hexdigest()
+        while count := file.readinto(piece):
+            digest.update(piece[:count])
+    return digest.hexdigest()

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.comm.axis import all_gather_bytes
+from shoal.comm.axis import all_gather_bytes, check_lengths
 from shoal.errors import CheckpointError
 from shoal.launch.failure import lost_worker
 
@@ -87,6 +88,46 @@ class RankConsensus:
             raise CheckpointError("\n  ".join([f"{failure}:", *reasons])) from cause
         return [outcome["result"] for outcome in outcomes]
 
+    def gather(self, failure: str, action: Callable[[], Any]) -> list[Any]:
+        """Run `action` on every rank, and return its results on rank 0. Collective.
+
+        Args: failure, action: as of `on_every_rank`.
+
+        Returns: the results in the order of ranks; an empty list on the other ranks.
+        Raises: as `on_every_rank`.
+        """
+        own: list[Any] = []
+        self.on_every_rank(failure, lambda: own.append(action()))
+        if not _has_group():
+            return own
+        message = json.dumps(own[0]).encode()
+        lengths = [int(text) for text in self.all_gather_objects(len(message))]
+        check_lengths(lengths)
+        rows = [torch.empty(max(lengths), dtype=torch.uint8) for _ in lengths]
+        dist.gather(_padded(message, max(lengths)), rows if rank() == 0 else None, group=self.group)
+        if rank() != 0:
+            return []
+        return [json.loads(_bytes(row)) for row in rows]
+
+    def scatter(self, failure: str, action: Callable[[], list[Any]]) -> Any:
+        """Run `action` on rank 0, and return the result of this rank's number. Collective.
+
+        Args: action: returns a JSON value for each rank.
+
+        Raises: as `on_every_rank`.
+        """
+        values: list[Any] = []
+        self.on_rank_zero(failure, lambda: values.extend(action()))
+        if not _has_group():
+            return values[0]
+        messages = [json.dumps(value).encode() for value in values]
+        longest = self.on_rank_zero(failure, lambda: max(len(message) for message in messages))
+        check_lengths([longest])
+        own = torch.empty(longest, dtype=torch.uint8)
+        rows = [_padded(message, longest) for message in messages]
+        dist.scatter(own, rows if rank() == 0 else None, group=self.group)
+        return json.loads(_bytes(own))
+
     def on_rank_zero(self, failure: str, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 only, and return its result on every rank. Collective.
 
@@ -99,6 +140,15 @@ class RankConsensus:
 
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _padded(message: bytes, size_bytes: int) -> Tensor:
+    """Return JSON as a tensor of uint8, with spaces behind it."""
+    return torch.frombuffer(bytearray(message.ljust(size_bytes)), dtype=torch.uint8)
+
+
+def _bytes(row: Tensor) -> bytes:
+    return row.numpy().tobytes()
 
 
 def _describe(error: Exception) -> str:

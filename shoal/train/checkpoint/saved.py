@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,17 @@ def load_tensors(path: Path, sha256: str, like: tensor_files.LayoutLookup) -> Sa
         raise CheckpointError(
             f"{path} is another one here than on rank 0; all ranks must reach the same directory"
         )
-    tensors = tensor_files.read(path, wanted_names(path), like)
     prefix = f"rank{rank()}/"
+    # In another world a rank has other samples, so that its random state has no meaning.
+    same_world = contents.world == world_size()
+
+    def is_wanted(name: str) -> bool:
+        return not PRIVATE_NAME.match(name) or (same_world and name.startswith(prefix))
+
+    tensors = tensor_files.read(path, is_wanted, like)
     private = {
         name.removeprefix(prefix): tensors.pop(name)
         for name in list(tensors)
         if name.startswith(prefix)
     }
     return Saved(contents.step, tensors, private, dict(contents.info), path)
-
-
-def wanted_names(path: Path) -> Callable[[str], bool]:
-    """Return a test of names of tensors: True for those of a checkpoint that this rank loads."""
-    prefix = f"rank{rank()}/"
-    # In another world a rank has other samples, so that its random state has no meaning.
-    same_world = manifest.read(path).world == world_size()
-    return lambda name: not PRIVATE_NAME.match(name) or (same_world and name.startswith(prefix))

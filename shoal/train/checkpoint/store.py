@@ -13,8 +13,8 @@ from torch import Tensor
 
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
-from shoal.train.checkpoint import exact_json, manifest, tensor_files, tensor_index
-from shoal.train.checkpoint.manifest import Manifest, StoredFile, name_of, step_of
+from shoal.train.checkpoint import manifest, tensor_files, tensor_index
+from shoal.train.checkpoint.manifest import Manifest, name_of, step_of
 from shoal.train.checkpoint.rank_consensus import RankConsensus, rank, world_size
 from shoal.train.checkpoint.retention import Retention, remove
 from shoal.train.checkpoint.save_arguments import misuse_of
@@ -82,14 +82,7 @@ class Checkpoints:
             for name, tensor in (private or {}).items():
                 entries[f"rank{rank()}/{name}"] = tensor
             try:
-                self.consensus.on_every_rank(failed, lambda: _check_tmp_directory(tmp_path))
-                held = self.consensus.on_every_rank(
-                    failed, lambda: tensor_files.held_chunks(entries)
-                )
-                shares = self.consensus.on_every_rank(
-                    failed, lambda: _as_json(*tensor_files.write(tmp_path, entries, held))
-                )
-                self.consensus.on_rank_zero(failed, lambda: self._publish(step, info, held, shares))
+                self._write(failed, step, entries, info)
             except CheckpointError:
                 if rank() == 0:
                     shutil.rmtree(tmp_path, ignore_errors=True)
@@ -233,7 +226,7 @@ class Checkpoints:
                     "Move it away, or use another run directory"
                 )
         if os.path.lexists(path) and not manifest.problems(path):
-            if exact_json.to_text(manifest.read(path).info) == exact_json.to_text(info):
+            if manifest.to_text(manifest.read(path).info) == manifest.to_text(info):
                 return False
             raise CheckpointError(
                 f"{path} is there, good, and has another info; it is not overwritten"
@@ -244,49 +237,67 @@ class Checkpoints:
         tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
         return True
 
+    def _write(
+        self, failed: str, step: int, entries: Mapping[str, Tensor], info: Mapping[str, Any]
+    ) -> None:
+        """Do [2] to [6]. Collective.
+
+        Args: entries: what this rank holds, its private tensors included.
+        """
+        tmp_path = self.directory / f"{name_of(step)}.tmp"
+
+        def hold() -> dict[str, dict[str, Any]]:
+            _check_tmp_directory(tmp_path)
+            return tensor_index.held_chunks(entries)
+
+        held = self.consensus.gather(failed, hold)
+        shares: list[list[str]] = []
+
+        def share_out() -> list[list[str]]:
+            shares.extend(tensor_index.shares(held))
+            return shares
+
+        share = self.consensus.scatter(failed, share_out)
+        written = self.consensus.gather(
+            failed, lambda: tensor_files.write(tmp_path, entries, share)
+        )
+
+        self.consensus.on_rank_zero(
+            failed, lambda: self._publish(step, info, held, shares, written)
+        )
+
     def _publish(
         self,
         step: int,
         info: Mapping[str, Any],
         held: Sequence[tensor_index.HeldChunks],
-        shares: Sequence[Mapping[str, Any]],
+        shares: Sequence[Sequence[str]],
+        written: Sequence[Sequence[Any]],
     ) -> None:
         """Do [4] to [6] on rank 0, and look at the checkpoint from there.
 
         Args:
-            held: what each rank holds, as `tensor_files.held_chunks` returns it.
-            shares: what each rank has written, as `tensor_files.write` returns it, in JSON values.
+            held: what each rank holds, as `tensor_index.held_chunks` returns it.
+            shares: what each rank was told to write, as `tensor_index.shares` returns it.
+            written: what each rank has written, as `tensor_files.write` returns it.
         """
         path = self.directory / name_of(step)
         tmp_path = path.with_name(f"{path.name}.tmp")
-        files = tensor_index.write(tmp_path, held, [share["chunks"] for share in shares])
-        found = (manifest.defect(tmp_path, name, stored) for name, stored in files.items())
-        raise_for_defects([line for line in found if line])
-        files |= stored_files(shares)
+        files = dict(manifest.told_file(fields) for told in written for fields in told)
+        index = files[tensor_index.FILE_NAME] = tensor_index.write(tmp_path, held, shares)
+        if defect := manifest.defect(tmp_path, tensor_index.FILE_NAME, index):
+            _raise_for_defects([defect])
         manifest.write(tmp_path, Manifest(step, world_size(), files, info))
         fsync_directory(tmp_path)
         os.rename(tmp_path, path)
         fsync_directory(self.directory)
-        raise_for_defects(self._retention.verify(path.name, compare=False))
+        _raise_for_defects(self._retention.verify(path.name, compare=False))
 
 
-def raise_for_defects(defects: Sequence[str]) -> None:
+def _raise_for_defects(defects: Sequence[str]) -> None:
     if defects:
         reasons = ["it was written, but reading it back failed", *defects]
         raise CheckpointError("; ".join(reasons))
-
-
-def stored_files(shares: Sequence[Mapping[str, Any]]) -> dict[str, StoredFile]:
-    """Return the files that all ranks have written, by name, from what they have sent.
-
-    Raises:
-        CheckpointError: a rank tells of a file that no checkpoint contains.
-    """
-    return {
-        name: manifest.told_file(name, fields)
-        for share in shares
-        for name, fields in share["files"].items()
-    }
 
 
 def _check_tmp_directory(tmp_path: Path) -> None:
@@ -294,12 +305,3 @@ def _check_tmp_directory(tmp_path: Path) -> None:
         raise CheckpointError(
             f"{tmp_path} is not there; all ranks must reach the same directory, on a shared disk"
         )
-
-
-def _as_json(
-    files: Mapping[str, StoredFile], chunks: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    stored = {
-        name: (stored.size_bytes, stored.sha256, stored.blocks) for name, stored in files.items()
-    }
-    return {"files": stored, "chunks": chunks}

@@ -1,96 +1,85 @@
-"""Write tensors to files and read them: each rank writes one file, in parts that torch.load reads.
+"""Write tensors to safetensors files and read them: each rank writes one file.
 
-    rank 0   held_chunks ─┐ every rank knows   ┌ write ── __0_0.distcp ─┐ every rank knows
-    rank 1   held_chunks ─┘ who holds what     └ write ── __1_0.distcp ─┘ where all chunks lie
-
-The names, and the index `.metadata`, are those of torch.distributed.checkpoint, whose tools read
-such a checkpoint too. Shoal's own index is beside it: see `tensor_index`.
+The header of each file has the offsets of its chunks under the key that torch's
+HuggingFaceStorageReader looks for, so torch's own tools load and consolidate such a checkpoint.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError
-from shoal.train.checkpoint import manifest, tensor_index
-from shoal.train.checkpoint.block_digest import BlockDigest
-from shoal.train.checkpoint.chunks import TensorEntry
+from shoal.train.checkpoint import manifest
 from shoal.train.checkpoint.durable_io import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
 from shoal.train.checkpoint.rank_consensus import rank
-from shoal.train.checkpoint.tensor_index import HeldChunks
-from shoal.train.checkpoint.tensor_zip import around
+from shoal.train.checkpoint.shard_format import header, stored_as
+from shoal.train.checkpoint.tensor_index import (
+    Chunk,
+    TensorEntry,
+    file_name,
+    held_chunks,
+    place_of_shard,
+    stored,
+)
 
 LayoutLookup = Callable[[str], Tensor | None]
+MAPPED_BYTES = 16 << 20
+"""Bytes that are read of a mapped file before it is mapped anew, so that little stays resident."""
 
 
 def no_layout(_: str) -> None:
     """Return None for every name: every tensor is read in full."""
 
 
-def held_chunks(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-    """Return what this rank holds of each tensor, as JSON values: shape, dtype, and its chunk."""
-    return {name: _held(tensor) for name, tensor in tensors.items()}
-
-
 def write(
-    directory: Path, tensors: Mapping[str, Tensor], held: Sequence[HeldChunks]
-) -> tuple[dict[str, StoredFile], dict[str, dict[str, Any]]]:
-    """Write this rank's share of `tensors`, fsync it, and read it back. Sends nothing.
+    directory: Path, tensors: Mapping[str, Tensor], share: Sequence[str]
+) -> list[tuple[str, int, str]]:
+    """Write this rank's chunks, fsync them, and read them back. Sends nothing.
 
     Args:
         directory: exists and is empty.
-        tensors: of any shape, dtype, device and strides. A chunk that several ranks hold under one
-            name is written by one of them.
-        held: `held_chunks` of all ranks, in the order of ranks.
+        tensors: of any shape, dtype, device and strides.
+        share: names of those that this rank writes.
 
-    Returns: the files that this rank has written, by name; and where the chunk of each tensor lies
-        that it has written, as in the index.
+    Returns: name, size in bytes and digest of each file that was written, which is one at most.
     Raises:
         CheckpointError: what was read back is not what was written.
     """
-    name = f"__{rank()}_0.distcp"
-    share = [key for key, writer in _writers(held).items() if writer == rank()]
     if not share:
-        return {}, {}
-    chunks, position = {}, 0
+        return []
+    name = file_name(rank())
+    held = held_chunks({key: tensors[key] for key in share})
+    shapes = {key: (tensors[key].dtype, chunk["shape"]) for key, chunk in held.items()}
+    head, starts, _ = header(shapes, _sharding(held, shapes))
     with (
-        durable_stream(directory / name, BlockDigest()) as (file, stream),
+        durable_stream(directory / name) as (file, stream),
         torch.no_grad(),
         ThreadPoolExecutor(max_workers=1) as thread,
     ):
-        for key, offsets in share:
-            numbers = _numbers(tensors[key])
-            head, tail = around(numbers.dtype, numbers.shape, numbers.nbytes, position)
-            for piece in (head, _bytes_of(numbers), tail):
-                stream.write(piece)
-            size_bytes = len(head) + numbers.nbytes + len(tail)
-            chunks[key] = {
-                "offsets": list(offsets),
-                "shape": list(numbers.shape),
-                "file": name,
-                "start_bytes": position,
-                "size_bytes": size_bytes,
-                "data_start_bytes": position + len(head),
-            }
-            position += size_bytes
+        stream.write(head)
+        for key in starts:
+            stream.write(_bytes_of(tensors[key]))
         stream.flush()
         # The disk works while the file is read back from memory.
         synced = thread.submit(os.fsync, file.fileno())
-        stored = StoredFile(file.size_bytes, blocks=file.digest.hexdigest())
-        defect = manifest.defect(directory, name, stored)
+        stored_file = StoredFile(file.size_bytes, file.digest.hexdigest())
+        defect = manifest.defect(directory, name, stored_file)
         synced.result()
     if defect:
         raise CheckpointError(f"it was written, but reading it back failed; {defect}")
-    return {name: stored}, chunks
+    return [(name, stored_file.size_bytes, stored_file.digest)]
 
 
 def read(
@@ -103,88 +92,108 @@ def read(
             reads its own shard only. Otherwise it reads the full tensor.
 
     Raises:
-        CheckpointError: an entry is no tensor, or a file holds something else than the index says.
+        CheckpointError: a file holds something else than the index says.
     """
-    return {
-        name: _read(entry, like(name))
-        for name, entry in tensor_index.stored(directory).items()
-        if is_wanted(name)
-    }
+    found: dict[str, Tensor] = {}
+    targets: dict[str, tuple[Tensor, Sequence[int]]] = {}
+    chunks = []
+    for name, entry in stored(directory).items():
+        if is_wanted(name):
+            found[name], *targets[name] = _empty(entry, like(name))  # type: ignore[assignment]
+            block, offsets = targets[name]
+            chunks += [(name, one) for one in entry.chunks if _overlap(one, block, offsets)]
+    for name, chunk, numbers in blocks(chunks):
+        block, offsets = targets[name]
+        overlap = _overlap(chunk, block, offsets)
+        assert overlap is not None
+        ours, theirs = overlap
+        block[ours].copy_(numbers[theirs])
+    return found
 
 
-def _held(tensor: Tensor) -> dict[str, Any]:
-    offsets, shape = [0] * tensor.dim(), list(tensor.shape)
-    if isinstance(tensor, DTensor):
-        offsets, shape = _place_of_shard(tensor)
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "full_shape": list(tensor.shape),
-        "offsets": offsets,
-        "shape": shape,
-    }
+def blocks(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[tuple[str, Chunk, Tensor]]:
+    """Yield each chunk with its numbers in mapped memory, file by file. Do not write to them.
 
+    Args: chunks: with the names of their tensors.
 
-def _place_of_shard(tensor: DTensor) -> tuple[list[int], list[int]]:
-    """Return offsets and shape of this rank's shard in the full tensor."""
-    (chunk,) = tensor.__create_chunk_list__()
-    return list(chunk.offsets), list(chunk.sizes)
-
-
-def _writers(held: Sequence[HeldChunks]) -> dict[tuple[str, tuple[int, ...]], int]:
-    """Return the rank that writes each chunk, by name and offsets. Empty chunks are not written.
-
-    The largest come first, each to the rank of its holders with the fewest bytes so far.
+    Raises:
+        CheckpointError: a file holds something else than the index says.
     """
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    sizes = {}
-    for holder, chunks in enumerate(held):
-        for name, chunk in chunks.items():
-            itemsize = getattr(torch, chunk["dtype"]).itemsize
-            if size_bytes := itemsize * torch.Size(chunk["shape"]).numel():
-                key = name, tuple(chunk["offsets"])
-                holders.setdefault(key, []).append(holder)
-                sizes[key] = size_bytes
-    loads = [0] * len(held)
-    writers = {}
-    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
-        writers[key] = min(holders[key], key=lambda holder: loads[holder])
-        loads[writers[key]] += sizes[key]
-    return writers
+    by_file: dict[Path, list[tuple[str, Chunk]]] = defaultdict(list)
+    for name, chunk in chunks:
+        by_file[chunk.file].append((name, chunk))
+    for path in sorted(by_file):
+        opened, read_bytes = _open(path), 0
+        for name, chunk in by_file[path]:
+            if read_bytes > MAPPED_BYTES:
+                opened, read_bytes = _open(path), 0
+            read_bytes += torch.Size(chunk.shape).numel() * chunk.dtype.itemsize
+            yield name, chunk, _numbers(opened, name, chunk)
 
 
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return the numbers of this rank's chunk on the CPU, row by row."""
+def _sharding(
+    held: Mapping[str, Mapping[str, Any]], shapes: Mapping[str, tuple[torch.dtype, Sequence[int]]]
+) -> dict[str, str]:
+    """Return the texts in a header by which torch's reader finds the place of each chunk."""
+    places = {}
+    for name, (dtype, shape) in shapes.items():
+        more = [0] * (len(stored_as(dtype, shape)[1]) - len(shape))
+        places[name] = {"saved_offsets": [*held[name]["offsets"], *more]}
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(places)}
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    """Return the numbers of this rank's chunk, row by row."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().resolve_conj().resolve_neg().cpu().contiguous()
-
-
-def _bytes_of(numbers: Tensor) -> Any:
+    numbers = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return numbers.reshape(-1).view(torch.uint8).numpy()
 
 
-def _read(entry: TensorEntry, like: Tensor | None) -> Tensor:
+def _empty(entry: TensorEntry, like: Tensor | None) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Return a tensor to be read, the part of it on this rank, and where that part begins."""
     if isinstance(like, DTensor) and like.shape == entry.shape:
         shard = torch.empty_like(like.detach(), dtype=entry.dtype)
         assert isinstance(shard, DTensor)
-        offsets, _ = _place_of_shard(shard)
-        _fill(shard.to_local(), offsets, entry)
-        return shard
-    if len(entry.chunks) == 1 and entry.chunks[0].shape == tuple(entry.shape):
-        return entry.chunks[0].read().contiguous()
+        return shard, shard.to_local(), place_of_shard(shard)[0]
     full = torch.empty(entry.shape, dtype=entry.dtype)
-    _fill(full, [0] * full.dim(), entry)
-    return full
+    return full, full, [0] * full.dim()
 
 
-def _fill(block: Tensor, offsets: Sequence[int], entry: TensorEntry) -> None:
-    """Fill a block of the full tensor, which begins at `offsets`, from all chunks that overlap."""
-    for chunk in entry.chunks:
-        ours, theirs = [], []
-        for start, size, chunk_start, chunk_size in zip(
-            offsets, block.shape, chunk.offsets, chunk.shape, strict=True
-        ):
-            first, end = max(start, chunk_start), min(start + size, chunk_start + chunk_size)
-            ours.append(slice(first - start, max(first, end) - start))
-            theirs.append(slice(first - chunk_start, max(first, end) - chunk_start))
-        if (part := block[tuple(ours)]).numel():
-            part.copy_(chunk.mapped()[tuple(theirs)])
+def _overlap(
+    chunk: Chunk, block: Tensor, offsets: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the elements that a chunk has of a block which begins at `offsets`.
+
+    Returns: slices of the block and of the chunk; None if there are none.
+    """
+    ours, theirs = [], []
+    for start, size, chunk_start, chunk_size in zip(
+        offsets, block.shape, chunk.offsets, chunk.shape, strict=True
+    ):
+        first, end = max(start, chunk_start), min(start + size, chunk_start + chunk_size)
+        if first >= end:
+            return None
+        ours.append(slice(first - start, end - start))
+        theirs.append(slice(first - chunk_start, end - chunk_start))
+    return tuple(ours), tuple(theirs)
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _numbers(opened: Any, name: str, chunk: Chunk) -> Tensor:
+    """Return the numbers of a chunk, mapped."""
+    expected = stored_as(chunk.dtype, chunk.shape)
+    try:
+        place = opened.get_slice(name)
+        found = place.get_dtype(), place.get_shape()
+        block: Tensor = opened.get_tensor(name)
+    except SafetensorError as error:
+        raise CheckpointError(f"{chunk.file} cannot be read: {error}") from error
+    if found != expected:
+        raise CheckpointError(f"{name} in {chunk.file} is {found}; its index says {expected}")
+    return block if block.dtype == chunk.dtype else block.view(chunk.dtype).squeeze(-1)

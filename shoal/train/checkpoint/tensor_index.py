@@ -1,60 +1,142 @@
-"""The index of a checkpoint: for each tensor its dtype, its shape, and the bytes of its chunks.
+"""The index of a checkpoint: for each tensor its dtype, its shape, and the files of its chunks.
 
-    index.json   {"format": 1, "tensors": {"model.weight": {"dtype": "float32", "shape": [6, 4],
-                  "chunks": [{"offsets": [0, 0], "shape": [3, 4], "file": "__0_0.distcp",
-                              "start_bytes": 0, "size_bytes": 976,
-                              "data_start_bytes": 448}, ...]}}}
-    .metadata    the same as a pickle, for torch's own tools
+    index.json   {"tensors": {"model.weight": {"dtype": "float32", "shape": [6, 4],
+                  "chunks": [{"offsets": [0, 0], "shape": [3, 4], "file": "rank-00000.safetensors"},
+                             {"offsets": [3, 0], "shape": [3, 4], "file": "rank-00001.safetensors"}
+                            ]}}}
 
-Shoal reads `.metadata` only in checkpoints of versions that wrote no index.json. A pickle is a
-program, so it is read by an unpickler that knows the names of this one format and no others.
+Rank 0 alone learns what all ranks hold, tells each what to write, and writes the index.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import metadata as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file
-from shoal.platform.torch_private.checkpoint_files import StorageInfo
-from shoal.train.checkpoint.chunks import Chunk, TensorEntry
 from shoal.train.checkpoint.durable_io import durable_stream
 from shoal.train.checkpoint.manifest import StoredFile
 
 FILE_NAME = "index.json"
-TORCH_FILE_NAME = ".metadata"
-DATA_NAME = re.compile(r"__\d+_\d+\.distcp")
-FORMAT = 1
+DATA_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 MAX_BYTES = 1 << 30
-Entries = dict[str, TensorEntry]
 HeldChunks = Mapping[str, Mapping[str, Any]]
 
 
-def stored(directory: Path) -> Entries:
-    """Return every tensor in a checkpoint by name. Only the index is read, and runs no code.
+@dataclass(frozen=True)
+class Chunk:
+    """A block of a tensor, of `shape` elements from index `offsets` on, under its name in `file`.
+
+    a tensor of 6 rows, saved by zero3 on 2 ranks      offsets  shape
+      rows 0 1 2   chunk in rank-00000.safetensors     (0, 0)   (3, n)
+      rows 3 4 5   chunk in rank-00001.safetensors     (3, 0)   (3, n)
+    """
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: Path
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A full tensor in a checkpoint, and the chunks that fill it without overlap."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def file_name(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def held_chunks(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """Return what this rank holds of each tensor, as JSON values: shape, dtype, and its chunk."""
+    return {name: _held(tensor) for name, tensor in tensors.items()}
+
+
+def place_of_shard(tensor: DTensor) -> tuple[list[int], list[int]]:
+    """Return offsets and shape of this rank's shard in the full tensor."""
+    (chunk,) = tensor.__create_chunk_list__()
+    return list(chunk.offsets), list(chunk.sizes)
+
+
+def shares(held: Sequence[HeldChunks]) -> list[list[str]]:
+    """Return the names of the tensors of which each rank writes its chunk.
+
+    A chunk that several ranks hold is written by one of them: the largest come first, each to the
+    rank of its holders with the fewest bytes so far. Empty chunks are not written, but those of a
+    tensor without elements.
+
+    Args: held: `held_chunks` of all ranks, in the order of ranks.
+    """
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    sizes = {}
+    for holder, chunks in enumerate(held):
+        for name, chunk in chunks.items():
+            size_bytes = getattr(torch, chunk["dtype"]).itemsize * math.prod(chunk["shape"])
+            if size_bytes or math.prod(chunk["full_shape"]) == 0:
+                key = name, tuple(chunk["offsets"])
+                holders.setdefault(key, []).append(holder)
+                sizes[key] = size_bytes
+    loads = [0] * len(held)
+    found: list[list[str]] = [[] for _ in held]
+    for key in sorted(sizes, key=lambda key: (-sizes[key], key)):
+        writer = min(holders[key], key=lambda holder: loads[holder])
+        loads[writer] += sizes[key]
+        found[writer].append(key[0])
+    return found
+
+
+def write(
+    directory: Path, held: Sequence[HeldChunks], written: Sequence[Sequence[str]]
+) -> StoredFile:
+    """Write index.json, and wait until it is on the disk. Rank 0 calls it.
+
+    Args:
+        held: `held_chunks` of all ranks.
+        written: `shares` of them.
+
+    Raises:
+        CheckpointError: the chunks of a tensor do not fill it.
+    """
+    tensors: dict[str, dict[str, Any]] = {}
+    for chunks in held:
+        for name, chunk in chunks.items():
+            fields = {"dtype": chunk["dtype"], "shape": chunk["full_shape"], "chunks": []}
+            tensors.setdefault(name, fields)
+    for rank, names in enumerate(written):
+        for name in names:
+            chunk = {key: held[rank][name][key] for key in ("offsets", "shape")}
+            tensors[name]["chunks"].append({**chunk, "file": file_name(rank)})
+    for name, fields in tensors.items():
+        _entry(directory, name, fields)
+    with durable_stream(directory / FILE_NAME) as (file, stream):
+        stream.write(json.dumps({"tensors": tensors}).encode())
+    return StoredFile(file.size_bytes, file.digest.hexdigest())
+
+
+def stored(directory: Path) -> dict[str, TensorEntry]:
+    """Return every tensor in a checkpoint by name. Only the index is read.
 
     Raises:
         CheckpointError: there is no index, it is damaged, names other files than a checkpoint has,
             or the chunks of a tensor do not fill it.
     """
-    path = directory / FILE_NAME
     try:
-        if not path.exists():
-            return from_torch(_unpickled(directory / TORCH_FILE_NAME), directory)
-        document = json.loads(read_text_of_file(path, MAX_BYTES))
-        if document["format"] != FORMAT:
-            raise CheckpointError(
-                f"{path} has format {document['format']!r}; this version reads format {FORMAT}"
-            )
+        document = json.loads(read_text_of_file(directory / FILE_NAME, MAX_BYTES))
         return {
             name: _entry(directory, name, fields) for name, fields in document["tensors"].items()
         }
@@ -64,86 +146,16 @@ def stored(directory: Path) -> Entries:
         ) from error
 
 
-def write(
-    directory: Path, held: Sequence[HeldChunks], chunks: Sequence[Mapping[str, Mapping[str, Any]]]
-) -> dict[str, StoredFile]:
-    """Write index.json and `.metadata`, and wait until they are on the disk.
-
-    Args:
-        held: what each rank holds, by name: dtype and shapes (`tensor_files.held_chunks`).
-        chunks: where each rank has written which chunk, by name.
-
-    Returns: both files by name.
-    Raises:
-        CheckpointError: the chunks of a tensor do not fill it.
-    """
-    tensors: dict[str, dict[str, Any]] = {}
-    for of_rank in held:
-        for name, chunk in of_rank.items():
-            fields = {"dtype": chunk["dtype"], "shape": chunk["full_shape"]}
-            tensors.setdefault(name, fields | {"chunks": []})
-    for share in chunks:
-        for name, place in share.items():
-            tensors[name]["chunks"].append(place)
-    entries = {name: _entry(directory, name, fields) for name, fields in tensors.items()}
-    texts = {
-        FILE_NAME: json.dumps({"format": FORMAT, "tensors": tensors}).encode(),
-        TORCH_FILE_NAME: pickle.dumps(_to_torch(entries)),
+def _held(tensor: Tensor) -> dict[str, Any]:
+    offsets, shape = [0] * tensor.dim(), list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        offsets, shape = place_of_shard(tensor)
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "full_shape": list(tensor.shape),
+        "offsets": offsets,
+        "shape": shape,
     }
-    return {name: _written(directory / name, text) for name, text in texts.items()}
-
-
-def _written(path: Path, text: bytes) -> StoredFile:
-    with durable_stream(path) as (file, stream):
-        stream.write(text)
-    return StoredFile(file.size_bytes, file.digest.hexdigest())
-
-
-def from_torch(metadata: dcp.Metadata, directory: Path) -> Entries:
-    """Return the entries of torch's index, of which each must be a tensor.
-
-    Raises:
-        CheckpointError: an entry is no tensor, or not filled by its chunks.
-        KeyError: a chunk has no bytes.
-    """
-    entries: Entries = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, dcp.TensorStorageMetadata):
-            raise CheckpointError(f"{directory} has an entry that is no tensor: {name}")
-        chunks = []
-        for block in entry.chunks:
-            # A rank may hold an empty shard, for which torch's index has no file.
-            if math.prod(block.sizes) > 0:
-                at = metadata.storage_data[dcp.MetadataIndex(name, block.offsets)]
-                place = {"file": at.relative_path, "start_bytes": at.offset}
-                chunks.append(
-                    {
-                        "offsets": list(block.offsets),
-                        "shape": list(block.sizes),
-                        **place,
-                        "size_bytes": at.length,
-                    }
-                )
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        fields = {"dtype": dtype, "shape": list(entry.size), "chunks": chunks}
-        entries[name] = _entry(directory, name, fields)
-    return entries
-
-
-def _to_torch(entries: Mapping[str, TensorEntry]) -> dcp.Metadata:
-    """Return the entries as the index that torch's planner and reader take."""
-    state, ranges = {}, {}
-    for name, entry in entries.items():
-        chunks = []
-        for chunk in entry.chunks:
-            offsets = torch.Size(chunk.offsets)
-            chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.shape)))
-            ranges[dcp.MetadataIndex(name, offsets)] = StorageInfo(
-                chunk.file.name, chunk.start_bytes, chunk.size_bytes
-            )
-        properties = dcp.TensorProperties(dtype=entry.dtype)
-        state[name] = dcp.TensorStorageMetadata(properties, entry.shape, chunks)
-    return dcp.Metadata(dict(state), storage_data=ranges, storage_meta=dcp.StorageMeta())
 
 
 def _entry(directory: Path, name: str, fields: Mapping[str, Any]) -> TensorEntry:
@@ -160,15 +172,7 @@ def _entry(directory: Path, name: str, fields: Mapping[str, Any]) -> TensorEntry
         ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
         if any(end > limit for end, limit in zip(ends, shape, strict=True)):
             raise ValueError(f"{name} of {shape} has a chunk that ends at {ends}")
-        start_bytes, size_bytes = _numbers([block["start_bytes"], block["size_bytes"]])
-        data_start_bytes = block.get("data_start_bytes")
-        if data_start_bytes is not None:
-            (data_start_bytes,) = _numbers([data_start_bytes])
-            data_end_bytes = data_start_bytes + math.prod(sizes) * dtype.itemsize
-            if not start_bytes <= data_start_bytes <= data_end_bytes <= start_bytes + size_bytes:
-                raise ValueError(f"the numbers of {name} lie outside of its chunk")
-        file = directory / block["file"]
-        chunks.append(Chunk(offsets, sizes, dtype, file, start_bytes, size_bytes, data_start_bytes))
+        chunks.append(Chunk(offsets, sizes, dtype, directory / block["file"]))
     count = sum(math.prod(chunk.shape) for chunk in chunks)
     if count != math.prod(shape):
         raise CheckpointError(f"{directory} has {count} numbers of {name}, not {math.prod(shape)}")
@@ -179,62 +183,3 @@ def _numbers(values: Any) -> tuple[int, ...]:
     if not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
         raise ValueError(f"{values!r} are no sizes")
     return tuple(values)
-
-
-class _Fields:
-    """An object of torch's in a pickle, with its fields."""
-
-    def __init__(self, *_: Any) -> None:
-        """Take the value of an enumeration, which is not needed."""
-
-
-class _Properties(_Fields):
-    """The properties of a tensor, of which only the dtype is still in use."""
-
-    dtype: torch.dtype
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.dtype = state[0]
-
-
-_STAND_INS: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): _Fields,
-    ("pathlib", "PosixPath"): PurePosixPath,
-    ("pathlib._local", "PosixPath"): PurePosixPath,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Fields,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _Fields,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
-    **{
-        (dcp.__name__, kind.__name__): kind
-        for kind in (
-            dcp.Metadata,
-            dcp.TensorStorageMetadata,
-            dcp.BytesStorageMetadata,
-            dcp.ChunkStorageMetadata,
-            dcp.MetadataIndex,
-            dcp.StorageMeta,
-        )
-    },
-}
-"""Stand-ins for the names in torch's index. None of them is a function that does anything."""
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _STAND_INS:
-            return _STAND_INS[module, name]
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise ValueError(f"it names {module}.{name}, which no checkpoint needs; nothing was run")
-
-
-def _unpickled(path: Path) -> dcp.Metadata:
-    try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-    except (pickle.UnpicklingError, EOFError, IndexError, MemoryError) as error:
-        raise ValueError(str(error) or type(error).__name__) from error
-    if not isinstance(metadata, dcp.Metadata):
-        raise ValueError(f"{path.name} holds a {type(metadata).__name__}")
-    return metadata
