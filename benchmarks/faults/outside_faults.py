@@ -69,16 +69,6 @@ def cut(hosts: Sequence[int], duration_s: float) -> Callable[[FaultyRun], None]:
     return act
 
 
-def part_nodes(run: FaultyRun) -> None:
-    """Part two nodes from each other, while the desk reaches both."""
-    first, second = run.place.nodes[1:3]
-    routes = [(first, second.address), (second, first.address)]
-    _change_routes(run, "add", routes)
-    run.acted()
-    time.sleep(LONG_S)
-    _change_routes(run, "del", routes)
-
-
 def silence_one_direction(run: FaultyRun) -> None:
     """Lose all that a node sends to the desk; what the desk sends arrives."""
     routes = [(run.place.hosts[run.chosen], run.place.desk.address)]
@@ -152,7 +142,6 @@ OUTSIDE_FAULTS: dict[str, Callable[[Any], None]] = {
     "first host cut off for 12 s": cut([1], LONG_S),
     "command's machine cut off for 1 s": cut([0], SHORT_S),
     "command's machine cut off for 12 s": cut([0], LONG_S),
-    "two hosts parted for 12 s": part_nodes,
     "host unheard for 12 s": silence_one_direction,
     "link of 2 Mbit/s for 5 s": slow_link,
     "host starts again": reboot([-1]),

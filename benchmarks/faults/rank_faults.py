@@ -188,13 +188,6 @@ def ssh_session() -> int:
     return parent(agent())
 
 
-def stop_agent_fork_server_and_ranks(_: Any) -> None:
-    """Stop the agent, its fork server, and every process that this has started; this rank last."""
-    others = set(children(os.getppid())) - {os.getpid()}
-    for pid in (agent(), os.getppid(), *others, os.getpid()):
-        os.kill(pid, signal.SIGSTOP)
-
-
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
 
@@ -229,8 +222,6 @@ RANK_FAULTS: dict[str, Callable[[Any], None]] = {
     "all servers of a shard killed": kill_servers_of_a_shard,
     "rank and server killed": kill_rank_and_server,
     "agent killed": lambda _: kill(agent()),
-    "agent stopped": lambda _: kill(agent(), signal.SIGSTOP),
-    "agent, fork server and ranks of a host stopped": stop_agent_fork_server_and_ranks,
     "store killed": lambda _: kill(store()),
     "ssh server's session killed": lambda _: kill(ssh_session()),
 }

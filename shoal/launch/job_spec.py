@@ -29,9 +29,6 @@ class ResumableJob(Protocol):
     def start(self, processes: int) -> RankSet:
         """Start the ranks for the first time. Raises LaunchError."""
 
-    def is_parted(self) -> bool:
-        """Return True if hosts do not reach each other now: a cause for any failure of a rank."""
-
     def available(self, processes: int, signals: socket.socket) -> int:
         """Return how many ranks can be started now in place of `processes`, after a loss.
 
@@ -84,10 +81,6 @@ class JobSpec:
             LaunchError: `processes` is below 1, or the ranks cannot be started.
         """
         return self._start(self.arguments, processes)
-
-    def is_parted(self) -> bool:
-        """Return False: there is one host."""
-        return False
 
     def available(self, processes: int, signals: socket.socket) -> int:
         """Return `processes`: this machine has not been lost."""

@@ -157,7 +157,7 @@ class RestartingRun:
     def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
         """Return True if the ranks start again after a loss. Print that, or why not."""
         cause = supervision.cause
-        if cause is None or self.policy.restarts == 0 or not self._is_loss(supervision):
+        if cause is None or self.policy.restarts == 0 or not _has_lost_rank(supervision):
             return False
         loss = cause.summary(self.processes)
         saved_step = self.job.saved_step()
@@ -175,17 +175,6 @@ class RestartingRun:
         count = f"restart {self.policy.made} of {self.policy.restarts}"
         _print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True
-
-    def _is_loss(self, supervision: Supervision) -> bool:
-        """Return True if a rank was lost, or failed while hosts do not reach each other.
-
-        A rank that cannot connect to another fails with an exception of torch's.
-        """
-        if _has_lost_rank(supervision):
-            return True
-        cause = supervision.cause
-        may_be = cause is not None and cause.code == 1 and supervision.stop_signal is None
-        return may_be and self.job.is_parted()
 
     def _describe_start(self, step: int | None) -> str:
         start = "1 process starts" if self.processes == 1 else f"{self.processes} processes start"

@@ -37,7 +37,6 @@ SLOW_CASES = tuple(
         ("data/test_sample_lists.py", "data", "lists of samples under every collate function"),
         ("examples/test_examples.py", "run train", "each example on one process and on three"),
         ("hosts/test_launch_on_hosts.py", "launch/hosts", "a launch over ssh that fails", REAL),
-        ("hosts/test_parted_hosts.py", "launch/hosts", "hosts that lose each other", REAL),
         ("hosts/test_real_hosts.py", "launch/hosts", "agents on real ssh servers", REAL),
         ("hosts/test_real_launches.py", "launch/hosts", "signals and ends over ssh", REAL),
         ("hosts/test_real_runs.py", "launch/hosts train", "trained runs on three hosts", REAL),

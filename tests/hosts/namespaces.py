@@ -210,14 +210,6 @@ class Hosts:
         for bridge in self._bridges():
             self._ip("link", "set", f"{bridge}v{host.number}", "master", bridge)
 
-    def part(self, *hosts: Host) -> None:
-        """Let the switch lose what these hosts send to each other; all others reach them."""
-        self._isolate(hosts, "on")
-
-    def rejoin(self, *hosts: Host) -> None:
-        """Undo `part`."""
-        self._isolate(hosts, "off")
-
     def lose(self, host: Host) -> None:
         """Let a host lose its power: no packet says that it has gone."""
         self.cut(host)
@@ -306,18 +298,17 @@ class Hosts:
             self._ip("link", "add", cable, "type", "veth", *interface)
             self._ip("link", "set", cable, "master", bridge, "up")
             if self.network == "two" and network == 0 and host.number > 0:
-                self._isolate([host], "on")
+                self._isolate(host)
             place = f"{self._address(host.number, network)}/{64 if self.network == 'v6' else 24}"
             quick = ["nodad"] if self.network == "v6" else []
             for words in (["addr", "add", place, *quick, "dev"], ["link", "set", "up", "dev"]):
                 command = [*host.enter("--net"), "ip", *words, f"eth{network}"]
                 subprocess.run(command, check=True)
 
-    def _isolate(self, hosts: Sequence[Host], state: str) -> None:
-        """Set the ports of hosts on br0: isolated ones reach only those that are not."""
-        for host in hosts:
-            words = ["link", "set", "dev", f"br0v{host.number}", "isolated", state]
-            subprocess.run([*self._at_switch, "bridge", *words], check=True)
+    def _isolate(self, host: Host) -> None:
+        """Isolate a host's port of br0: it reaches only those that are not isolated."""
+        words = ["link", "set", "dev", f"br0v{host.number}", "isolated", "on"]
+        subprocess.run([*self._at_switch, "bridge", *words], check=True)
 
     def _ip(self, *words: str) -> None:
         subprocess.run([*self._at_switch, "ip", *words], check=True)

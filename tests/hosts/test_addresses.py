@@ -75,14 +75,12 @@ def test_all_hosts_that_reach_nothing_are_named():
     reports = {
         "b": [fails("10.0.0.1"), fails("10.1.0.1", "no route to host")],
         "c": [works("10.0.0.1"), fails("10.1.0.1")],
-        "d": [fails("10.0.0.1", "the way back to 10.0.0.4: connection refused")],
+        "d": [fails("10.0.0.1", "connection refused")],
     }
     cure = "Give --address or --interface, or let these hosts connect to each other"
     assert choose_address("a", candidates, reports) == [
-        "b and a cannot reach each other (10.0.0.1: timed out; 10.1.0.1: no route to host). "
-        f"{cure}",
-        "d and a cannot reach each other (10.0.0.1: the way back to 10.0.0.4: connection refused; "
-        f"10.1.0.1: not tried). {cure}",
+        f"b cannot reach a (10.0.0.1: timed out; 10.1.0.1: no route to host). {cure}",
+        f"d cannot reach a (10.0.0.1: connection refused; 10.1.0.1: not tried). {cure}",
     ]
     split = {
         "b": [works("10.0.0.1"), fails("10.1.0.1")],
@@ -94,7 +92,7 @@ def test_all_hosts_that_reach_nothing_are_named():
     ]
 
 
-def test_a_host_that_is_reached_and_reaches_back_says_by_which_address():
+def test_a_host_that_is_reached_says_by_which_address():
     with ReachListener(["127.0.0.1", "127.0.0.2", "192.0.2.77"], NONCE) as listener:
         assert list(listener.ports) == ["127.0.0.1", "127.0.0.2"]
         outcomes = try_reach(listener.ports, NONCE)
@@ -125,21 +123,15 @@ def test_many_hosts_are_answered_at_once():
     assert [one.problem for one in outcomes] == [""] * 30
 
 
-def test_a_stranger_is_not_answered_and_not_connected_to(monkeypatch):
+def test_a_stranger_is_not_answered(monkeypatch):
     monkeypatch.setattr(reach, "REACH_S", 0.5)
-    with ReachListener(["127.0.0.1"], NONCE) as listener, socket.socket() as victim:
-        victim.bind(("127.0.0.1", 0))
-        victim.listen()
-        victim.setblocking(False)
-        wrong = f"wrong {victim.getsockname()[1]}\n".encode()
-        for said in (wrong, b"\xff\n", b"x" * 2000, f"{NONCE} x\n".encode(), b"no newline"):
+    with ReachListener(["127.0.0.1"], NONCE) as listener:
+        for said in (b"wrong\n", b"\xff\n", b"x" * 2000, b"no newline"):
             with socket.create_connection(("127.0.0.1", listener.ports["127.0.0.1"])) as stranger:
                 stranger.sendall(said)
                 stranger.settimeout(5)
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(10) == b""
-        with pytest.raises(BlockingIOError):
-            victim.accept()
         assert try_reach(listener.ports, NONCE)[0].problem == ""
 
 
@@ -164,14 +156,6 @@ def accepted_at(port: int) -> int:
     return found - 1  # the listener itself
 
 
-def test_a_connection_back_is_found_behind_those_of_strangers():
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as others:
-        for said in (b"wrong\n", b"x" * 2000, NONCE.encode() + b"\n"):
-            one = others.enter_context(socket.create_connection(listener.getsockname()))
-            one.sendall(said)
-        assert reach._came_back(listener, NONCE) == ""
-
-
 def test_another_program_at_the_address_is_told(monkeypatch):
     monkeypatch.setattr(reach, "REACH_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -180,12 +164,3 @@ def test_another_program_at_the_address_is_told(monkeypatch):
     with ReachListener(["127.0.0.1"], "other") as listener:
         assert try_reach(listener.ports, NONCE)[0].problem == "another program answers there"
     assert try_reach({}, NONCE) == []
-
-
-def test_a_way_back_that_is_closed_is_told(monkeypatch):
-    def closed(peer: str, port: int, nonce: bytes) -> str:
-        return f"the way back to {peer}: timed out"
-
-    monkeypatch.setattr(reach, "_reach_back", closed)
-    with ReachListener(["127.0.0.1"], NONCE) as listener:
-        assert try_reach(listener.ports, NONCE)[0].problem == "the way back to 127.0.0.1: timed out"

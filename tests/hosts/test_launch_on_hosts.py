@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import signal
@@ -146,20 +145,6 @@ def test_nothing_is_left_when_the_command_is_signalled(
         command.signal(number)
         assert command.end()[0] == code
         until(lambda: command.others() == [], 10)
-
-
-@pytest.mark.slow
-def test_the_ranks_of_a_stopped_agent_end_with_its_lease(folder: Path) -> None:
-    variables = {"SHOAL_HOSTS_LEASE": "3"}
-    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py", **variables) as command:
-        until(lambda: is_ready(folder))
-        rank = int((folder / "ready.1").read_text())
-        os.kill(command.agent("b"), signal.SIGSTOP)
-        until(lambda: not Path(f"/proc/{rank}").exists(), 10)
-        code, _, stderr = command.end()
-        assert code == 1
-        assert "note: host b is silent" in stderr
-        assert "rank 1 of 2 on b is lost: the host does not answer any more" in stderr
 
 
 @pytest.mark.slow

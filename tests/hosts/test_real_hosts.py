@@ -292,22 +292,14 @@ def test_the_address_that_all_hosts_reach_is_found(tmp_path: Path, network, name
         assert chosen_address(clients) == chosen
 
 
-def test_hosts_that_cannot_reach_each_other_are_named_for_either_direction(tmp_path: Path):
+def test_hosts_that_cannot_reach_the_first_one_are_named(tmp_path: Path):
     hosts, python = own_hosts(tmp_path / "hosts", 3)
     with hosts, agents(hosts, python, ["node1", "node2", "node3"]) as clients:
         block(hosts, hosts.nodes[0], "10.77.0.102")
         refused = chosen_address(clients)
         assert isinstance(refused, list)
         assert len(refused) == 1
-        assert refused[0].startswith(
-            "node2 and node1 cannot reach each other (10.77.0.101: timed out)"
-        )
-    with Hosts(tmp_path / "others", 2) as hosts:
-        python = stand_in(hosts.folder)
-        with agents(hosts, python, ["node1", "node2"]) as clients:
-            block(hosts, hosts.nodes[1], "10.77.0.101")
-            (problem,) = chosen_address(clients)
-            assert "node2 and node1 cannot reach each other (10.77.0.101: " in problem
+        assert refused[0].startswith("node2 cannot reach node1 (10.77.0.101: timed out)")
 
 
 def test_hosts_end_with_the_process_that_made_them(tmp_path: Path):

@@ -20,7 +20,7 @@ import pytest
 import tiny_jobs
 from host_files import REPOSITORY
 from hosts_command import until
-from namespaces import Host, Hosts, needs_hosts
+from namespaces import Hosts, needs_hosts
 
 from shoal.config import to_yaml
 
@@ -141,33 +141,6 @@ def test_a_cut_host_ends_its_ranks_and_the_run(hosts: Hosts) -> None:
         hosts.heal(hosts.nodes[1])
     lines = itertools.chain(*hosts.leftovers().values())  # a session of sshd may wait for TCP
     assert [line for line in lines if "shoal" in line] == []
-
-
-def test_a_host_whose_processes_are_all_stopped_is_clear_after_the_lease(hosts: Hosts) -> None:
-    prepare(hosts)
-    variables = {"SHOAL_HOSTS_LEASE": "4"}
-    with shoal(hosts, "launch", "--hosts", "node1,node2:2", "waits.py", **variables) as process:
-        until(lambda: is_ready(hosts, 3))
-        stopped = pythons(hosts.nodes[1])
-        assert len(stopped) >= 4  # the agent, its fork server and two ranks
-        for pid in stopped:
-            os.kill(pid, signal.SIGSTOP)
-        until(lambda: not pythons(hosts.nodes[1]), 10)
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "rank 1 of 3 on node2 is lost with 1 more" in stderr
-        assert hosts.leftovers() == {}
-
-
-def pythons(host: Host) -> list[int]:
-    """Return the processes of a host's run but multiprocessing's tracker, which ends by itself."""
-    found = []
-    for pid in sorted(host.pids() - host.first_pids):
-        with contextlib.suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"python" in words.split(b"\0")[0] and b"resource_tracker" not in words:
-                found.append(pid)
-    return found
 
 
 def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hosts) -> None:

@@ -29,7 +29,7 @@ SITES = {
     "doctor/machine_info.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
     "launch/hosts/agent_questions.py": (["listen_at"], "the store of several hosts"),
-    "launch/hosts/reach.py": (["listen_at"] * 2, "the try of the network"),
+    "launch/hosts/reach.py": (["listen_at"], "the try of the network"),
     "launch/private_store.py": (["memfd_create"], "the meeting of ranks"),
     "launch/job_secret.py": (["memfd_create"], "the secret of a job on several hosts"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),

@@ -86,7 +86,7 @@ def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
 def choose_address(
     first: str, candidates: Sequence[str], reports: Mapping[str, Sequence[Reach]]
 ) -> str | list[str]:
-    """Return the first candidate that all hosts reach both ways; else who cannot reach whom.
+    """Return the first candidate that all hosts reach; else who cannot reach whom.
 
     Args:
         first: the name of the first host.
@@ -111,7 +111,7 @@ def choose_address(
     }
     if unreached:
         return [
-            f"{host} and {first} cannot reach each other ({'; '.join(tried)}). {cure}"
+            f"{host} cannot reach {first} ({'; '.join(tried)}). {cure}"
             for host, tried in unreached.items()
         ]
     lines = []

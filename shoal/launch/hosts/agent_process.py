@@ -29,7 +29,6 @@ from shoal.launch.hosts.agent_questions import AgentQuestions, imported
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.lease_timer import LeaseTimer
 from shoal.launch.hosts.progress_messages import ProgressChanges
 from shoal.launch.job_secret import hold_secret
 from shoal.launch.local_progress import LocalProgress
@@ -93,7 +92,6 @@ class AgentProcess:
         self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
         self.progress: LocalProgress | None = None
-        self.lease_timer = LeaseTimer()
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
@@ -116,12 +114,9 @@ class AgentProcess:
             self._obey(self._receive())
             self._obey(self.session.tick(clock_s()))
             self._look()
-            if not self._is_over:
-                self.lease_timer.set(self.session.lease_until_s)
 
     def close(self) -> None:
         """End everything that was started."""
-        self.lease_timer.set(clock_s() + self.session.times.kill_s)
         self._kill_ranks()
         self.questions.close()
         kill_descendants(self.session.times.kill_s)
@@ -198,7 +193,6 @@ class AgentProcess:
             os.environ["PWD"] = request.cwd
         self._work = message["work"]
         self.session.hello(collect_facts(request).to_json(), clock_s())
-        self.lease_timer.set(self.session.lease_until_s)  # before any rank can be asked for
 
     def _prepare(self, number: int) -> None:
         """Import in the fork server what ranks need; answer when it is done."""

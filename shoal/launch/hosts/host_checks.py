@@ -51,7 +51,7 @@ def host_notes(connections: HostConnections) -> list[str]:
 def find_meeting(
     connections: HostConnections, options: HostsOptions, hosts: Sequence[int]
 ) -> Meeting:
-    """Return the address of the first of `hosts` at which all others reach it, and it them.
+    """Return the address of the first of `hosts` at which all others reach it.
 
     Raises:
         LaunchError: there is none; the message says who cannot reach whom.

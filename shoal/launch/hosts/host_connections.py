@@ -26,10 +26,13 @@ from shoal.launch.hosts.lease import clock_s, lease_times
 from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.ssh_client import SshClient
 from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure, is_throttled
-from shoal.launch.hosts.ssh_hops import MOST_OF_HOP, first_hops, may_start
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 RETRY_S = 0.02  # until a connection takes more bytes
+MOST_STARTS = 8
+"""Clients that start at a time. They may all meet at one jump host, and an ssh server drops
+connections that are not authenticated yet beyond its MaxStartups, 10 where nobody has changed it.
+"""
 START_S = 20.0
 """From the start of a client to the facts of its host."""
 THROTTLED_TRIES = 3
@@ -125,10 +128,9 @@ class HostConnections:
         """
         remaining = [(host, 1, clock_s()) for host in hosts]
         starting: dict[int, tuple[int, float]] = {}  # tries, and the time by which it must answer
-        hops = self._first_hops(hosts)
         problems: dict[int, str] = {}
         while (remaining or starting) and not is_readable(sources):
-            self._start_clients(remaining, starting, hops)
+            self._start_clients(remaining, starting)
             self.pump(0.1, sources)
             for host, (tries, limit_s) in list(starting.items()):
                 if host in self.facts:
@@ -160,28 +162,18 @@ class HostConnections:
         Raises:
             LaunchError: a host does not answer, or answers with a problem.
         """
-        answers = self.ask_all(list(questions.items()), limit_s)
-        return dict(zip(questions, answers, strict=True))
-
-    def ask_all(
-        self, questions: Sequence[tuple[int, Mapping[str, Any]]], limit_s: float
-    ) -> list[Message]:
-        """Ask hosts at once, each any number of questions. Return the answers in this order.
-
-        Raises: as `ask`.
-        """
-        asked = [(host, self.post(host, question)) for host, question in questions]
+        asked = {host: self.post(host, question) for host, question in questions.items()}
         end_s = clock_s() + limit_s
-        while missing := [host for host, number in asked if number not in self._answers]:
+        while missing := [host for host, number in asked.items() if number not in self._answers]:
             for event in self.pump(max(0.0, end_s - clock_s())):
                 self._raise_if_lost(event)
             if clock_s() > end_s:
                 raise LaunchError(f"host {self.name(missing[0])}: its agent does not answer.")
-        answers = [(host, self._answers.pop(number)) for host, number in asked]
-        for host, answer in answers:
+        answers = {host: self._answers.pop(number) for host, number in asked.items()}
+        for host, answer in answers.items():
             if problem := answer.get("problem"):
                 raise LaunchError(f"host {self.name(host)}: {problem}")
-        return [answer for _, answer in answers]
+        return answers
 
     def drop(self, host: int) -> str:
         """Close the connection to a lost host. Return what its client had printed last."""
@@ -203,22 +195,14 @@ class HostConnections:
         self.facts.clear()
         self.printer.flush()
 
-    def _first_hops(self, hosts: Sequence[int]) -> dict[int, str]:
-        """Return the first server of each host; nothing where so few cannot be too many for one."""
-        if len(hosts) <= MOST_OF_HOP:
-            return {}
-        names = [self.hosts[host].name for host in hosts]
-        return dict(zip(hosts, first_hops(names), strict=True))
-
     def _start_clients(
         self,
         remaining: list[tuple[int, int, float]],
         starting: dict[int, tuple[int, float]],
-        hops: Mapping[int, str],
     ) -> None:
         """Move hosts whose clients may start now from `remaining` to `starting`; see `connect`."""
         for host, tries, begin_s in list(remaining):
-            if begin_s > clock_s() or not may_start(host, starting, hops):
+            if begin_s > clock_s() or len(starting) >= MOST_STARTS:
                 continue
             remaining.remove((host, tries, begin_s))
             self._drop(host)  # it may have been lost while nobody looked

@@ -19,7 +19,6 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.pair_checks import PartedPair, largest_group, parted_pairs
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.hosts.ssh_command import is_unknown_name
@@ -28,7 +27,7 @@ from shoal.watchdog.hang_limit import limit_of_ranks
 PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
-"""Waits before each try to connect to a lost host again, and to let hosts reach each other."""
+"""Waits before each try to connect to a lost host again."""
 MOST_LOSSES = 3
 """A host that was lost so often is left out, where `--min-hosts` allows it."""
 
@@ -53,9 +52,6 @@ class HostsJob:
         self._losses: Counter[int] = Counter()
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
-        # The own addresses of hosts in the last start, and hosts that reach not all others.
-        self._sources: dict[int, str] = {}
-        self._left_out: frozenset[int] = frozenset()
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -107,50 +103,28 @@ class HostsJob:
             self._wanted = self._found = processes
         return self._start(processes, again=True)
 
-    def is_parted(self) -> bool:
-        """Return True if two hosts that answer do not reach each other now."""
-        return bool(self._parted())
-
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
 
-        Those are as many as the user wants, if the hosts that are there, and reach each other, have
-        room for them. Hosts that do not reach each other are waited for before one is left out.
+        Those are as many as the user wants, if the hosts that are there have room for them.
         """
         wanted = self._wanted if processes == self._found else processes
         for host in self._missing():
             self._losses[host] += 1
-        parted: list[PartedPair] = []
         for wait_s in RETRIES_S:
             absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
-            problems = self._connect_again(absent, wait_s if absent or parted else 0.0, signals)
-            parted = [] if is_readable([signals]) else self._parted()
+            problems = self._connect_again(absent, wait_s if absent else 0.0, signals)
             if is_readable([signals]):
                 return 0
-            self._note_problems(problems, parted)
+            for problem in problems:
+                _print_note(problem)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
-            is_patient = bool(parted) and wait_s != RETRIES_S[-1]
-            if found == wanted or (not is_patient and self._may_go_on(len(slots), found)):
+            if found == wanted or self._may_go_on(len(slots), found):
                 self._wanted, self._found = wanted, found
                 return found
-        self._note_end(parted)
+        _print_note("the lost hosts did not come back")
         return 0
-
-    def _note_problems(self, problems: Sequence[str], parted: Sequence[PartedPair]) -> None:
-        for problem in [*problems, *(pair.describe(self.connections) for pair in parted)]:
-            _print_note(problem)
-
-    def _note_end(self, parted: Sequence[PartedPair]) -> None:
-        """Tell why the run cannot go on."""
-        if self._missing():
-            _print_note("the lost hosts did not come back")
-        if parted:
-            _print_note(
-                f"{parted[0].describe(self.connections)}, for {sum(RETRIES_S):.0f} s now. Let "
-                "these hosts connect to each other and start the same command again; --min-hosts N "
-                "lets a run go on without some of its hosts"
-            )
 
     def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
         """Wait, then connect to hosts. Return the problems of those that cannot be used."""
@@ -162,29 +136,13 @@ class HostsJob:
         problems += host_problems(self.connections, self.work.request, [])
         return problems
 
-    def _parted(self) -> list[PartedPair]:
-        """Return the pairs of hosts that do not reach each other; leave out as few as possible."""
-        self._left_out = frozenset()
-        while True:
-            slots = self._slots()
-            try:
-                parted = parted_pairs(self.connections, self._sources)
-            except LaunchError as error:
-                _print_note(str(error))
-                if list(slots) == self.connections.connected:  # the start tells the problem
-                    return []
-            else:
-                self._left_out = frozenset(slots) - frozenset(largest_group(slots, parted))
-                return parted
-
     def _missing(self) -> list[int]:
         connected = self.connections.connected
         return [host for host in range(len(self.options.hosts)) if host not in connected]
 
     def _slots(self) -> dict[int, int]:
         """Return the room of each host that can have ranks now, in the order of their ranks."""
-        found = [host for host in self.connections.connected if host not in self._left_out]
-        return {host: self.options.count(host) for host in found}
+        return {host: self.options.count(host) for host in self.connections.connected}
 
     def _may_go_on(self, hosts: int, processes: int) -> bool:
         """Return True if the run may go on with so many hosts and processes."""
@@ -194,8 +152,7 @@ class HostsJob:
         if problems := self.work.problems(processes):
             _print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
             return False
-        left_out = sorted({*self._missing(), *self._left_out})
-        left = ", ".join(self.connections.name(host) for host in left_out)
+        left = ", ".join(self.connections.name(host) for host in self._missing())
         _print_note(f"the run goes on without {left}")
         return True
 
@@ -215,7 +172,6 @@ class HostsJob:
         members = [share.host for share in placement]
         self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
         meeting = find_meeting(self.connections, self.options, members)
-        self._sources = meeting.sources
         store = {"question": "store", "address": meeting.address}
         port = self.connections.ask({members[0]: store}, ANSWER_S)[members[0]]["port"]
         starts: list[tuple[int, dict[str, Any]]] = [

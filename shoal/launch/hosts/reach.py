@@ -1,11 +1,9 @@
-"""A try of a connection to another host, and of one back from it.
+"""A try of a connection to another host.
 
 other host                                  first host, ReachListener
 connect ==================================> accept
-"NONCE PORT\\n" ---------------------------->
-accept <=================================== connect to the caller's address and PORT
-       <----------------------------------- "NONCE\\n"
-       <----------------------------------- "\\n", or the problem of the way back
+"NONCE\\n" --------------------------------->
+       <----------------------------------- "\\n"
 """
 
 from __future__ import annotations
@@ -30,17 +28,16 @@ LINE_BYTES = 512
 AT_ONCE = 64  # connections at a time; others wait in the queue of the socket
 CLOSING_S = 0.1  # between two looks, while all are open, for the end of the listener
 BACKLOG = 256
-STRANGER_S = 1.0  # for the line of a connection back, which was sent before it is read
 
 
 @dataclass(frozen=True)
 class Reach(CheckedJson):
-    """The outcome of one host's try to reach one address of the first host, and to be reached.
+    """The outcome of one host's try to reach one address of the first host.
 
     Args:
         address: that was tried.
         source: this host's own address on the way there; None where there is no way.
-        problem: empty where both directions work.
+        problem: empty where there is none.
     """
 
     address: str
@@ -130,82 +127,44 @@ class ReachListener:
     def _answer(self, connection: socket.socket) -> None:
         """Answer a connection, and make room for another one."""
         try:
-            self._reach_back_to(connection)
+            self._greet(connection)
         finally:
             self._open.release()
 
-    def _reach_back_to(self, connection: socket.socket) -> None:
-        """Connect back to the host that has connected, and tell it how that went."""
-        with connection, suppress(OSError, ValueError, EOFError, OverflowError):
+    def _greet(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError, EOFError):
             connection.settimeout(REACH_S)
-            nonce, _, port = _line(connection).partition(b" ")
-            if hmac.compare_digest(nonce, self._nonce):
-                peer = connection.getpeername()[0]
-                problem = _reach_back(peer, int(port), self._nonce)
-                connection.sendall(problem.encode() + b"\n")
+            if hmac.compare_digest(_line(connection), self._nonce):
+                connection.sendall(b"\n")
 
 
-def try_reach(ports: Mapping[str, int], nonce: str, timeout_s: float = REACH_S) -> list[Reach]:
-    """Return for each address in `ports` whether this host reaches it and is reached from there.
+def try_reach(ports: Mapping[str, int], nonce: str) -> list[Reach]:
+    """Return for each address in `ports` whether this host reaches it.
 
-    All are tried at once. It takes less than `timeout_s` and twice REACH_S together.
+    All are tried at once. It takes less than twice REACH_S.
 
     Args:
         ports: of the first host's ReachListener.
         nonce: the same as there.
-        timeout_s: to wait for the connection.
     """
     if not ports:
         return []
     with ThreadPoolExecutor(len(ports), "reach") as tries:
-        return list(
-            tries.map(lambda item: _try_address(item[0], item[1], nonce, timeout_s), ports.items())
-        )
+        return list(tries.map(lambda item: _try_address(item[0], item[1], nonce), ports.items()))
 
 
-def _try_address(address: str, port: int, nonce: str, timeout_s: float) -> Reach:
+def _try_address(address: str, port: int, nonce: str) -> Reach:
     source = None
     try:
-        with socket.create_connection((address, port), timeout_s) as connection:
+        with socket.create_connection((address, port), REACH_S) as connection:
             source = str(connection.getsockname()[0])
-            with listen_at(source, backlog=BACKLOG) as listener:
-                own_port = listener.getsockname()[1]
-                connection.sendall(f"{nonce} {own_port}\n".encode())
-                # The other host tells how its way back went, and needs as long for a try in vain.
-                connection.settimeout(2 * REACH_S)
-                answer = _line(connection).decode(errors="backslashreplace")
-                return Reach(address, source, answer or _came_back(listener, nonce))
+            connection.sendall(f"{nonce}\n".encode())
+            answer = _line(connection)
     except EOFError:
         return Reach(address, source, "another program answers there")
     except OSError as error:
         return Reach(address, source, _reason(error))
-
-
-def _came_back(listener: socket.socket, nonce: str) -> str:
-    """Return an empty text if the first host's connection lies in the queue of `listener`.
-
-    Connections of others may lie there before it.
-    """
-    end_s = time.monotonic() + REACH_S
-    while (left_s := end_s - time.monotonic()) > 0:
-        listener.settimeout(left_s)
-        with suppress(OSError, EOFError):
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(min(left_s, STRANGER_S))
-                if hmac.compare_digest(_line(connection), nonce.encode()):
-                    return ""
-    return "the connection back came from another program"
-
-
-def _reach_back(peer: str, port: int, nonce: bytes) -> str:
-    """Connect to a host that has connected. Return the problem; empty where there is none."""
-    try:
-        with socket.create_connection((peer, port), REACH_S) as back:
-            back.sendall(nonce + b"\n")
-    except OSError as error:
-        return f"the way back to {peer}: {_reason(error)}"
-    return ""
+    return Reach(address, source, "another program answers there" if answer else "")
 
 
 def _line(connection: socket.socket) -> bytes:
