@@ -52,6 +52,7 @@ from shoal.launch.variables import Variables
 
 __all__ = ["RankInfo", "own_place", "read"]
 
+STARTED_BY_RANK = "started by rank"
 _RANK_PROCESS = "SHOAL_RANK_PROCESS"
 """Variable that a rank sets to its process id and its place, for the programs that it starts."""
 
@@ -114,7 +115,7 @@ def own_place() -> RankInfo:
     place = f"{info.rank}@{info.master_address}:{info.master_port},{info.store}"
     process, _, taken = os.environ.get(_RANK_PROCESS, "").partition(" ")
     if taken == place and process != str(os.getpid()):
-        reason = f"started by rank {info.rank} of {info.world}, and no rank of its world"
+        reason = f"{STARTED_BY_RANK} {info.rank} of {info.world}, and no rank of its world"
         return RankInfo(0, 1, 0, 1, "single", None, None, reason)
     os.environ[_RANK_PROCESS] = f"{os.getpid()} {place}"
     return info

@@ -17,7 +17,7 @@ from shoal.comm.mesh import init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
-from shoal.launch.environment import own_place
+from shoal.launch.environment import STARTED_BY_RANK, own_place
 from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
@@ -123,7 +123,7 @@ def init(
     # Helper processes are forked from a process that starts before the mesh does.
     helpers = any(strategy.needs_helper_processes for strategy in chosen)
     place = own_place()
-    if place.world == 1 and "SHOAL_RANK_PROCESS" in os.environ:
+    if place.reason.startswith(STARTED_BY_RANK):
         announce(f"note: {place.describe()}")
     mesh = init_mesh(place, helpers, ParallelDims(**mesh_sizes(chosen)))
     seed_generators(seed)
