@@ -119,10 +119,8 @@ class _DrawCall(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, options: Any) -> _DrawCall:
-        given = {
-            argument.name: value
-            for argument, value in zip(schema_of(func).arguments, args, strict=False)
-        } | dict(options)
+        arguments = schema_of(func).arguments
+        given = {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(options)
         tensors = [value.shape for value in given.values() if isinstance(value, Tensor)]
         if "size" in given:
             shape = tuple(given["size"])
@@ -134,7 +132,8 @@ class _DrawCall(NamedTuple):
             shape = tuple(tensors[0]) if tensors else ()
         name = schema_of(func).name.partition("::")[2].removesuffix("_")
         # Fused attention and recurrent layers draw only for their dropout.
-        p = given.get("dropout_p", given.get("dropout"))
+        omitted = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        p = (omitted | given).get("dropout_p", given.get("dropout"))
         is_certain = p in (0, 0.0) or given.get("train", True) in (False, None)
         if name == "native_dropout":
             is_certain = is_certain or given["p"] == 0

@@ -92,13 +92,16 @@ def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:
 def _rows_of_array(value: Any, rows: Tensor, num_samples: int) -> Any:
     if not value.ndim:
         return value
-    if value.shape[0] != num_samples:
+    # Sequences may come with time first, (T, samples, ...).
+    dim = next((d for d in (0, 1) if value.shape[d : d + 1] == (num_samples,)), None)
+    if dim is None:
         raise CannotTry(f"a tensor of shape {tuple(value.shape)} beside {num_samples} samples")
     if isinstance(value, np.ndarray):
-        return value[rows.numpy()]
+        return value.take(rows.numpy(), axis=dim)
     if value.is_nested or value.layout is not torch.strided:
         raise CannotTry("a nested or sparse tensor, which cannot be cut into parts")
-    return value.detach()[rows.to(value.device)].requires_grad_(value.requires_grad)
+    taken = value.detach().index_select(dim, rows.to(value.device))
+    return taken.requires_grad_(value.requires_grad)
 
 
 def _has_entry_per_sample(value: Any, num_samples: int) -> bool:

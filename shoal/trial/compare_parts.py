@@ -91,6 +91,17 @@ class LossOnRows:
         """Measure a part; means count by the share of its rows in `num_rows`."""
         return self._measured(self._terms(rows), rows, len(rows) / num_rows)
 
+    def is_rounding(self, measured: Measured) -> bool:
+        """Return True if gradients are as small beside their leaves as float32 rounds them.
+
+        So they are where a student begins as a copy of its teacher: nothing can be compared.
+        """
+        gradients = math.sqrt(sum(float(g.square().sum()) for g in measured.gradients))
+        leaves = math.sqrt(
+            sum(float(leaf.detach().double().square().sum()) for leaf in self._leaves)
+        )
+        return gradients <= torch.finfo(torch.float32).eps * leaves
+
     @property
     def is_counted(self) -> bool:
         """True if the whole had a term with a count."""

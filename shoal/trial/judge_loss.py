@@ -70,8 +70,7 @@ def try_loss(
     chosen = choose_rows((args, kwargs), num_samples, max_rows)
 
     def compute(rows: Tensor, dtype: torch.dtype | None = None) -> Any:
-        # More rows than were chosen are those of the whole batch.
-        rows = chosen[rows] if len(rows) <= len(chosen) else rows
+        rows = chosen[rows] if len(rows) <= len(chosen) else rows  # more: of the whole batch
         taken = take_rows((args, dict(kwargs)), rows, num_samples)
         taken_args, taken_kwargs = taken if dtype is None else in_dtype(taken, dtype)
         return compute_loss(*taken_args, **taken_kwargs)
@@ -138,8 +137,7 @@ class LossJudge:
         num_splits: int = 3,
         seed: int = 0,
     ) -> None:
-        self._loss = LossOnRows(compute, leaves)
-        self._state = state
+        self._loss, self._state = LossOnRows(compute, leaves), state
         self._num_rows = num_rows
         self._tolerance = tolerance
         self._all = torch.arange(num_rows)
@@ -266,6 +264,8 @@ class LossJudge:
 
     def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
         """Return the objection, if it is neither randomness nor rounding."""
+        if self._loss.is_rounding(whole):
+            return _cannot("its gradients are zero but for rounding")
         try:
             again = self._measure_again()
             if distance_of_repeat(whole, again) > self._tolerance:

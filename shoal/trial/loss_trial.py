@@ -83,6 +83,7 @@ class LossTrial:
         self._news = _News()
         self._noted: set[LossKind] = set()
         self._verdict: LossVerdict | None = None
+        self._runs_on_parts = False  # as whole models have shown in the first step
         self.bounds_gradients = False
         self.counts_rows = False
 
@@ -206,6 +207,9 @@ class LossTrial:
 
     def _take(self, verdict: LossVerdict) -> None:
         """Keep the verdict that says more: an objection, then any that could be reached."""
+        if verdict.outputs_only and verdict.kind is LossKind.FAILS_ON_PARTS and self._runs_on_parts:
+            return  # an output without samples has as many entries as there are samples
+        self._runs_on_parts |= verdict.kind in (LossKind.MEAN, LossKind.COUNTED)
         self.bounds_gradients |= verdict.bounds_gradients
         self.counts_rows |= verdict.counts_rows
         old = self._verdict

@@ -73,8 +73,14 @@ class OutputRecorder:
             kept = None
             if not in_function_transform():
                 with suppress(CannotTry):
-                    kept = map_tensors(output, lambda tensor: tensor.detach())
+                    kept = map_tensors(output, _without_graph)
             self.calls.append(RecordedCall(module, (args, kwargs), kept))
+
+
+def _without_graph(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        raise CannotTry("an output of a model that is a parameter, and has no samples")
+    return tensor.detach()
 
 
 def try_recorded(
