@@ -23,6 +23,8 @@ from shoal.strategies import base
 from shoal.trial import LossTrial
 from shoal.trial.judge_loss import MAX_ROWS
 from shoal.trial.untouched import leaving_no_trace
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
 class StepTrials:
@@ -139,9 +141,17 @@ class StepTrials:
 
     def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
         is_due = trial.is_due(batch)
+        if is_due or (self._tries_again and trial.is_scheduled):
+            with own_progress().during(Phase.FORWARD):
+                return self._tried_now(trial, batch, is_due)
+        if trial.verdict is None:  # as in most steps
+            return batch
+        return batch._replace(objection=lambda: trial.objection)
+
+    def _tried_now(self, trial: LossTrial, batch: base.LocalBatch, is_due: bool) -> base.LocalBatch:
         if self._tries_again and trial.is_scheduled:
             self._try_models_again(trial, batch, is_due)
-        if not is_due and trial.verdict is None:  # as in most steps
+        if not is_due and trial.verdict is None:
             return batch
         if is_due:
             with self._guards.in_step():

@@ -130,7 +130,7 @@ def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_ends_bit_equal(
     settings = {name.replace(".", "__"): value for name, value in SLEEPY.items()}
     expected = undisturbed(tmp_path / "alone", "ddp", **settings)
     job = write_job(tmp_path, "ddp", **settings)
-    (tmp_path / "sleeps.1").write_text("7")
+    (tmp_path / "sleeps.1").write_text("5")
     with hosts_command(tmp_path, "train", str(job), "--hosts", "a,b", **VARIABLES) as command:
         code, _, stderr = command.end()
     assert code == 0, stderr
