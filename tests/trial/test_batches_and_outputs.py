@@ -151,7 +151,7 @@ def test_a_loss_whose_gradient_is_zero_is_not_refused() -> None:
 
 def attention(draws: str) -> tuple[list[str], dict[str, Tensor]]:
     lines: list[str] = []
-    run = shoal.init("ddp", precision="fp64", announce=lines.append, draws=draws)  # type: ignore[arg-type]
+    run = shoal.init("ddp", precision="fp64", announce=lines.append, draws=draws)  # type: ignore
     torch.manual_seed(0)
     model: Any = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
