@@ -200,5 +200,7 @@ class StepTrials:
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
             runs_once=stages == 1,
+            # Under servers a pass waits for values that a thread receives.
+            in_child=prepared.local_model().remote_optimizer is None,
             whole_models=whole_models,
         )

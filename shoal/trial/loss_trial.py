@@ -56,6 +56,7 @@ class LossTrial:
             micro-batches. If it is 1, an objection is a note.
         announce: prints a note; on one rank of many.
         whole_models: this rank can run the models without the others, and has all parameters whole.
+        in_child: judge in a forked child, which has no threads that its passes would wait for.
         runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
             not, as in a pipeline, later trials are those of `try_stages`.
 
@@ -71,12 +72,14 @@ class LossTrial:
         announce: Callable[[str], None],
         whole_models: bool,
         runs_once: bool = True,
+        in_child: bool = True,
     ) -> None:
         self._models = list(models)
         self._num_parts = num_parts
         self._announce = announce
         self._whole_models = whole_models
         self._runs_once = runs_once
+        self._judged = judged_in_child if in_child else _judged_here
         self._steps = 0
         self._due_step = 1
         self._is_scheduled = False
@@ -141,7 +144,7 @@ class LossTrial:
         """Try the loss by running the models, which must be whole on this rank. Not collective."""
         parameters = [parameter for model in self._models for parameter in model.parameters()]
         self._take(
-            judged_in_child(
+            self._judged(
                 lambda: try_loss(
                     *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
                     *(self._models, parameters),
@@ -155,7 +158,7 @@ class LossTrial:
         """
         num_splits = 3 if self._steps <= SPLITS_ALWAYS else 1
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        verdict = judged_in_child(
+        verdict = self._judged(
             lambda: try_loss(
                 *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
                 *(self._models, parameters),
@@ -253,7 +256,7 @@ class LossTrial:
             try:
                 num_rows = _num_rows(args, kwargs, batch)
                 with disable_dispatch_modes():
-                    verdict = judged_in_child(
+                    verdict = self._judged(
                         lambda: _without_autocast(
                             lambda: try_recorded(
                                 *(compute_loss, args, kwargs, num_rows, self._models),
@@ -268,6 +271,10 @@ class LossTrial:
             return result
 
         return watched
+
+
+def _judged_here(judge: Callable[[], LossVerdict]) -> LossVerdict:
+    return judge()
 
 
 class _News:
