@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
 """Objects inside of each other that are looked into: a data set, its transforms, theirs."""
 _ITEMS = 64
@@ -47,21 +47,23 @@ class OwnGenerators:
     @contextmanager
     def preserved(self) -> Iterator[None]:
         """Restore their states after the block: the loop may draw from them too."""
-        saved = [_state_of(each) for each in self._found]
+        saved = [generator_state(each) for each in self._found]
         try:
             yield
         finally:
             for each, state in zip(self._found, saved, strict=True):
-                _restore(each, state)
+                restore_generator(each, state)
 
 
-def _state_of(generator: Any) -> Any:
+def generator_state(generator: Any) -> Any:
+    """Return the state of a generator of GENERATOR_KINDS, for `restore_generator`."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _restore(generator: Any, state: Any) -> None:
+def restore_generator(generator: Any, state: Any) -> None:
+    """Put a generator back to a state of `generator_state`."""
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):
@@ -75,7 +77,7 @@ def _generators_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:
     if depth < 0 or id(value) in seen or isinstance(value, (str, bytes, int, float, Tensor, type)):
         return
     seen.add(id(value))
-    if isinstance(value, _KINDS):
+    if isinstance(value, GENERATOR_KINDS):
         if not isinstance(value, random.SystemRandom):  # which has no state
             yield value
         return
@@ -93,7 +95,9 @@ def _items_of(value: Any) -> Iterator[Any]:
         yield from used.nonlocals.values()
         for item in used.globals.values():
             same_module = getattr(item, "__module__", None) == value.__module__
-            if isinstance(item, _KINDS) or (isinstance(item, FunctionType) and same_module):
+            if isinstance(item, GENERATOR_KINDS) or (
+                isinstance(item, FunctionType) and same_module
+            ):
                 yield item
     elif isinstance(value, MethodType):
         yield from (value.__self__, value.__func__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import io
-import random
 import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from shoal.data.own_generators import (
+    GENERATOR_KINDS,
+    generator_state,
+    restore_generator,
+)
 from shoal.platform.torch_private.tensor_state import version
 from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.trial.loss_verdict import CannotTry
@@ -75,7 +79,7 @@ class SavedObjects:
             self._save_tensor(value)
         elif isinstance(value, np.ndarray):
             self._save_array(value)
-        elif _is_generator(value):
+        elif isinstance(value, GENERATOR_KINDS):
             self._save_generator(value)
         elif isinstance(value, nn.Module):
             for module in value.modules():
@@ -116,16 +120,8 @@ class SavedObjects:
             self._restores.append(lambda: np.copyto(array, values))
 
     def _save_generator(self, generator: Any) -> None:
-        if isinstance(generator, torch.Generator):
-            position = generator.get_state()
-            self._restores.append(lambda: _set_state(generator, position))
-        elif isinstance(generator, random.Random):
-            self._restores.append(functools.partial(generator.setstate, generator.getstate()))
-        elif isinstance(generator, np.random.RandomState):
-            self._restores.append(functools.partial(generator.set_state, generator.get_state()))
-        else:
-            bits, state = generator.bit_generator, generator.bit_generator.state
-            self._restores.append(lambda: setattr(bits, "state", state))
+        state = generator_state(generator)
+        self._restores.append(lambda: restore_generator(generator, state))
 
     def _save_container(self, value: Any, depth: int) -> None:
         if isinstance(value, dict):
@@ -234,14 +230,5 @@ def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
             yield from reachable(value, depth - 1)
 
 
-def _set_state(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
-
-
 def _is_of_library(code: CodeType) -> bool:
     return code.co_filename.startswith(_LIBRARIES) or "site-packages" in code.co_filename
-
-
-def _is_generator(value: Any) -> bool:
-    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    return isinstance(value, kinds)
