@@ -92,7 +92,8 @@ class StepTrials:
     ) -> base.LocalBatch:
         """Try the models on the samples of all ranks; return this rank's batch."""
         if trial.is_due(everyone):
-            trial.try_models(everyone)
+            with own_progress().during(Phase.FORWARD):
+                trial.try_models(everyone)
         return batch._replace(objection=lambda: trial.objection)
 
     def _found_on_any_rank(self, trial: LossTrial) -> tuple[bool, bool]:

@@ -56,12 +56,18 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
     """Judge, write the verdict, and end this child without any cleaning up of its parent's."""
     status = 1
     try:
-        # Handlers of the parent would stop a run. The child ends by itself if its parent has died.
+        # Handlers of the parent would stop a run. The parent ends the child; if that has died, a
+        # timer does, which is later so that the parent knows why.
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(each, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, CHILD_S)
+        signal.setitimer(signal.ITIMER_REAL, 2 * CHILD_S)
         torch.set_num_threads(1)  # the parent's pool of threads is not here
-        kind, *others = astuple(judge())
+        try:
+            verdict = judge()
+        except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
+            text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
+            verdict = LossVerdict(LossKind.NOT_TRIED, reason=text)
+        kind, *others = astuple(verdict)
         data = memoryview(json.dumps([kind.value, *others]).encode())
         while data:
             data = data[os.write(sending, data) :]
@@ -71,8 +77,8 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
 
 
 def _received(receiving: int) -> LossVerdict:
-    text = b""
-    while True:
+    text, ready = b"", [receiving]
+    while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
         data = os.read(receiving, 1 << 16) if ready else b""
         if not data:
@@ -81,6 +87,7 @@ def _received(receiving: int) -> LossVerdict:
     try:
         kind, difference, sizes, *others = json.loads(text)
     except ValueError:
-        reason = f"its trial in a process of its own did not end within {CHILD_S:.0f} s"
+        what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
+        reason = f"its trial in a process of its own {what}"
         return LossVerdict(LossKind.NOT_TRIED, reason=reason)
     return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
