@@ -196,7 +196,7 @@ class MovementOps(CollectiveDispatch):
 
     alltoall_base = all_to_all_single
 
-    @visible("alltoall_base_", slice(2, 4))
+    @visible("alltoall_base_")
     def _all_to_all_single(
         self, output: Tensor, tensor: Tensor, out_sizes: list[int], sizes: list[int], opts: Any
     ) -> Work:

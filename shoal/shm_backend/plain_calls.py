@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import ReduceOp, Work
 
 from shoal.platform.tensors import DTYPE_NUMBERS
 from shoal.platform.torch_private.c10d import Options
-from shoal.platform.torch_private.c10d_ops import is_profiling, number_of_modes
+from shoal.platform.torch_private.dispatch_state import is_profiling, number_of_modes
 from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.call_handles import CompletedWork
 from shoal.shm_backend.call_queue import CallQueue

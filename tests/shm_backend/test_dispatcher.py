@@ -1,54 +1,35 @@
-"""Collectives are seen by what watches torch's dispatcher, and fake tensors reach no other rank."""
+"""Collectives are seen by profilers, and fake tensors reach no other rank."""
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shoal.errors import UsageError
 from shoal.testing import world
 
 SINGLE = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER_SINGLE = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class SeenOps(TorchDispatchMode):
-    """Records the names of c10d operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func._schema.name.removeprefix("c10d::"))
-        return func(*args, **(kwargs or {}))
-
-
-def test_modes_and_the_profiler_see_what_they_see_of_gloo() -> None:
+def test_the_profiler_sees_what_it_sees_of_gloo() -> None:
     assert world.run(2, _watch) == [True, True]
 
 
 def _watch() -> bool:
     seen = []
     for group in (dist.group.WORLD, dist.new_group(backend="gloo")):
-        with SeenOps() as mode:
-            results = _call_everything(group)
-        with CommDebugMode() as counts:
-            _call_everything(group)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            _call_everything(group)
+            results = _call_everything(group)
         profiled = {event.key for event in profile.key_averages() if "c10d::" in event.key}
-        seen.append((mode.names, counts.get_total_counts(), profiled, results))
+        seen.append((profiled, results))
     ours, gloos = seen
-    assert ours[0] == gloos[0], (ours[0], gloos[0])
-    assert ours[1] == gloos[1], (ours[1], gloos[1])
-    assert ours[2] >= gloos[2], gloos[2] - ours[2]
-    assert ours[3] == gloos[3]
+    assert ours[0] >= gloos[0], gloos[0] - ours[0]
+    assert ours[1] == gloos[1]
     return True
 
 
@@ -71,8 +52,8 @@ def _call_everything(group: Any) -> list[list[float]]:
     return [tensor.tolist() for tensor in (*tensors, *rows, whole)]
 
 
-def test_a_traced_program_keeps_its_all_reduce() -> None:
-    assert world.run(2, _trace) == [[4.0, 4.0]] * 2
+def test_a_trace_that_would_miss_a_collective_is_refused() -> None:
+    assert world.run(2, _trace) == [[2.0, 2.0]] * 2
 
 
 def _trace() -> list[float]:
@@ -81,9 +62,9 @@ def _trace() -> list[float]:
         dist.all_reduce(doubled)
         return doubled
 
-    traced = make_fx(program)(torch.ones(2))
-    assert "allreduce_" in traced.code
-    dist.all_reduce(after := torch.full((2,), 2.0))
+    with pytest.raises(UsageError, match="make_fx cannot trace c10d::allreduce_"):
+        make_fx(program)(torch.ones(2))
+    dist.all_reduce(after := torch.ones(2))
     found: list[float] = after.tolist()
     return found
 

@@ -13,7 +13,7 @@ names.
     data_workers        the view that a data set has of its process
     kernels             functions over lists of tensors, and a softmax
     c10d                process groups and stores
-    c10d_ops            collectives as operators, which modes and profilers see
+    dispatch_state      what watches or replaces operators: modes, profilers, fake tensors
     mixed_backends      groups that have another backend for each kind of device
     typed_futures       futures whose value C++ can read
     fsdp                FSDP2's forward pass, and shards of slices
