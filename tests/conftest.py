@@ -6,6 +6,7 @@ Ranks of test worlds are forked from a server that imports what stands here, onc
 import gc
 import os
 import signal
+import sys
 
 # Several test processes share the cores, and each may have several ranks. Threads of one that wait
 # for work keep a core busy. torch reads this when it is imported.
@@ -17,6 +18,8 @@ import pytest
 import torch.distributed.checkpoint  # noqa: F401
 
 import shoal.train.loop  # noqa: F401
+from shoal.launch import preload
+from shoal.testing.world import TOOLS
 
 pytest_plugins = [
     "tests.harness.leftovers",
@@ -38,6 +41,12 @@ hypothesis.settings.load_profile("shared machine")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Leave the thousands of collected tests out of each garbage collection from here on."""
+    """Leave the thousands of collected tests out of each garbage collection from here on.
+
+    The fork server of this process imports what the tests have imported of Shoal, whichever test
+    starts it: each rank would take a second to do so.
+    """
     gc.collect()
     gc.freeze()
+    own = [name for name in sys.modules if name.startswith("shoal.")]
+    preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *TOOLS, *own)
