@@ -29,7 +29,7 @@ from shoal.strategies.options import mesh_sizes
 from shoal.strategies.transforms.accumulate import Accumulate
 from shoal.strategies.transforms.compile import Compile
 from shoal.strategies.transforms.global_draws import DrawGlobally
-from shoal.strategies.transforms.precision import LossScale, Precision
+from shoal.strategies.transforms.precision import AUTOCAST, LossScale, Precision
 from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm
 
 PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -139,7 +139,7 @@ def init(
     return Run(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(seed, accumulate, step_in_backward, draws, reaction),
+        RunSettings(seed, accumulate, step_in_backward, draws, reaction, AUTOCAST.get(precision)),
         loss_scale,
         tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),

@@ -49,6 +49,8 @@ class RunSettings:
     step_in_backward: bool = False
     draws: Draws = "rank"
     nonfinite: NonfiniteSettings = field(default_factory=NonfiniteSettings)
+    autocast: torch.dtype | None = None
+    """Dtype of the forward pass under mixed precision; None without."""
 
 
 def shard_loader(

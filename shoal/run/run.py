@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal.run.captured_batch import explained_error
 from shoal.run.exact_evaluation import ComputeSums, evaluate
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
+from shoal.run.loop_loss import LoopLoss
 from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
@@ -71,6 +72,8 @@ class Run(StatefulRun):
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
+        self._loop = LoopLoss(prepared, guards, settings.autocast, announce)
+        self._has_function = False
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -92,6 +95,8 @@ class Run(StatefulRun):
         arguments = sort_arguments(things)
         with self._first_failure.shared("run.prepare"):
             loaders = iter(self._prepared.add(arguments))
+            if self._prepared.models and not self._has_function:
+                self._loop.watch()
         results = [
             next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
             for thing in things
@@ -131,14 +136,84 @@ class Run(StatefulRun):
         """
         checks.check_compute_loss(compute_loss, batch)
         checks.check_step_options(rows, reduction)
+        if not self._has_function:
+            self._has_function = True
+            self._loop.rest()
         with self._first_failure.shared("run.forward_backward"):
             return self._forward_backward(
                 partial(make_batch, compute_loss, batch, named_batch), rows, reduction
             )
 
+    def backward(self, loss: Any, rows: int | None = None) -> Tensor:
+        """Compute the gradients of a loss that the loop has computed of its batch. Collective.
+
+            loss = F.cross_entropy(model(x), y)
+            run.backward(loss)
+            optimizer.step()
+
+        Afterwards it is as after `forward_backward`. The loss is not tried, and the run says so.
+        Mixed precision stands around calls of the prepared models, which return float32 then.
+
+        Args:
+            loss: of this rank's samples: their mean, a scalar tensor, or `shoal.counted(sum,
+                count)`, or a sum of such.
+            rows: samples on this rank; by default those of the batch that the models were called
+                with.
+
+        Returns: the global mean loss, a detached scalar on the device, equal on every rank; of a
+            micro-batch, its share of that of the batch.
+        Raises:
+            StrategyRefused: under a pipeline, whose loss must be a function.
+            UsageError: `loss` is no loss; the number of samples is not clear; `accumulate` above 1
+                outside of `microbatches`; draws="global".
+        """
+        checks.check_step_options(rows, "rows")
+        self._has_function = False
+        with self._first_failure.shared("run.backward"):
+            mean: Tensor = self._forward_backward(
+                partial(self._loop.make_batch, loss), rows, "rows", is_computed=True
+            )
+            return mean
+
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield this rank's batch in `accumulate` parts, for one `backward` each. Collective.
+
+            for x, y in run.microbatches((x, y)):
+                run.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+
+        Args: batch: a nest of tensors whose dimension 0 is the batch, of a prepared loader or of
+            `run.share`.
+
+        Raises: UsageError: no `backward` was called for a part.
+        """
+        return self._loop.microbatches(batch)
+
+    def step(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a loss function, so that a call with a batch is `forward_backward` of it.
+
+        @run.step
+        def step(x, y):
+            return F.cross_entropy(model(x), y)
+
+        loss = step(x, y)
+        """
+        checks.check_compute_loss(compute_loss, ())
+        return wraps(compute_loss)(partial(self.forward_backward, compute_loss))
+
     def _forward_backward(
-        self, make: Callable[..., base.LocalBatch], rows: int | None, reduction: str
+        self,
+        make: Callable[..., base.LocalBatch],
+        rows: int | None,
+        reduction: str,
+        is_computed: bool = False,
     ) -> Any:
+        """Take a step. Collective.
+
+        Args:
+            make: returns the local batch.
+            is_computed: the loss is there already, so that it can be computed of no other rows.
+        """
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._run_guards.check_weights()
         local_batch = make(
@@ -152,11 +227,12 @@ class Run(StatefulRun):
         self._gathering.begin_step(local_batch)
         try:
             # A loss that gathers says itself that it couples samples.
-            if reduction == "rows" and not self._gathering.gathers_before(compute_loss):
+            is_mean = reduction == "rows" and not is_computed
+            if is_mean and not self._gathering.gathers_before(compute_loss):
                 local_batch = self._trials.before_step(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
-            if parts and self._settings.draws == "rank":
+            if parts and self._settings.draws == "rank" and not is_computed:
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
                         local_batch, compute_loss, self._prepared.local_model()

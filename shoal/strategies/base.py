@@ -54,6 +54,17 @@ function. Who computes micro-batches in another order than theirs must call it.
 PURPOSE = "shoal_purpose"
 """Attribute of a `ComputeLoss` that was put around another one: what tells it from that one."""
 
+
+@dataclass(frozen=True)
+class ComputedLoss:
+    """A `ComputeLoss` without arguments whose loss is there already, of one micro-batch."""
+
+    loss: Any
+
+    def __call__(self) -> Any:
+        return self.loss
+
+
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16

@@ -35,6 +35,7 @@ from shoal.strategies.base import (
     OBJECTIONS,
     SUMMED,
     TOTALS_LENGTH,
+    ComputedLoss,
     Extra,
     Forward,
     ForwardOutput,
@@ -68,6 +69,11 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
+        if isinstance(batch.compute_loss, ComputedLoss):
+            raise UsageError(
+                "run.backward: a part of this loss was computed before the last step, and its "
+                "graph is used up. Detach what a step hands to the next: hidden = hidden.detach()."
+            ) from error
         raise UsageError(
             "a part of the loss was computed before compute_loss was called, and its graph is used "
             "up: compute_loss is called several times in some steps. Keep inputs, choices and "

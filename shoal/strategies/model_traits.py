@@ -69,7 +69,7 @@ def plain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-def no_op() -> None:
+def no_op(*_: Any) -> None:
     """Do nothing."""
 
 
@@ -86,6 +86,12 @@ class OutsideStep:
     whole_models: Callable[[], AbstractContextManager[bool]] | None = None
     """Return a context in which this rank may run the models without the others; it yields False
     if it cannot. Collective. None if nothing is to be done for that, or nothing can be."""
+    hold: Callable[[bool], None] = no_op
+    """Let the forward pass that a call of a model begins outside of a step last until the backward
+    pass of the next step: True. False: it ends with that call.
+    """
+    is_held: Callable[[], bool] = bool
+    """Return True while such a forward pass lasts."""
     close: Callable[[], None] = no_op
     """Make the models what they were, before the strategies are applied again. Collective."""
 

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
 # is a `base`.
 REPEATED_MODULES = {"__init__", "__main__", "base", "plan", "strategy"}
 LONGEST_LINE = 100
-LONGEST_FILE = 350
+LONGEST_FILE = 500
 MOST_ARGUMENTS = 7
 MOST_COMPLEX = 15
 

@@ -1,4 +1,4 @@
-"""What the five lines of a script are given: a small model, an optimizer and a loader, and a
+"""What the few lines of a script are given: a small model, an optimizer and a loader, and a
 run that says nothing.
 """
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,14 @@ from torch import Tensor
 
 import shoal
 from shoal.errors import CollectiveFailed, LaunchError, ShoalError
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.strategies.loss_terms import Summed
 from shoal.testing import world
 from tests.ablation.checks import WITHOUT, switch_off
 from tests.scripts.script import Result, Script, script_named
 
+FORM = "SHOAL_TEST_FORM"
+"""Set to "loop": scripts compute their losses in the loop and call `run.backward`."""
 SCRIPT_S = float(os.environ.get("SCRIPT_S", "40"))
 """A script that takes longer hangs: it takes a tenth of a second on an idle machine."""
 OTHER_RANKS_S = 5.0
@@ -183,6 +188,8 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
         run = shoal.init(
             layout.strategy, accumulate=layout.accumulate, precision="fp64", announce=notes.append
         )
+        if os.environ.get(FORM) == "loop":
+            run.forward_backward = partial(_backward, run)  # type: ignore[method-assign]
         losses, weights = script_named(name).with_shoal(run)
         copies = {key: value.detach().clone() for key, value in weights.items()}
         values = tuple(torch.as_tensor(loss).item() for loss in losses)
@@ -196,6 +203,25 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
         return Outcome(FOREIGN, traceback.format_exc())
     finally:
         watchdog.cancel()
+
+
+def _backward(
+    run: shoal.Run, compute_loss: Any, *batch: Any, reduction: str = "rows", **named: Any
+) -> Any:
+    """Take the step of `forward_backward` as a loop does that computes its loss itself."""
+    rows = named.pop("rows", None)
+    loss, more = None, None
+    if reduction == "rows":
+        result = compute_loss(*batch, **named)
+        loss, more = result if isinstance(result, tuple) else (result, None)
+    if loss is None or any(isinstance(leaf, Summed) for leaf in tree_leaves(more)):
+        return shoal.Run.forward_backward(
+            run, compute_loss, *batch, rows=rows, reduction=reduction, **named
+        )
+    mean = run.backward(loss, rows=rows)
+    if more is None:
+        return mean
+    return mean, tree_map_only(Tensor, Tensor.detach, more)
 
 
 def _give_up(file: Path) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.scripts.report import RECORD, read
-from tests.scripts.runner import DEFECTS, LAYOUTS, Layout, judge_all
+from tests.scripts.runner import BY_DESIGN, DEFECTS, EXACT, FORM, LAYOUTS, Layout, judge_all
 from tests.scripts.script import catalog
 
 EVERYDAY = [
@@ -24,6 +24,23 @@ EVERYDAY = [
     "Forces",
     "SparseClicks",
 ]
+LOOPS = {
+    "ClassWeights": EXACT,
+    "Dcgan": EXACT,
+    "DcganDrawn": BY_DESIGN,
+    "WassersteinPenalty": EXACT,
+    "ChatTuning": EXACT,
+    "NanoGpt": EXACT,
+    "WordLanguageModel": EXACT,
+    "ConfidentMean": EXACT,
+}
+"""Scripts in which the loop may compute the loss, and their verdicts then."""
+
+
+def test_a_loss_that_the_loop_computes_gives_the_same_digits(monkeypatch):
+    monkeypatch.setenv(FORM, "loop")
+    cells = judge_all([*LOOPS], Layout("zero3", 2))
+    assert {name: cell.verdict for name, cell in cells.items()} == LOOPS
 
 
 def check(names, layout):

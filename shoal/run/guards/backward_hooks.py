@@ -23,6 +23,9 @@ from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 
 _FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
+LENGTH_WITH_INPUTS = 5
+"""Arguments of torch's backward call up to its inputs, which are the last of them."""
+_NOT_USED = "not have been used in the graph"
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"
 
 
@@ -40,6 +43,10 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
         ]
         if not outside:
             return original(*args, **kwargs)
+        # A pass by given inputs ends at these.
+        if len(args) < LENGTH_WITH_INPUTS or not args[LENGTH_WITH_INPUTS - 1]:
+            for guarded in outside:
+                _check_not_held(guarded)
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
         try:
             return original(*args, **kwargs)
@@ -55,10 +62,26 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
     return run_backward
 
 
+def _check_not_held(guarded: GuardedModels) -> None:
+    """Raise UsageError if a step was begun by a call of a model, and ends without `run`."""
+    if guarded.local_model.outside_step.is_held():
+        raise UsageError(
+            f"a bare .backward() outside of run.backward{call_site()}{guarded.under}: its gradient "
+            "would be this rank's alone. Use run.backward(loss) instead of loss.backward()."
+        )
+
+
 def _explained(error: RuntimeError, outside: list[GuardedModels]) -> UsageError | None:
     """Return what to raise in place of torch's error about a graph that has gone; None if other."""
     for guarded in outside:
-        freed = guarded.local_model.has_sharded_params and _FREED.search(str(error))
+        is_sharded = guarded.local_model.has_sharded_params
+        if is_sharded and _NOT_USED in str(error):
+            return UsageError(
+                f"autograd.grad() by parameters{call_site()}{guarded.under}: between its units a "
+                "rank holds shards of them. Use zero1 or ddp, and take such gradients inside of "
+                "run.forward_backward(compute_loss, x, y). Gradients by inputs are taken."
+            )
+        freed = is_sharded and _FREED.search(str(error))
         if freed or (guarded.mesh.pipeline.size > 1 and _WITHOUT_GRAPH in str(error)):
             why = "weights that it needs are sharded again" if freed else "other ranks hold layers"
             return UsageError(
@@ -91,9 +114,9 @@ def _refusing(name: str, phase: StepPhase) -> Any:
             raise UsageError(
                 f"a bare .backward() or autograd.grad() reached {name} outside of "
                 f"run.forward_backward{call_site()}: its gradient would be this rank's alone. Use "
-                "loss = run.forward_backward(compute_loss, x, y), with a function that computes "
-                "the loss, instead of loss.backward(). Gradients of inputs alone are free: "
-                "torch.autograd.grad(loss, x)."
+                "run.backward(loss) instead of loss.backward(), and inside of a loss that takes "
+                "gradients itself run.forward_backward(compute_loss, x, y). Gradients of inputs "
+                "alone are free: torch.autograd.grad(loss, x)."
             )
 
     # Saving a model with its parameters leaves the hook out, without a warning.

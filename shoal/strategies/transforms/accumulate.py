@@ -17,7 +17,15 @@ from typing import ClassVar
 
 from shoal.comm.mesh import Mesh
 from shoal.data.host_generators import HostGenerators
-from shoal.strategies.base import Extra, Forward, LocalBatch, LocalModel, StepResult, Strategy
+from shoal.strategies.base import (
+    ComputedLoss,
+    Extra,
+    Forward,
+    LocalBatch,
+    LocalModel,
+    StepResult,
+    Strategy,
+)
 from shoal.strategies.microbatch import split_microbatches
 
 
@@ -37,6 +45,8 @@ class Accumulate(Strategy):
             return model
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
+            if isinstance(batch.compute_loss, ComputedLoss):
+                return model.run(forward, batch)
             result = None
             extras: tuple[Extra, ...] = ()
             begin = HostGenerators.now()

@@ -23,6 +23,8 @@ from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, Strateg
 from shoal.strategies.local_step import gradient_norm
 
 GROWTH_INTERVAL = 2000
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Dtypes of the forward pass, by the names of precisions with autocast."""
 SMALLEST_SCALE = 2.0**-20
 """About 1e-6. If gradients overflow even with this scale, precision is not the cause."""
 
@@ -88,9 +90,9 @@ class Precision(Strategy):
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward`."""
-        if self.name in ("fp64", "fp32"):
+        if self.name not in AUTOCAST:
             return model
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[self.name]
+        dtype = AUTOCAST[self.name]
 
         def forward(batch: LocalBatch) -> ForwardOutput:
             with torch.autocast(mesh.device.type, dtype):

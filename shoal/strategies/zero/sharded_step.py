@@ -152,6 +152,16 @@ class ShardedStep:
         self._whole_models.restore()
         self.model.outside_step.close()
 
+    def hold(self, holds: bool) -> None:
+        """Keep the forward pass of a loop open for its loss, or end it with each call."""
+        if not holds:
+            self.root.begin_loss = None
+            self.root.end_held(self.release)
+        else:
+            self.root.begin_loss = partial(
+                self._configure, reduces=False, frees=False, is_last=False
+            )
+
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
         self._configure(reduces=False, frees=False, is_last=False)

@@ -7,7 +7,8 @@
 torch's engine gathers the parameters that are in no unit in the forward pass of its root. A step
 may call the model twice, a method of it, a part, or several models. So the root is none of them:
 the root's forward pass begins before the user's function and ends with its loss. A model that is
-called outside of a step makes a forward pass of its own.
+called outside of a step makes a forward pass of its own. Where the loop computes the loss, the
+first call of a model begins the forward pass that ends with that loss.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from shoal.platform.torch_private.fsdp import post_forward, pre_forward, reset_a
 from shoal.strategies.zero.lockstep import Lockstep
 
 Output = TypeVar("Output")
+LOOP = "loop"
+"""Name under which the order of units is kept for losses that a loop computes."""
 
 
 class StepRoot(nn.Module):
@@ -35,6 +38,8 @@ class StepRoot(nn.Module):
         lockstep: follows the order of units; None on one rank.
         is_open: a forward pass is under way.
         in_step: a step is under way: its forward pass, or its backward pass.
+        begin_loss: called when a loop begins to compute a loss by calling a model in training, with
+            gradients; None where no loop does.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -43,6 +48,8 @@ class StepRoot(nn.Module):
         self.lockstep: Lockstep | None = None
         self.is_open = False
         self.in_step = False
+        self.begin_loss: Callable[[], None] | None = None
+        self._held = False
         self._opened_by: nn.Module | None = None
 
     def run(self, function: Callable[..., Any], work: Callable[[], Output]) -> Output:
@@ -50,9 +57,11 @@ class StepRoot(nn.Module):
 
         Args: function: the user's function in it, under whose name the order of units is kept.
         """
-        if self.is_open:
+        if self.is_open and not self._held:
             return work()
-        self._open(name_of(function))
+        if not self._held:
+            self._open(name_of(function))
+        self._held = False
         try:
             output = work()
         except BaseException:
@@ -89,10 +98,27 @@ class StepRoot(nn.Module):
             module.register_forward_hook(uncompiled(partial(self._on_return, release)))
             module.register_forward_hook(uncompiled(self._on_error), always_call=True)
 
+    def is_held(self) -> bool:
+        """Return True while a forward pass lasts that a loop has begun for its loss."""
+        return self._held
+
+    def end_held(self, release: Callable[[], None]) -> None:
+        """End a forward pass of a loop that no step has ended. Collective."""
+        if self._held:
+            self._held = False
+            self._close(None)
+            release()
+
     def _on_call(self, module: nn.Module, _inputs: Any) -> None:
-        if not self.is_open and not self.in_step:
-            self._open("")
-            self._opened_by = module
+        if self.is_open or self.in_step:
+            return
+        if self.begin_loss is not None and module.training and torch.is_grad_enabled():
+            self.begin_loss()
+            self._open(LOOP)
+            self._held = True
+            return
+        self._open("")
+        self._opened_by = module
 
     def _on_return(
         self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
@@ -132,7 +158,7 @@ class StepRoot(nn.Module):
 
     def _abandon(self) -> None:
         """End a forward pass that has failed."""
-        self.is_open = False
+        self.is_open = self._held = False
         self._opened_by = None
         if self.lockstep is not None:
             self.lockstep.abandon()

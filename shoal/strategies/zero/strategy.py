@@ -72,6 +72,8 @@ class Zero1(ZeroOptions, Strategy):
                 call=engine.call,
                 reshard=engine.release,
                 whole_models=engine.whole_models,
+                hold=engine.hold,
+                is_held=engine.root.is_held,
                 close=engine.close,
             ),
             pass_traits=replace(

@@ -84,6 +84,7 @@ class ScriptRecorder:
         self._undo = [self._calls.stop, *(hook.remove for hook in hooks)]
         self._replace(torch.autograd, "backward", self._backward)
         self._replace(Run, "forward_backward", self._forward_backward)
+        self._replace(Run, "backward", self._forward_backward)
         self._replace(Run, "prepare", self._prepare)
         self._replace(TrainingStep, "forward_backward", self._passes)
 

@@ -1,0 +1,293 @@
+"""A loss that the loop computes itself: `loss = F.cross_entropy(model(x), y); run.backward(loss)`.
+
+      for x, y in loader:
+          loss = F.cross_entropy(model(x), y)     the inputs of the first call tell the rows
+          run.backward(loss)                      a step whose function returns that loss
+
+Hooks on the models note their calls. They go in the first step whose loss comes from a function.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.batch_shards import row_window
+from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.torch_private.pytree import tree_map
+from shoal.run.batch_size import StepSizes
+from shoal.run.guards import Guards
+from shoal.run.prepared import Prepared
+from shoal.strategies import base
+from shoal.strategies.loss_terms import Counted
+from shoal.strategies.microbatch import split_microbatches
+
+MOST_CALLS = 16
+"""Calls of models whose inputs are kept until the backward pass."""
+NOTE = (
+    "note: run.backward takes a loss that is a mean over its samples, and nothing has checked "
+    "that it is. To check it: shoal verify SCRIPT -n {ranks}. Dropout and noise of the loop are "
+    "drawn on each data rank for its own samples: same law, other numbers."
+)
+PIPELINE = (
+    "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
+    "other, so the loss must be a function of the batch: loss = run.forward_backward("
+    "lambda x, y: loss_fn(model(x), y), x, y)."
+)
+GLOBAL_DRAWS = (
+    'run.backward: draws="global" draws for the global batch inside of a step, and the loop has '
+    "drawn before it. Give the loss as a function: loss = run.forward_backward("
+    'lambda x, y: loss_fn(model(x), y), x, y), or use draws="rank".'
+)
+IN_PARTS = (
+    "run.backward: accumulate={parts} computes each batch in {parts} micro-batches. Go through "
+    "them: for x, y in run.microbatches((x, y)): run.backward(loss_fn(model(x), y)). Or give the "
+    "loss as a function to run.forward_backward."
+)
+COUNTED = (
+    "run.microbatches: the weight of a counted loss is known when all micro-batches were counted. "
+    "Give it as a function: run.forward_backward(compute_loss, *batch)."
+)
+NOT_CALLED = (
+    "run.backward: no call of a prepared model was seen since the last step, so nothing has put "
+    "{precision} around its forward pass. Calls of a compiled model and of methods are not seen. "
+    "Give the loss as a function: run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)."
+)
+ROWS = (
+    "run.backward: the number of samples on this rank is not clear from the inputs of the models "
+    "({why}). Say it: run.backward(loss, rows=len(x))."
+)
+SERVERS = (
+    "run.microbatches: parameter servers get the gradients of a step in one message. Give the loss "
+    "as a function, which adds up micro-batches: run.forward_backward(compute_loss, *batch)."
+)
+UNKNOWN = (
+    "run.microbatches: the batch comes from no prepared loader and no run.share, so no rank knows "
+    "how many samples the others have. Use one of them, or run.forward_backward."
+)
+
+
+class LoopLoss:
+    """Facts about a loop that computes its loss: the calls of models, and the micro-batch.
+
+    Args:
+        autocast: dtype of the forward pass under mixed precision; None without.
+        announce: prints a note, on one rank of all.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        guards: Guards,
+        autocast: torch.dtype | None,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._prepared = prepared
+        self._phase = guards.phase
+        self._autocast = autocast
+        self._announce = announce
+        self._hooks: dict[nn.Module, list[Any]] = {}
+        self._contexts = ExitStack()
+        # Inputs of the calls of models since the last step.
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
+        self._microbatch: base.LocalBatch | None = None
+        self._is_noted = False
+
+    def watch(self) -> None:
+        """Note the calls of the prepared models from now on."""
+        self._prepared.local_model().outside_step.hold(True)
+        for model in self._prepared.models:
+            if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
+                self._hooks[model] = [
+                    model.register_forward_pre_hook(CallHook(self, "before"), with_kwargs=True),
+                    model.register_forward_hook(CallHook(self, "after"), always_call=True),
+                ]
+
+    def rest(self) -> None:
+        """Note no calls: the loss of this run comes from a function. Collective at first."""
+        if self._hooks:
+            self._prepared.local_model().outside_step.hold(False)
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._hooks = {}
+        self._calls.clear()
+
+    def make_batch(
+        self, loss: Any, prepared: Prepared, *, rows: int | None, stop_requested: bool, **_: Any
+    ) -> base.LocalBatch:
+        """Return the batch of a step whose loss is there.
+
+        Args:
+            loss: a scalar tensor, the mean over this rank's samples, or a `Counted`.
+            rows: samples on this rank; None to tell it from the inputs of the models.
+
+        Raises:
+            StrategyRefused, UsageError: the loss must be a function here.
+        """
+        self._check(loss)
+        if self._autocast is not None and not self._calls and self._is_noted:
+            raise UsageError(NOT_CALLED.format(precision=self._autocast))
+        prepared.watch.end()
+        prepared.watch.skip()
+        self.watch()
+        if not self._is_noted:
+            self._is_noted = True
+            self._announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
+        compute_loss = base.ComputedLoss(loss)
+        if self._microbatch is not None:
+            micro, self._microbatch = self._microbatch, None
+            return micro._replace(
+                compute_loss=compute_loss,
+                args=(),
+                is_last_microbatch=True,
+                stop_requested=stop_requested,
+            )
+        return self._batch(compute_loss, rows, [*self._calls] or [()])
+
+    def microbatches(self, batch: Any) -> Iterator[Any]:
+        """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
+        prepared = self._prepared
+        full = self._batch(base.ComputedLoss(None), None, [(batch,)])
+        parts = prepared.settings.accumulate
+        if parts > 1 and not full.sizes_known:
+            raise UsageError(UNKNOWN)
+        if parts > 1 and prepared.local_model().remote_optimizer is not None:
+            raise UsageError(SERVERS)
+        # Each of them is summed over the ranks, so all ranks have as many.
+        most = -(-full.global_batch_size // prepared.mesh.data.size) if full.sizes_known else 1
+        microbatches = split_microbatches(full._replace(args=(batch,)), parts, most)
+        for number, micro in enumerate(microbatches):
+            self._microbatch = micro
+            yield micro.args[0]
+            if self._microbatch is not None:
+                self._microbatch = None
+                raise UsageError(
+                    f"run.microbatches: no run.backward(loss) was called for micro-batch {number}, "
+                    "so its gradient would be missing."
+                )
+
+    def _batch(
+        self, compute_loss: base.ComputeLoss, rows: int | None, calls: Sequence[tuple[Any, ...]]
+    ) -> base.LocalBatch:
+        """Return the batch of a step. Args: calls: inputs, of which some are the batch."""
+        prepared = self._prepared
+        data = prepared.mesh.data
+        prepared.sizes.check_shared(data)
+        found = self._sizes(rows, calls)
+        self._calls.clear()
+        window = row_window(found.global_rows, data.rank, data.size)
+        return base.LocalBatch(
+            compute_loss,
+            (),
+            {},
+            found.rows,
+            found.global_rows,
+            sizes_known=found.is_known,
+            first_row=window.start if data.size > 1 else 0,
+            # Nothing has tested whether a hook or a function bounds gradients on their way.
+            keeps_scale=not prepared.steps_in_backward,
+        )
+
+    def _sizes(self, rows: int | None, calls: Sequence[tuple[Any, ...]]) -> StepSizes:
+        """Return the samples of the batch that the models were called with.
+
+        A loop may call them with other tensors too, such as a choice of the samples.
+        """
+        sizes, ranks = self._prepared.sizes, self._prepared.mesh.data.size
+        error = UsageError()
+        for inputs in reversed(calls):
+            try:
+                found = sizes.resolve(inputs, rows, ranks)
+                break
+            except UsageError as one:
+                error = one
+        else:
+            raise UsageError(ROWS.format(why=error)) from error
+        lengths = {len(t) for inputs in calls for t in first_tensors(inputs)}
+        if rows is None and not found.is_known and len(lengths) > 1:
+            raise UsageError(ROWS.format(why=f"their lengths are {sorted(lengths)}"))
+        return found
+
+    def _check(self, loss: Any) -> None:
+        mesh, settings = self._prepared.mesh, self._prepared.settings
+        if not isinstance(loss, Tensor | Counted) or (isinstance(loss, Tensor) and loss.dim()):
+            raise UsageError(
+                f"run.backward takes a loss, a scalar tensor with a gradient or shoal.counted(sum, "
+                f"count), and was given {_kind(loss)}."
+            )
+        if mesh.pipeline.size > 1:
+            raise StrategyRefused(PIPELINE)
+        if settings.draws == "global" and mesh.data.size > 1:
+            raise UsageError(GLOBAL_DRAWS)
+        if settings.accumulate == 1:
+            return
+        if self._microbatch is None:
+            raise UsageError(IN_PARTS.format(parts=settings.accumulate))
+        if isinstance(loss, Counted):
+            raise UsageError(COUNTED)
+
+    def before(self, args: Any, kwargs: Any) -> None:
+        """Note a call of a model, and begin autocast."""
+        if self._phase.in_passes or not torch.is_grad_enabled():
+            return
+        self._prepared.watch.end()  # of what the loop does before it calls a model
+        self._calls.append((*args, *kwargs.values()))
+        if self._autocast is not None:
+            device = self._prepared.mesh.device.type
+            self._contexts.enter_context(torch.autocast(device, self._autocast))
+
+    def after(self, output: Any) -> Any:
+        """End autocast. Return the output in float32, for a loss outside of it."""
+        if self._autocast is None or self._phase.in_passes or not torch.is_grad_enabled():
+            return output
+        self._contexts.close()
+        return tree_map(_in_float32, output)
+
+
+class CallHook:
+    """A hook on a model that tells a `LoopLoss` of its calls; a copy of the model has none."""
+
+    def __init__(self, loop: LoopLoss, when: Literal["before", "after"]) -> None:
+        self._loop = loop
+        self._when = when
+
+    def __call__(self, model: nn.Module, args: Any, values: Any) -> Any:
+        """Args: values: keyword arguments before the call, the output after it."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._when == "before":
+            return self._loop.before(args, values)
+        return self._loop.after(values)
+
+    def __deepcopy__(self, _: Any) -> Callable[[nn.Module, Any, Any], None]:
+        return no_hook
+
+    def __reduce__(self) -> str:
+        return "no_hook"
+
+
+def no_hook(model: nn.Module, args: Any, values: Any) -> None:
+    """Do nothing."""
+
+
+def first_tensors(values: Sequence[Any]) -> list[Tensor]:
+    """Return the first tensor with rows of some values, in a list; an empty list without one."""
+    return [value for value in values if isinstance(value, Tensor) and value.dim()][:1]
+
+
+def _in_float32(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
+        return value.float()
+    return value
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,253 @@
+"""`run.backward(loss)`: a loss that the loop has computed trains as on one device."""
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import LaunchError, StrategyRefused, UsageError
+from shoal.testing import world
+
+SAMPLES = 23  # the last batch is a short one
+
+
+def prepared(strategy: str, batch_size: int = 6, **settings: Any) -> tuple[Any, ...]:
+    """Return run, model, optimizer, loader and the lines that were announced."""
+    torch.manual_seed(0)
+    lines: list[str] = []
+    dtype = torch.float32 if "precision" in settings else torch.float64
+    run = shoal.init(strategy, announce=lines.append, **settings)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.to(dtype).parameters(), lr=0.1, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(SAMPLES, 8, generator=generator, dtype=dtype)
+    labels = torch.randint(0, 4, (SAMPLES,), generator=generator)
+    loader = DataLoader(TensorDataset(inputs, labels), batch_size=batch_size)
+    return run, *run.prepare(model, optimizer, loader), lines
+
+
+def train(strategy: str, form: str, **settings: Any) -> tuple[list[float], dict[str, Tensor]]:
+    run, model, optimizer, loader, _ = prepared(strategy, **settings)
+
+    @run.step
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    losses = []
+    for x, y in [*loader, *loader]:
+        optimizer.zero_grad()
+        if form == "function":
+            loss = step(x, y)
+        elif form == "loop":
+            loss = run.backward(F.cross_entropy(model(x), y))
+        elif form == "counted":
+            total = F.cross_entropy(model(x), y, reduction="sum")
+            loss = run.backward(shoal.counted(total, len(x)))
+        else:
+            parts = run.microbatches((x, y))
+            loss = sum(run.backward(F.cross_entropy(model(a), b)) for a, b in parts)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, run.weights()
+
+
+def assert_equal(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
+    losses, weights = found
+    assert losses == pytest.approx(expected[0], rel=tolerance)
+    for name, value in expected[1].items():
+        assert (weights[name] - value).abs().max() <= tolerance * value.abs().max(), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("ddp", 3),
+        ("ddp,bucket_mb=0.001", 2),
+        ("zero1", 2),
+        ("zero3,unit=Linear", 3),
+        ("zero2,hybrid=2", 4),
+        ("tensor=2,zero1", 4),
+        ("server=1", 2),
+        ("recompute", 2),
+    ],
+)
+def test_a_loss_of_the_loop_trains_as_on_one_device(strategy: str, ranks: int) -> None:
+    expected = train("single", "function")
+    for found in world.run(ranks, train, strategy, "loop"):
+        assert_equal(found, expected)
+
+
+def test_a_counted_loss_is_divided_by_the_count_of_all_ranks() -> None:
+    expected = train("single", "function")
+    for found in world.run(2, train, "zero2", "counted"):
+        assert_equal(found, expected)
+
+
+def train_in_parts(strategy: str) -> Any:
+    return train(strategy, "parts", accumulate=3)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3)])
+def test_microbatches_add_up_to_the_batch(strategy: str, ranks: int) -> None:
+    expected = train("single", "function")
+    for found in world.run(ranks, train_in_parts, strategy):
+        assert_equal(found, expected)
+
+
+def train_in_bf16(form: str) -> Any:
+    return train("ddp", form, precision="bf16")
+
+
+def test_mixed_precision_stands_around_the_models() -> None:
+    by_function, by_loop = (world.run(2, train_in_bf16, form) for form in ("function", "loop"))
+    in_float32 = train("single", "function")
+    for found, expected in zip(by_loop, by_function, strict=True):
+        assert_equal(found, expected, 1e-6)
+        assert found[0] != pytest.approx(in_float32[0], rel=1e-6)
+
+
+def train_on_own_batches(says_rows: bool) -> Any:
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.prepare(model, optimizer)
+    everyone = torch.arange(20.0, dtype=torch.float64).reshape(5, 4) / 20
+    mine = everyone[:2] if run.rank == 0 else everyone[2:]
+    if run.world == 1:
+        mine = everyone
+    if says_rows:
+        model(mine[:1])  # such as a look at one sample
+    run.backward(model(mine).square().mean(), rows=len(mine) if says_rows else None)
+    optimizer.step()
+    return [], run.weights()
+
+
+@pytest.mark.parametrize("says_rows", [True, False])
+def test_batches_of_ones_own_count_by_their_rows(says_rows: bool) -> None:
+    (expected,) = world.run(1, train_on_own_batches, says_rows)
+    for found in world.run(2, train_on_own_batches, says_rows):
+        assert_equal(found, expected)
+
+
+def say_what_is_no_loss() -> dict[str, str]:
+    run, model, _, loader, lines = prepared("ddp", batch_size=4)
+    said = {}
+
+    def refused(name: str, function: Any) -> None:
+        with pytest.raises(UsageError) as error:
+            function()
+        said[name] = str(error.value)
+
+    for x, y in [*loader][:2]:
+        run.backward(F.cross_entropy(model(x), y))
+    said["notes"] = "\n".join(line for line in lines if "run.backward" in line)
+    refused("vector", lambda: run.backward(model(x).sum(1)))
+    refused("number", lambda: run.backward(1.0))
+    return said
+
+
+def test_what_is_no_loss_is_refused_and_the_note_comes_once() -> None:
+    said = world.run(2, say_what_is_no_loss)[0]
+    assert said["notes"].count("note:") == 1
+    assert "shoal verify SCRIPT -n 2" in said["notes"]
+    assert "a tensor of shape (2,)" in said["vector"]
+    assert "a float" in said["number"]
+
+
+def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
+    run, model, _, loader, _ = prepared(strategy, **settings)
+    x, y = next(iter(loader))
+
+    def loop() -> None:
+        if form == "bare":
+            F.cross_entropy(model(x), y).backward()
+        elif form == "skipped part":
+            list(run.microbatches((x, y)))
+        elif form == "old graph":
+            loss = F.cross_entropy(model(x), y)
+            run.backward(loss)
+            run.backward(loss)
+        elif form == "layers":
+            run.backward(F.cross_entropy(model(x), y))
+            run.backward(F.cross_entropy(model[2](model[0](x)), y))
+        else:
+            run.backward(F.cross_entropy(model(x), y))
+
+    with pytest.raises((UsageError, StrategyRefused)) as error:
+        loop()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "form", "message"),
+    [
+        ("pipeline=2", {}, "loop", r"the loss must be a function.*run\.forward_backward"),
+        ("ddp", {"draws": "global"}, "loop", 'or use draws="rank"'),
+        ("ddp", {"accumulate": 2}, "loop", r"for x, y in run\.microbatches\(\(x, y\)\)"),
+        ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
+        ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
+        ("ddp", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
+        ("zero3", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
+        ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
+    ],
+)
+def test_a_loop_that_would_train_otherwise_is_refused(
+    strategy: str, settings: dict[str, Any], form: str, message: str
+) -> None:
+    for text in world.run(2, refused_loop, strategy, settings, form):
+        assert re.search(message, text), text
+
+
+def copies(folder: Path) -> int:
+    """Return how many hooks of the loop are on a copy of a prepared model, and on a saved one."""
+    run, model, _, loader, _ = prepared("ddp")
+    x, y = next(iter(loader))
+    run.backward(F.cross_entropy(model(x), y))
+    torch.save(model, folder / f"model{run.rank}.pt")
+    loaded = torch.load(folder / f"model{run.rank}.pt", weights_only=False)
+    copied = copy.deepcopy(model)
+    found = [
+        hook
+        for one in (loaded, copied)
+        for hooks in (one._forward_pre_hooks, one._forward_hooks)
+        for hook in hooks.values()
+        if type(hook).__name__ == "CallHook"
+    ]
+    return len(found)
+
+
+def test_copies_of_a_model_tell_the_run_nothing(tmp_path: Path) -> None:
+    assert world.run(2, copies, tmp_path) == [0, 0]
+
+
+def test_a_model_that_is_called_once_before_a_function_form_step_is_released() -> None:
+    assert world.run(2, called_before) == [True, True]
+
+
+def called_before() -> bool:
+    run, model, optimizer, loader, _ = prepared("zero3")
+    x, y = next(iter(loader))
+    model(x)  # begins a loss that never comes
+    run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    optimizer.step()
+    return bool(torch.isfinite(next(iter(run.weights().values()))).all())
+
+
+def test_without_rows_that_are_clear_they_are_asked_for() -> None:
+    with pytest.raises(LaunchError, match=r"run\.backward\(loss, rows=len\(x\)\)"):
+        world.run(2, unclear_rows)
+
+
+def unclear_rows() -> None:
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(4, 1)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.backward(model(torch.ones(3, 4)).mean() + model(torch.ones(2, 4)).mean())
