@@ -1,9 +1,10 @@
 """Each test leaves nothing: what is found after it and was not there before it fails it by name.
 
-Looked at after every test: processes below this one, sockets at which this process listens, and
-names in this process's directory for temporary files. Fixtures of a module may hold some of it
-until the module's last test is over. `run` looks at what all test processes share: mounts, links,
-network namespaces, shared memory, the checkout.
+Looked at after a test: processes below this one, sockets at which this process listens, and names
+in this process's directory for temporary files. A look takes as long as a short test, so short ones
+share one. Fixtures of a module may hold some of it until the module's last test is over. `run`
+looks at what all test processes share: mounts, links, network namespaces, shared memory, the
+checkout.
 
 The servers that ranks are forked from end with the process.
 """
@@ -24,6 +25,7 @@ import pytest
 
 from tests.harness import machine_state, process_tree
 
+LOOK_S = float(os.environ.get("SHOAL_TESTS_LOOK_S", "0.3"))  # from one look to the next
 WAIT_S = 2.0  # a process that was told to end needs a moment, and a thread that closes a socket
 
 
@@ -63,13 +65,16 @@ class Leftovers:
 
     Attributes:
         before: what was there when the tests of a module began, and what wider fixtures hold.
-        first_seen: the test after which something new was there, by its name.
+        first_seen: the test after which something new was there, by its name. Others may stand
+            before it that had no look of their own.
         shared: names on this machine that were there before, or that `run` has been told.
     """
 
     def __init__(self) -> None:
         self.before = held_now()
         self.first_seen: dict[str, str] = {}
+        self._unseen: list[str] = []
+        self._looked_s = 0.0
         self.shared = set(machine_state.shared_names())
 
     @pytest.hookimpl(wrapper=True)
@@ -90,12 +95,22 @@ class Leftovers:
     ) -> Iterator[None]:
         """Look after each test, and judge once the fixtures of its module are gone."""
         value = yield
-        for name in held_now().since(self.before):
-            self.first_seen.setdefault(name, item.nodeid)
-        self._tell_shared_names(item.nodeid)
-        if nextitem is None or nextitem.path != item.path:
+        self._unseen.append(item.nodeid)
+        is_last = nextitem is None or nextitem.path != item.path
+        if is_last or time.monotonic() - self._looked_s >= LOOK_S:
+            self._look()
+        if is_last:
             self._judge()
         return value
+
+    def _look(self) -> None:
+        tests = self._unseen[0]
+        if len(self._unseen) > 1:
+            tests += f" or one of the {len(self._unseen) - 1} after it"
+        for name in held_now().since(self.before):
+            self.first_seen.setdefault(name, tests)
+        self._tell_shared_names(tests)
+        self._unseen, self._looked_s = [], time.monotonic()
 
     def _tell_shared_names(self, test: str) -> None:
         """Tell `run` after which test a name first was there, should it be there at the end."""
@@ -130,7 +145,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if hasattr(config, "workerinput") or machine_state.FIRST_SEEN not in os.environ:
         # What other processes leave in a directory is not to be taken for what this one does.
-        own = tempfile.mkdtemp(prefix="process-")
+        own = tempfile.mkdtemp(prefix=machine_state.OF_PROCESS)
         os.chmod(own, 0o755)
         os.environ["TMPDIR"] = tempfile.tempdir = own
         # After multiprocessing has removed its own directory (priority -100).

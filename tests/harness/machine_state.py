@@ -25,9 +25,11 @@ CACHES = (
 OURS_IN_SHARED_MEMORY = ("shoal", "torch_", "psm_", "pymp-", "sem.mp-")
 FIRST_SEEN = "SHOAL_TESTS_FIRST_SEEN"
 """The file in which test processes note the test after which a shared name first was there."""
-STAYS = ("pytest-of-", "torchinductor_", "pymp-", "shoal-proof-", "shoal-servers-")
+OF_PROCESS = "process-"
+"""Begins the name of a test process's own directory."""
+STAYS = ("pytest-of-", "torchinductor_", "pymp-", "shoal-proof-", "shoal-servers-", OF_PROCESS)
 """Names that may stay in the directory of a run and go with it: pytest's, compiled kernels, and
-what a process removes at its end unless a test has killed it.
+what a process removes at its end unless a test, or xdist at the end of a run, has killed it.
 """
 
 

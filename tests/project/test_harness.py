@@ -16,6 +16,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+EACH_TEST = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "SHOAL_TESTS_LOOK_S": "0"}
+"""Variables of a run without plugins of others, which looks after each test."""
+
+
 def run_tests(
     folder: Path, source: str, *arguments: str, run: tuple[str, ...] = ()
 ) -> tuple[int, str, float]:
@@ -28,7 +32,7 @@ def run_tests(
     done = subprocess.run(
         [*command, "-c", str(folder / "pytest.ini"), *arguments, str(folder / "test_planted.py")],
         cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(folder), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={**os.environ, "TMPDIR": str(folder), **EACH_TEST},
         capture_output=True,
         text=True,
     )
