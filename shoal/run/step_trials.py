@@ -151,7 +151,7 @@ class StepTrials:
 
     def _tried_now(self, trial: LossTrial, batch: base.LocalBatch, is_due: bool) -> base.LocalBatch:
         if self._tries_again and trial.is_scheduled:
-            self._try_models_again(trial, batch, is_due)
+            self._try_models_again(trial, batch)
         if not is_due and trial.verdict is None:
             return batch
         if is_due:
@@ -161,13 +161,13 @@ class StepTrials:
                     self._try_stages(trial, batch)
         return batch._replace(objection=lambda: trial.objection)
 
-    def _try_models_again(self, trial: LossTrial, batch: base.LocalBatch, is_due: bool) -> None:
+    def _try_models_again(self, trial: LossTrial, batch: base.LocalBatch) -> None:
         """Try whole models, where a later batch may couple its rows. Collective."""
         if self._prepared.mesh.pipeline.size > 1:
             return  # each rank has some layers
         rows = -(-batch.num_samples // self._prepared.settings.accumulate)
         with self._guards.in_step(), self._whole_models() as whole_models:
-            if whole_models and is_due:
+            if whole_models and batch.num_samples >= 2:
                 trial.try_models_again(batch, max(MAX_ROWS, rows))
 
     def _try_stages(self, trial: LossTrial, batch: base.LocalBatch) -> None:
@@ -203,5 +203,6 @@ class StepTrials:
             runs_once=stages == 1,
             # Under servers a pass waits for values that a thread receives.
             in_child=prepared.local_model().remote_optimizer is None,
+            in_parts=prepared.settings.accumulate > 1,
             whole_models=whole_models,
         )

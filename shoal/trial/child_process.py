@@ -28,12 +28,17 @@ CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
 
 
-def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
-    """Return the verdict of `judge`, called in a copy of this process. Not collective.
+def can_fork() -> bool:
+    """Return True if a child of this process can compute what it does."""
+    return hasattr(os, "fork") and not torch.cuda.is_initialized()
 
-    The verdict is NOT_TRIED, with its reason, if the child does not end in time or is killed.
+
+def judged_in_child(judge: Callable[[], list[LossVerdict]]) -> list[LossVerdict]:
+    """Return the verdicts of `judge`, called in a copy of this process. Not collective.
+
+    There is one, NOT_TRIED with its reason, if the child does not end in time or is killed.
     """
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+    if not can_fork():
         return judge()
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
@@ -52,8 +57,8 @@ def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
             os.waitpid(pid, 0)
 
 
-def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
-    """Judge, write the verdict, and end this child without any cleaning up of its parent's."""
+def _compute_and_exit(judge: Callable[[], list[LossVerdict]], sending: int) -> None:
+    """Judge, write the verdicts, and end this child without any cleaning up of its parent's."""
     status = 1
     try:
         # Handlers of the parent would stop a run. The parent ends the child; if that has died, a
@@ -63,12 +68,12 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * CHILD_S)
         torch.set_num_threads(1)  # the parent's pool of threads is not here
         try:
-            verdict = judge()
+            verdicts = judge()
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
-            verdict = LossVerdict(LossKind.NOT_TRIED, reason=text)
-        kind, *others = astuple(verdict)
-        data = memoryview(json.dumps([kind.value, *others]).encode())
+            verdicts = [LossVerdict(LossKind.NOT_TRIED, reason=text)]
+        rows = [(verdict.kind.value, *astuple(verdict)[1:]) for verdict in verdicts]
+        data = memoryview(json.dumps(rows).encode())
         while data:
             data = data[os.write(sending, data) :]
         status = 0
@@ -76,7 +81,7 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
         os._exit(status)  # without a verdict the parent says that there is none
 
 
-def _received(receiving: int) -> LossVerdict:
+def _received(receiving: int) -> list[LossVerdict]:
     text, ready = b"", [receiving]
     while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
@@ -85,9 +90,12 @@ def _received(receiving: int) -> LossVerdict:
             break
         text += data
     try:
-        kind, difference, sizes, *others = json.loads(text)
+        rows = json.loads(text)
     except ValueError:
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
         reason = f"its trial in a process of its own {what}"
-        return LossVerdict(LossKind.NOT_TRIED, reason=reason)
-    return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
+        return [LossVerdict(LossKind.NOT_TRIED, reason=reason)]
+    return [
+        LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
+        for kind, difference, sizes, *others in rows
+    ]

@@ -1,7 +1,7 @@
-"""The trials of a run: in its first step, in steps 2, 4, 8, ..., and when batches show news.
+"""The trials of a run: in its first step, and when batches show news.
 
 A batch decides what a trial can see: a loss that leaves out padding is a mean until the first
-padded sample comes. So trials are repeated, on recorded outputs, where they cost little.
+padded sample comes. So trials are repeated for new shapes and labels, on recorded outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 from shoal.trial.batch_rows import count_rows
-from shoal.trial.child_process import judged_in_child
+from shoal.trial.child_process import can_fork, judged_in_child
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import CURES, LossKind, LossVerdict
 from shoal.trial.recorded_outputs import OutputRecorder, try_recorded
@@ -29,7 +29,7 @@ from shoal.trial.staged_outputs import record_in_stages
 from shoal.trial.untouched import devices_of
 
 MOST_NEWS = 32
-"""Trials beside those of steps 1, 2, 4, 8, ..., for batches of new shapes or labels."""
+"""Trials after the first one, for batches of new shapes or labels."""
 LOOKS_ALWAYS, LOOKS_EVERY = 64, 8
 """Steps whose batches are looked at for news: the first ones, later every eighth."""
 SPLITS_ALWAYS = 4
@@ -57,6 +57,7 @@ class LossTrial:
         announce: prints a note; on one rank of many.
         whole_models: this rank can run the models without the others, and has all parameters whole.
         in_child: judge in a forked child, which has no threads that its passes would wait for.
+        in_parts: a step computes the batch in several micro-batches.
         runs_once: a step runs compute_loss once for each micro-batch, with all of its values. If
             not, as in a pipeline, later trials are those of `try_stages`.
 
@@ -73,13 +74,17 @@ class LossTrial:
         whole_models: bool,
         runs_once: bool = True,
         in_child: bool = True,
+        in_parts: bool = False,
     ) -> None:
         self._models = list(models)
         self._num_parts = num_parts
         self._announce = announce
         self._whole_models = whole_models
         self._runs_once = runs_once
+        in_child = in_child and can_fork()
         self._judged = judged_in_child if in_child else _judged_here
+        # In a child one more pass leaves no trace, and one child costs less than two.
+        self._at_once = in_child and runs_once and not in_parts
         self._steps = 0
         self._due_step = 1
         self._is_scheduled = False
@@ -97,10 +102,10 @@ class LossTrial:
 
     @property
     def is_scheduled(self) -> bool:
-        """True in steps 1, 2, 4, 8, ..., on all ranks alike.
+        """True in steps 1, 2, 4, 8, ..., in which all ranks hear of objections.
 
-        Trials of other steps, because of new shapes or labels, are made by some ranks alone. An
-        objection stays until `after_step` has been told of it.
+        Trials because of new shapes or labels are made by some ranks alone. An objection stays
+        until `after_step` has been told of it.
         """
         return self._is_scheduled
 
@@ -128,28 +133,48 @@ class LossTrial:
             self._verdict = None
         looks = self._steps <= LOOKS_ALWAYS or self._steps % LOOKS_EVERY == 0
         is_new = looks and self._news.has(batch.args, batch.kwargs)
-        return (self._is_scheduled or is_new) and batch.num_samples >= 2
+        return (self._steps == 1 or is_new) and batch.num_samples >= 2
 
     def begin(self, batch: Any) -> Any:
         """Do what `before_step` does in a step whose trial is due."""
         # Later the models may be divided among ranks.
         is_first = self._steps == 1
-        if is_first and self._whole_models:
-            self.try_models(batch)
+        if is_first and self._whole_models and self.try_models(batch):
+            return batch
         if not self._runs_once:
             return batch
         return batch._replace(compute_loss=self._watching(batch, 3 if is_first else 1))
 
-    def try_models(self, batch: Any) -> None:
-        """Try the loss by running the models, which must be whole on this rank. Not collective."""
+    def try_models(self, batch: Any) -> bool:
+        """Try the loss by running the models, which must be whole on this rank. Not collective.
+
+        Returns: True if it was tried on the outputs of the whole batch too.
+        """
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        self._take(
-            self._judged(
-                lambda: try_loss(
-                    *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
-                    *(self._models, parameters),
-                )
+
+        def judge() -> list[LossVerdict]:
+            verdict = try_loss(
+                *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+                *(self._models, parameters),
             )
+            if self._at_once and verdict.kind not in _WITHOUT_ANSWER:
+                return [verdict, self._of_outputs(batch)]
+            return [verdict]
+
+        verdicts = self._judged(judge)
+        for verdict in verdicts:
+            self._take(verdict)
+        return len(verdicts) > 1
+
+    def _of_outputs(self, batch: Any) -> LossVerdict:
+        """Return the verdict on the outputs of the models for all samples of this rank."""
+        recorder, states = OutputRecorder(self._models), GeneratorStates(devices_of(self._models))
+        with recorder.recording():
+            batch.compute_loss(*batch.args, **batch.kwargs)
+        states.restore()
+        return try_recorded(
+            *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples, self._models),
+            *(recorder.calls, 3, self._steps),
         )
 
     def try_models_again(self, batch: Any, max_rows: int) -> None:
@@ -158,14 +183,16 @@ class LossTrial:
         """
         num_splits = 3 if self._steps <= SPLITS_ALWAYS else 1
         parameters = [parameter for model in self._models for parameter in model.parameters()]
-        verdict = self._judged(
-            lambda: try_loss(
-                *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
-                *(self._models, parameters),
-                max_rows=max_rows,
-                num_splits=num_splits,
-                seed=self._steps,
-            )
+        (verdict,) = self._judged(
+            lambda: [
+                try_loss(
+                    *(batch.compute_loss, batch.args, batch.kwargs, batch.num_samples),
+                    *(self._models, parameters),
+                    max_rows=max_rows,
+                    num_splits=num_splits,
+                    seed=self._steps,
+                )
+            ]
         )
         # A run does not end in its middle for parts that fail, as those without a positive may.
         if verdict.kind is LossKind.COUPLED:
@@ -256,13 +283,15 @@ class LossTrial:
             try:
                 num_rows = _num_rows(args, kwargs, batch)
                 with disable_dispatch_modes():
-                    verdict = self._judged(
-                        lambda: _without_autocast(
-                            lambda: try_recorded(
-                                *(compute_loss, args, kwargs, num_rows, self._models),
-                                *(recorder.calls, num_splits, seed),
+                    (verdict,) = self._judged(
+                        lambda: [
+                            _without_autocast(
+                                lambda: try_recorded(
+                                    *(compute_loss, args, kwargs, num_rows, self._models),
+                                    *(recorder.calls, num_splits, seed),
+                                )
                             )
-                        )
+                        ]
                     )
             finally:
                 after.restore()
@@ -273,7 +302,7 @@ class LossTrial:
         return watched
 
 
-def _judged_here(judge: Callable[[], LossVerdict]) -> LossVerdict:
+def _judged_here(judge: Callable[[], list[LossVerdict]]) -> list[LossVerdict]:
     return judge()
 
 
