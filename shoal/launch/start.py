@@ -21,10 +21,11 @@ import pickle
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from multiprocessing import forkserver, resource_tracker
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
@@ -47,6 +48,9 @@ from shoal.launch.ranks import Rank, Ranks
 from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
 from shoal.watchdog.progress_memory import ProgressMemory
+
+TRACKER_S = 2.0
+"""A process that a script has made by `os.fork` may keep the resource tracker for longer."""
 
 Context = ForkServerContext | SpawnContext
 StreamEnds = tuple[Connection | None, LineForwarder | None]
@@ -166,6 +170,7 @@ def _context(preload: Sequence[str]) -> Context:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     make_socket_directory()
+    _end_servers_at_exit()
     # The resource tracker comes first, because its start unblocks the signals that are blocked
     # next.
     resource_tracker.ensure_running()
@@ -177,6 +182,31 @@ def _context(preload: Sequence[str]) -> Context:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     return context
+
+
+@cache
+def _end_servers_at_exit() -> None:
+    """Let this process end the fork server and the resource tracker, and wait for both, at its end.
+
+    By themselves they end a moment after it. The priority is below those of all that uses them.
+    """
+    util.Finalize(None, _end_servers, exitpriority=-100)
+
+
+def _end_servers() -> None:
+    server: Any = forkserver._forkserver
+    tracker: Any = resource_tracker._resource_tracker
+    with suppress(OSError):  # it has been killed
+        if server._forkserver_pid is not None:
+            os.kill(server._forkserver_pid, signal.SIGKILL)  # its own end would take torch down
+            os.waitpid(server._forkserver_pid, 0)
+    with suppress(OSError):
+        if tracker._fd is not None:
+            os.close(tracker._fd)
+            tracker._fd = None
+            limit_s = time.monotonic() + TRACKER_S
+            while not os.waitpid(tracker._pid, os.WNOHANG)[0] and time.monotonic() < limit_s:
+                time.sleep(0.001)
 
 
 def _start_stores(

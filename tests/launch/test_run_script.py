@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
+import uuid
+from pathlib import Path
 
 import pytest
 
@@ -178,3 +181,20 @@ def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how
     assert lines.count(f"the child is rank 0 of {world}") == 1
     if how == "plain":
         assert "started by rank 0 of 2, and no rank of its world" in lines
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(3)", "os.kill(os.getppid(), signal.SIGKILL)"])
+def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
+    written(tmp_path, f"import os, signal, sys; import torch; {end}")
+    mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
+    command = [sys.executable, "-m", "shoal", "launch", "-n", "2", "script.py"]
+    environment = dict([*os.environ.items(), mark.split("=")])
+    # No pipe: its end would be waited for, and that comes when nothing is alive.
+    null = subprocess.DEVNULL
+    subprocess.run(command, cwd=tmp_path, env=environment, stdout=null, stderr=null, check=False)
+    alive = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (directory / "environ").read_bytes():
+                alive.append((directory / "cmdline").read_bytes())
+    assert alive == []
