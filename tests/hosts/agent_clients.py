@@ -13,14 +13,12 @@ from typing import Any
 
 from namespaces import Host, Hosts
 
-from shoal.launch.hosts.addresses import candidate_addresses, choose_address
+from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
-from shoal.launch.hosts.reach import Reach
 from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure
 
 LEASE_S = 2.0
 MARKER_S = 10.0
-NONCE = "5e2a9c"
 
 
 def stand_in(folder: Path) -> str:
@@ -110,11 +108,9 @@ def chosen_address(clients: list[AgentClient]) -> str | list[str]:
     first, *others = clients
     facts = first.facts(FactsRequest("/"))
     candidates = candidate_addresses(facts.addresses, facts.ssh_address)
-    ports = first.ask("listen", addresses=candidates, nonce=NONCE)
+    ports = first.ask("listen", addresses=candidates)
     reports = {
-        one.destination: [
-            Reach.from_json(outcome) for outcome in one.ask("reach", ports=ports, nonce=NONCE)
-        ]
+        one.destination: [Reach(*outcome) for outcome in one.ask("reach", ports=ports)]
         for one in others
     }
     return choose_address(first.destination, candidates, reports)

@@ -4,24 +4,24 @@ import json
 import os
 import sys
 
+from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
-from shoal.launch.hosts.reach import ReachListener, try_reach
 from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
 
 
 def main() -> None:
     print(f"\nSHOAL-AGENT {PROTOCOL} 00c0ffee", flush=True)
-    listener = probe = None
+    sockets, probe = {}, None
     for line in sys.stdin:
         request = json.loads(line)
         match request.pop("do"):
             case "facts":
                 answer = collect_facts(FactsRequest.from_json(request)).to_json()
             case "listen":
-                listener = ReachListener(request["addresses"], request["nonce"])
-                answer = listener.ports
+                sockets = listeners(request["addresses"])
+                answer = {address: one.getsockname()[1] for address, one in sockets.items()}
             case "reach":
-                answer = [one.to_json() for one in try_reach(request["ports"], request["nonce"])]
+                answer = try_reach(request["ports"])
             case "write":
                 probe = write_probe(request["directory"], request["nonce"])
                 answer = None if probe is None else str(probe)
@@ -30,8 +30,8 @@ def main() -> None:
             case "environment":
                 answer = {**dict(os.environ), "cwd": os.getcwd(), "text": "ü"}
         print(json.dumps(answer, ensure_ascii=False), flush=True)
-    if listener is not None:
-        listener.close()
+    for one in sockets.values():
+        one.close()
     if probe is not None:
         remove_probe(probe)
 

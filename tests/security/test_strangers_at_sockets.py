@@ -79,11 +79,13 @@ def test_temporary_directories_open_to_nobody_else(tmp_path: Path) -> None:
 def test_the_store_of_several_hosts_listens_at_the_address_that_was_found_alone() -> None:
     questions = AgentQuestions()
     try:
-        address = questions._open_store({"address": "127.0.0.2"})
-        (listener,) = questions.store_listeners.values()
-        assert listener.getsockname() == ("127.0.0.2", address["port"])
-        with socket.socket() as other:
-            assert other.connect_ex(("127.0.0.1", address["port"])) != 0
+        found = questions._listen({"addresses": ["127.0.0.2", "127.0.0.3"]})["ports"]
+        store = questions.take_listener(found["127.0.0.2"])
+        assert store is not None
+        with store, socket.socket() as other:
+            assert store.getsockname() == ("127.0.0.2", found["127.0.0.2"])
+            assert other.connect_ex(("127.0.0.3", found["127.0.0.3"])) != 0
+            assert other.connect_ex(("127.0.0.1", found["127.0.0.2"])) != 0
     finally:
         questions.close()
 

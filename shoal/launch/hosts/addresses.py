@@ -1,25 +1,79 @@
-"""The addresses by which hosts reach each other, found by routes and by connections that are tried.
+"""The addresses by which hosts reach each other, found by connections that are tried.
 
     driver                agent of the first host           agents of all others
-      | ------- listen on these addresses -> ReachListener          |
+      | ------- listen at these addresses ---->  |                  |
       | <------ ports ---------------------------|                  |
       | ------- reach these addresses and ports ------------------> | try_reach
       |                    <======= a connection to each address == |
-      |                    == one back to where it came from ====>  |
       | <------ Reach for each address ---------------------------- |
     choose_address
 
-Names are not used: a host's own name often leads to its loopback address (Debian's 127.0.1.1).
+The kernel makes these connections; nobody accepts them. The socket at the address that is chosen
+becomes that of the ranks' store. Names are not used: a host's own name often leads to its loopback
+address (Debian's 127.0.1.1).
 """
 
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import NamedTuple
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.reach import Reach
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
+from shoal.platform.sockets import listen_at
+
+REACH_S = 2.0
+"""Seconds to wait for one connection between two hosts."""
+
+
+class Reach(NamedTuple):
+    """The outcome of one host's try to reach one address of the first host.
+
+    Args:
+        address: that was tried.
+        source: this host's own address on the way there; None where there is no way.
+        problem: empty where there is none.
+    """
+
+    address: str
+    source: str | None
+    problem: str
+
+
+def listeners(addresses: Sequence[str]) -> dict[str, socket.socket]:
+    """Return a socket at each address of this host, without those that it cannot listen at."""
+    found = {}
+    for address in addresses:
+        with suppress(OSError):
+            found[address] = listen_at(address)
+    return found
+
+
+def try_reach(ports: Mapping[str, int]) -> list[Reach]:
+    """Return for each address and port of the first host whether this host reaches it.
+
+    All are tried at once. It takes about REACH_S at most.
+    """
+    if not ports:
+        return []
+    with ThreadPoolExecutor(len(ports), "reach") as tries:
+        return list(tries.map(_try_address, ports, ports.values()))
+
+
+def _try_address(address: str, port: int) -> Reach:
+    try:
+        with socket.create_connection((address, port), REACH_S) as connection:
+            return Reach(address, str(connection.getsockname()[0]), "")
+    except TimeoutError:
+        return Reach(address, None, "timed out")
+    except OSError as error:
+        problem = os.strerror(error.errno) if error.errno else str(error)
+        return Reach(address, None, problem.lower())
 
 
 def local_addresses() -> tuple[HostAddress, ...]:

@@ -201,7 +201,7 @@ class AgentProcess:
 
     def _start(self, message: Message) -> None:
         """Start this host's ranks of an epoch."""
-        listener = self.questions.store_listeners.pop(int(message["port"]), None)
+        listener = self.questions.take_listener(int(message["port"]))
         share = HostShare(
             first_rank=int(message["first"]),
             world=int(message["world"]),

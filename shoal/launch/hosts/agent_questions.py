@@ -12,32 +12,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_messages import Message
-from shoal.launch.hosts.reach import ReachListener, try_reach
 from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
-from shoal.platform.sockets import listen_at
 
 Answer = dict[str, Any]
 
 
 class AgentQuestions:
-    """Answers questions, each in a thread of its own.
-
-    Attributes:
-        store_listeners: sockets for the store of ranks, by port, until they are used.
-    """
+    """Answers questions, each in a thread of its own."""
 
     def __init__(self) -> None:
-        self.store_listeners: dict[int, socket.socket] = {}
-        self._reach: ReachListener | None = None
+        self._listeners: dict[int, socket.socket] = {}
         self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._kinds: dict[str, Callable[[Message], Answer]] = {
-            "store": self._open_store,
             "listen": self._listen,
-            "reach": self._try_reach,
-            "unlisten": self._unlisten,
+            "reach": _try_reach,
             "write-probe": self._write_probe,
             "sees-probe": self._sees_probe,
             "remove-probe": self._remove_probe,
@@ -67,12 +59,17 @@ class AgentQuestions:
                 found.append(self._answers.get_nowait())
         return found
 
+    def take_listener(self, port: int) -> socket.socket | None:
+        """Return the socket at `port`, for the store of ranks, if it is here; close all others."""
+        chosen = self._listeners.pop(port, None)
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+        return chosen
+
     def close(self) -> None:
         """Close all sockets."""
-        self._unlisten({})
-        for listener in self.store_listeners.values():
-            listener.close()
-        self.store_listeners.clear()
+        self.take_listener(0)
         self._woken.close()
         self._waker.close()
 
@@ -85,30 +82,13 @@ class AgentQuestions:
         with contextlib.suppress(OSError):
             self._waker.send(b".")
 
-    def _open_store(self, message: Message) -> Answer:
-        """Bind a socket for the store of torch at the address that all ranks reach."""
-        for listener in self.store_listeners.values():
-            listener.close()
-        self.store_listeners.clear()
-        listener = listen_at(str(message["address"]))
-        port = int(listener.getsockname()[1])
-        self.store_listeners[port] = listener
-        return {"port": port}
-
     def _listen(self, message: Message) -> Answer:
-        self._unlisten(message)
-        self._reach = ReachListener(message["addresses"], message["nonce"])
-        return {"ports": dict(self._reach.ports)}
-
-    def _unlisten(self, message: Message) -> Answer:
-        if self._reach is not None:
-            self._reach.close()
-            self._reach = None
-        return {}
-
-    def _try_reach(self, message: Message) -> Answer:
-        found = try_reach(message["ports"], message["nonce"])
-        return {"found": [reach.to_json() for reach in found]}
+        self.take_listener(0)
+        ports = {}
+        for address, listener in listeners(message["addresses"]).items():
+            ports[address] = int(listener.getsockname()[1])
+            self._listeners[ports[address]] = listener
+        return {"ports": ports}
 
     def _write_probe(self, message: Message) -> Answer:
         probe = write_probe(message["directory"], message["nonce"])
@@ -120,6 +100,10 @@ class AgentQuestions:
     def _remove_probe(self, message: Message) -> Answer:
         remove_probe(Path(message["probe"]))
         return {}
+
+
+def _try_reach(message: Message) -> Answer:
+    return {"found": try_reach(message["ports"])}
 
 
 def _call(message: Message) -> Answer:

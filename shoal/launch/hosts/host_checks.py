@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.hosts import preflight
-from shoal.launch.hosts.addresses import candidate_addresses, choose_address
+from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.launch.hosts.reach import Reach
 from shoal.launch.hosts.remote_work import HostsOptions
 
 ANSWER_S = 15.0
@@ -24,10 +23,12 @@ class Meeting:
 
     Args:
         address: of the first host, at which all ranks meet.
+        port: of the socket there.
         sources: the own address of each host on the way there, by number.
     """
 
     address: str
+    port: int
     sources: dict[int, str]
 
 
@@ -58,31 +59,30 @@ def find_meeting(
         UsageError: the user's choice is none of its addresses.
     """
     first, *others = hosts
-    if not others:
-        return Meeting(LOOPBACK, {first: LOOPBACK})
     facts = connections.facts[first]
     # The user's choice is about the first host of the list, which may be lost by now.
     choice = (options.address, options.interface) if first == 0 else (None, None)
-    candidates = candidate_addresses(facts.addresses, facts.ssh_address, *choice)
-    nonce = secrets.token_hex(16)
-    listen = {"question": "listen", "addresses": candidates, "nonce": nonce}
+    candidates = [LOOPBACK]
+    if others:
+        candidates = candidate_addresses(facts.addresses, facts.ssh_address, *choice)
+    listen = {"question": "listen", "addresses": candidates}
     ports = connections.ask({first: listen}, ANSWER_S)[first]["ports"]
-    reach = {"question": "reach", "ports": ports, "nonce": nonce}
+    reach = {"question": "reach", "ports": ports}
     answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
-    connections.ask({first: {"question": "unlisten"}}, ANSWER_S)
     found = {
-        host: [Reach.from_json(item) for item in answer["found"]]
-        for host, answer in answers.items()
+        host: [Reach(*outcome) for outcome in answer["found"]] for host, answer in answers.items()
     }
     reports = {connections.name(host): reaches for host, reaches in found.items()}
     address = choose_address(connections.name(first), candidates, reports)
     if not isinstance(address, str):
         raise LaunchError("\n  ".join(["The hosts cannot reach each other:", *address]))
+    if address not in ports:
+        raise LaunchError(f"host {connections.name(first)}: it cannot listen at {address}.")
     sources = {first: address}
     for host, reaches in found.items():
         source = next(reach.source for reach in reaches if reach.address == address)
         sources[host] = source or address
-    return Meeting(address, sources)
+    return Meeting(address, ports[address], sources)
 
 
 def check_shared_directory(connections: HostConnections, directory: str) -> None:

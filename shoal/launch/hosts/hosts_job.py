@@ -172,8 +172,6 @@ class HostsJob:
         members = [share.host for share in placement]
         self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
         meeting = find_meeting(self.connections, self.options, members)
-        store = {"question": "store", "address": meeting.address}
-        port = self.connections.ask({members[0]: store}, ANSWER_S)[members[0]]["port"]
         starts: list[tuple[int, dict[str, Any]]] = [
             (
                 share.host,
@@ -182,7 +180,7 @@ class HostsJob:
                     "count": share.count,
                     "world": processes,
                     "address": meeting.address,
-                    "port": port,
+                    "port": meeting.port,
                     "again": again,
                     "variables": self._variables(share.host, meeting),
                 },
