@@ -89,3 +89,9 @@ def make_private_directory(prefix: str, parent: str | None = None) -> Path:
         except OSError:
             continue
     return Path(tempfile.mkdtemp(prefix=prefix, dir=last))
+
+
+def existing_directory(directory: str) -> Path:
+    """Return `directory`, or the nearest directory above it that exists."""
+    path = Path(directory).absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())

@@ -63,6 +63,7 @@ class Training:
         self.run = init_run(job, self._announce)
         # From here on, for a model may take minutes to build. The first step tells other ranks.
         self._sigterm_before = signal.signal(signal.SIGTERM, lambda *_: self.run.request_stop())
+        check_shared(self.run.mesh, job.directory, "--out")
         built = build(job, self.run.device)
         self.weights_notes = built.notes
         self.task = built.task
@@ -75,9 +76,7 @@ class Training:
         self.state = TrainingState(self.run, job.train.ema)
         self.directory = Path(job.directory)
         self._locks: list[IO[str]] = []
-        mesh = self.run.mesh
-        check_shared(mesh, job.directory, "--out")
-        self.saver = open_saver(job, mesh, self._pause, lambda text: self.log.note(text))
+        self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)

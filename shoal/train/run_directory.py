@@ -25,7 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
-from shoal.launch.hosts.shared_directory import PROBE_PREFIX
+from shoal.train.shared_check import PROBE_PREFIX
 from shoal.platform.files import atomic_write
 from shoal.platform.ownership import (
     open_own,

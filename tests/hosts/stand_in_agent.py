@@ -6,7 +6,7 @@ import sys
 
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
-from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
+from shoal.train.shared_check import remove_probe, sees_probe, write_probe
 
 
 def main() -> None:

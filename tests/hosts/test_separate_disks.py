@@ -41,6 +41,6 @@ def test_hosts_without_a_shared_disk_are_refused_before_the_start(
         timeout=240,
     )
     assert ended.returncode == 2, ended.stderr
-    assert f"the run directory {RUN} of host node1 is not the one of node2" in ended.stderr
-    assert "All hosts must share it: choose --out on a file system" in ended.stderr
+    assert f"--out {RUN}: rank 1 does not see the directory of rank 0" in ended.stderr
+    assert "All hosts must share it: choose one on a file system that all mount" in ended.stderr
     assert hosts.leftovers() == {}

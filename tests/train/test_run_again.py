@@ -11,7 +11,7 @@ from tiny_jobs import MLP, WORKERS, contents, everything, tiny
 
 from shoal.config.job import Job
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.launch.hosts.shared_directory import remove_probe, write_probe
+from shoal.train.shared_check import remove_probe, write_probe
 from shoal.testing import world
 from shoal.train.loop import train
 from shoal.train.run_directory import check_usable, lock

@@ -9,12 +9,10 @@ import socket
 import threading
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_messages import Message
-from shoal.launch.hosts.shared_directory import remove_probe, sees_probe, write_probe
 
 Answer = dict[str, Any]
 
@@ -30,9 +28,6 @@ class AgentQuestions:
         self._kinds: dict[str, Callable[[Message], Answer]] = {
             "listen": self._listen,
             "reach": _try_reach,
-            "write-probe": self._write_probe,
-            "sees-probe": self._sees_probe,
-            "remove-probe": self._remove_probe,
             "call": _call,
         }
 
@@ -89,17 +84,6 @@ class AgentQuestions:
             ports[address] = int(listener.getsockname()[1])
             self._listeners[ports[address]] = listener
         return {"ports": ports}
-
-    def _write_probe(self, message: Message) -> Answer:
-        probe = write_probe(message["directory"], message["nonce"])
-        return {"probe": None if probe is None else str(probe)}
-
-    def _sees_probe(self, message: Message) -> Answer:
-        return {"sees": sees_probe(message["probe"], message["nonce"])}
-
-    def _remove_probe(self, message: Message) -> Answer:
-        remove_probe(Path(message["probe"]))
-        return {}
 
 
 def _try_reach(message: Message) -> Answer:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.errors import LaunchError, UsageError
+from shoal.errors import LaunchError
 from shoal.launch.hosts import preflight
 from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
@@ -83,32 +82,3 @@ def find_meeting(
         source = next(reach.source for reach in reaches if reach.address == address)
         sources[host] = source or address
     return Meeting(address, ports[address], sources)
-
-
-def check_shared_directory(connections: HostConnections, directory: str) -> None:
-    """Check that all hosts see one file system at `directory`.
-
-    Raises:
-        UsageError: a host does not; the message names all of them.
-        LaunchError: nothing can be written there.
-    """
-    first, *others = connections.connected
-    if not others:
-        return
-    nonce = secrets.token_hex(16)
-    write = {"question": "write-probe", "directory": directory, "nonce": nonce}
-    probe = connections.ask({first: write}, ANSWER_S)[first]["probe"]
-    if probe is None:
-        raise LaunchError(f"host {connections.name(first)}: nothing can be written in {directory}.")
-    look = {"question": "sees-probe", "probe": probe, "nonce": nonce}
-    try:
-        answers = connections.ask(dict.fromkeys(others, look), ANSWER_S)
-    finally:
-        connections.ask({first: {"question": "remove-probe", "probe": probe}}, ANSWER_S)
-    blind = [connections.name(host) for host, answer in answers.items() if not answer["sees"]]
-    if blind:
-        raise UsageError(
-            f"the run directory {directory} of host {connections.name(first)} is not the one of "
-            f"{', '.join(blind)}. All hosts must share it: choose --out on a file system that all "
-            "of them mount."
-        )

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shoal.launch.hosts.addresses import local_addresses
 from shoal.launch.hosts.checked_json import CheckedJson
-from shoal.launch.hosts.shared_directory import existing_directory
 from shoal.platform.cgroups import cgroup_limits, usable_cores
+from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import boot_id
 

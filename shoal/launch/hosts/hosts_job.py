@@ -12,7 +12,6 @@ from shoal.errors import LaunchError, UsageError
 from shoal.launch.hosts.host_checks import (
     ANSWER_S,
     Meeting,
-    check_shared_directory,
     find_meeting,
     host_notes,
     host_problems,
@@ -58,8 +57,7 @@ class HostsJob:
 
         Raises:
             LaunchError: the message has all problems of all hosts.
-            UsageError: the same where a name stands for no host; hosts do not share the run
-                directory.
+            UsageError: the same where a name stands for no host.
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
@@ -69,8 +67,6 @@ class HostsJob:
             raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
         for note in host_notes(self.connections):
             _print_note(note)
-        if self.work.request.run_directory is not None:
-            check_shared_directory(self.connections, self.work.request.run_directory)
 
     def problems(self, processes: int) -> Sequence[str]:
         """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
