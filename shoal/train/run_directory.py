@@ -25,7 +25,6 @@ from typing import IO, TYPE_CHECKING, Any
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import ConfigError
-from shoal.train.shared_check import PROBE_PREFIX
 from shoal.platform.files import atomic_write
 from shoal.platform.ownership import (
     open_own,
@@ -34,6 +33,7 @@ from shoal.platform.ownership import (
     untrusted_reason,
 )
 from shoal.train.console import warn
+from shoal.train.shared_check import PROBE_PREFIX
 
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import subprocess
 import sys
@@ -90,7 +91,7 @@ class AgentClient:
         return json.loads(self._answers.readline())
 
     def facts(self, request: FactsRequest) -> HostFacts:
-        return HostFacts.from_json(self.ask("facts", **request.to_json()))
+        return HostFacts.from_json(self.ask("facts", **dataclasses.asdict(request)))
 
 
 @contextlib.contextmanager

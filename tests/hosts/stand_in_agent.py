@@ -16,7 +16,7 @@ def main() -> None:
         request = json.loads(line)
         match request.pop("do"):
             case "facts":
-                answer = collect_facts(FactsRequest.from_json(request)).to_json()
+                answer = collect_facts(FactsRequest(**request)).to_json()
             case "listen":
                 sockets = listeners(request["addresses"])
                 answer = {address: one.getsockname()[1] for address, one in sockets.items()}

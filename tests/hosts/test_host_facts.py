@@ -13,14 +13,13 @@ import pytest
 import torch
 
 import shoal
-from shoal.launch.hosts import preflight
-from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, HostFacts, collect_facts
+from shoal.launch.hosts import host_checks
+from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.platform.interfaces import HostAddress
 
 REQUEST = FactsRequest("/home/me/digits", "train.py", "runs/digits")
 FACTS = HostFacts(
-    protocol=PROTOCOL,
     shoal="1.0",
     source="3fa1" * 4,
     python="3.11.2",
@@ -28,9 +27,7 @@ FACTS = HostFacts(
     hostname="node1",
     identity="boot net pid",
     cores=2,
-    memory_bytes=8 << 30,
-    shm_bytes=4 << 30,
-    run_disk_bytes=100 * 10**9,
+    can_write=True,
     time_s=1_000_000.0,
     user="me",
     cwd_exists=True,
@@ -51,7 +48,7 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     program = (
         "import json, sys\n"
         "from shoal.launch.hosts.host_facts import FactsRequest, collect_facts\n"
-        "request = FactsRequest.from_json(json.loads(sys.stdin.read()))\n"
+        "request = FactsRequest(**json.loads(sys.stdin.read()))\n"
         "print(json.dumps(collect_facts(request).to_json()))\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
@@ -59,7 +56,7 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     environ = {**os.environ, "SSH_CONNECTION": "10.0.0.9 5000 10.0.0.1 22"}
     printed = subprocess.run(
         [sys.executable, "-c", program],
-        input=json.dumps(request.to_json()),
+        input=json.dumps(dataclasses.asdict(request)),
         capture_output=True,
         text=True,
         check=True,
@@ -72,21 +69,19 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     assert facts.torch == torch.__version__
     assert facts.cwd_exists
     assert facts.cores >= 1
-    assert facts.memory_bytes is not None
-    assert facts.run_disk_bytes is not None
+    assert facts.can_write
     assert facts.script_digest is not None
     assert facts.ssh_address == "10.0.0.1"
     here = collect_facts(request)
     assert facts.identity == here.identity
     assert facts.source == here.source
-    assert preflight.problems([(SshHost("a", 1), facts)], request, here) == []
+    assert host_checks.problems([(SshHost("a", 1), facts)], request, here) == []
 
 
 def test_a_host_that_has_none_of_it_is_told_so(tmp_path: Path):
     facts = collect_facts(FactsRequest(str(tmp_path / "absent"), "train.py", None))
     assert not facts.cwd_exists
     assert facts.script_digest is None
-    assert facts.run_disk_bytes is None
 
 
 def test_hosts_may_be_several_on_one_machine(monkeypatch):
@@ -97,23 +92,20 @@ def test_hosts_may_be_several_on_one_machine(monkeypatch):
 def test_facts_are_read_from_json_with_their_types_checked():
     document = json.loads(json.dumps(FACTS.to_json()))
     assert HostFacts.from_json({**document, "later": 1}) == FACTS
-    assert HostFacts.from_json({**document, "torch": None, "time_s": 3}).time_s == 3.0
-    wrong = {"cores": True, "torch": 2, "addresses": [{"interface": "a"}], "time_s": float("nan")}
+    assert HostFacts.from_json({**document, "torch": None}).torch is None
+    wrong = {"cores": True, "torch": 2, "addresses": [{"interface": "a"}], "time_s": "now"}
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=r"HostFacts|HostAddress"):
+        with pytest.raises((KeyError, ValueError), match=f"{name}|address"):
             HostFacts.from_json({**document, name: value})
     del document["user"]
-    with pytest.raises(ValueError, match="user is missing"):
+    with pytest.raises(KeyError, match="user"):
         HostFacts.from_json(document)
-    with pytest.raises(ValueError, match="no object"):
-        FactsRequest.from_json([1])
-    assert FactsRequest.from_json({"cwd": "/"}) == FactsRequest("/")
 
 
 def test_equal_hosts_have_no_problems():
     hosts = [host("a"), host("b"), host("c", torch="2.13.0+cu130")]
-    assert preflight.problems(hosts, REQUEST, FACTS, 10**9) == []
-    assert preflight.notes(hosts, [1_000_002.0] * 3) == [
+    assert host_checks.problems(hosts, REQUEST, FACTS) == []
+    assert host_checks.notes(hosts, [1_000_002.0] * 3) == [
         "hosts have several builds of torch: 2.13.0+cpu, 2.13.0+cu130"
     ]
 
@@ -121,15 +113,14 @@ def test_equal_hosts_have_no_problems():
 def test_every_problem_of_every_host_is_in_one_list():
     hosts = [
         host("a"),
-        host("b", torch="2.12.1", python="3.12.1", run_disk_bytes=1_200_000_000),
-        host("c", source="9bc2" * 4, script_digest="78", run_disk_bytes=None),
+        host("b", torch="2.12.1", python="3.12.1"),
+        host("c", source="9bc2" * 4, script_digest="78", can_write=False),
         host("d", 3, identity="a"),
         host("e", cwd_exists=False, script_digest=None, torch=None),
-        host("f", script_digest=None, protocol=PROTOCOL + 1, shoal="9.0"),
+        host("f", script_digest=None),
     ]
-    assert preflight.problems(hosts, REQUEST, FACTS, 3_400_000_000) == [
+    assert host_checks.problems(hosts, REQUEST, FACTS) == [
         "host d is host a (d): name it once, a:4",
-        "host b: 1.2 GB free for runs/digits, a checkpoint needs about 3.4 GB",
         "host c: me cannot write to the run directory runs/digits",
         "host e: torch is not installed for its Python. Give --python, or install it",
         "host e: there is no directory /home/me/digits that me can enter. Make it there",
@@ -139,16 +130,6 @@ def test_every_problem_of_every_host_is_in_one_list():
         "host c has another Shoal (1.0, source 9bc29bc2; here it is 1.0, source 3fa13fa1). "
         "Install the same there",
         "host c: train.py is not the file of this machine. Copy it there",
-        "host f has Shoal 9.0, with another protocol: here it is 1.0",
-    ]
-
-
-def test_without_facts_of_this_machine_the_first_host_is_the_measure():
-    hosts = [host("a"), host("b", source="9bc2" * 4, script_digest="78")]
-    assert preflight.problems(hosts, REQUEST) == [
-        "host b has another Shoal (1.0, source 9bc29bc2; a has 1.0, source 3fa13fa1). "
-        "Install the same there",
-        "host b: train.py is not the file of a. Copy it there",
     ]
 
 
@@ -158,7 +139,7 @@ def test_clocks_and_ranks_without_a_core_of_their_own_are_told():
         host("b", 2, time_s=999_980.0),
         host("c", 2, time_s=1_000_004.0, cores=1),
     ]
-    assert preflight.notes(hosts, [1_000_000.0] * 3) == [
+    assert host_checks.notes(hosts, [1_000_000.0] * 3) == [
         "host a: 3 ranks on 2 cores",
         "host b: its clock is 20 s behind",
         "host c: 2 ranks on 1 core",

@@ -11,10 +11,10 @@ from tiny_jobs import MLP, WORKERS, contents, everything, tiny
 
 from shoal.config.job import Job
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.train.shared_check import remove_probe, write_probe
 from shoal.testing import world
 from shoal.train.loop import train
 from shoal.train.run_directory import check_usable, lock
+from shoal.train.shared_check import remove_probe, write_probe
 
 
 def closing_table(said: str) -> list[str]:

@@ -69,7 +69,9 @@ def test_a_file_that_comes_late_is_seen(tmp_path: Path) -> None:
     late.join()
 
 
-def test_no_file_is_written_where_another_one_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_file_is_written_where_another_one_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_check.secrets, "token_hex", lambda size: "taken")
     (tmp_path / ".shoal-probe-taken").symlink_to(tmp_path / "target")
     assert write_probe(str(tmp_path), NONCE) is None

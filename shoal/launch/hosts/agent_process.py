@@ -187,7 +187,7 @@ class AgentProcess:
         # Ranks search for modules where this process does; its own variables came before it.
         paths = str(message["variables"].get("PYTHONPATH", "")).split(os.pathsep)
         sys.path[1:1] = [path for path in paths if path and path not in sys.path]
-        request = FactsRequest.from_json(message["request"])
+        request = FactsRequest(**message["request"])
         with contextlib.suppress(OSError):  # the facts say that it is missing
             os.chdir(request.cwd)
             os.environ["PWD"] = request.cwd

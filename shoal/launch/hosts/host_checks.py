@@ -1,19 +1,26 @@
-"""The checks of all hosts before any rank starts, and the address at which ranks meet."""
+"""The checks of all hosts before any rank starts, and the address at which ranks meet.
+
+Every problem of every host comes in one list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import LaunchError
-from shoal.launch.hosts import preflight
 from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
-from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
+from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
 from shoal.launch.hosts.remote_work import HostsOptions
+from shoal.launch.hosts.ssh_hosts import SshHost
 
 ANSWER_S = 15.0
 LOOPBACK = "127.0.0.1"
+CLOCK_S = 5.0
+"""Clocks that differ by more are told."""
+
+Checked = Sequence[tuple[SshHost, HostFacts]]
 
 
 @dataclass(frozen=True)
@@ -36,8 +43,7 @@ def host_problems(
 ) -> list[str]:
     """Return all problems of all hosts, those that could not be connected first."""
     known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
-    here = collect_facts(request)
-    return [*failed, *preflight.problems(known, request, here)]
+    return [*failed, *problems(known, request, collect_facts(request))]
 
 
 def host_notes(connections: HostConnections) -> list[str]:
@@ -45,7 +51,7 @@ def host_notes(connections: HostConnections) -> list[str]:
     known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
     # The first host may have told its facts long before the last one.
     received_s = [connections.received_s[host] for host in connections.connected]
-    return preflight.notes(known, received_s)
+    return notes(known, received_s)
 
 
 def find_meeting(
@@ -82,3 +88,95 @@ def find_meeting(
         source = next(reach.source for reach in reaches if reach.address == address)
         sources[host] = source or address
     return Meeting(address, ports[address], sources)
+
+
+def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str]:
+    """Return all reasons for which the run cannot start; empty where it can.
+
+    Args:
+        hosts: every host that answered, with its facts, in the user's order.
+        request: which the facts answer.
+        here: the facts of the driver's own host, whose Shoal and script the others must have.
+    """
+    found = _repeated(hosts)
+    for host, facts in hosts:
+        found += [f"host {host.name}: {text}" for text in _own(facts, request)]
+    for host, facts in hosts:
+        first, first_facts = hosts[0]
+        if facts.source != here.source:
+            found.append(
+                f"host {host.name} has another Shoal ({facts.shoal}, source {facts.source[:8]}; "
+                f"here it is {here.shoal}, source {here.source[:8]}). Install the same there"
+            )
+        found += [f"host {host.name} {text}" for text in _versions(facts, first, first_facts)]
+        if None not in (digests := {facts.script_digest, here.script_digest}) and len(digests) > 1:
+            found.append(
+                f"host {host.name}: {request.script} is not the file of this machine. Copy it there"
+            )
+    return found
+
+
+def _repeated(hosts: Checked) -> list[str]:
+    """Return a problem for each host that is another one under a second name."""
+    first: dict[str, SshHost] = {}
+    found = []
+    for host, facts in hosts:
+        other = first.setdefault(facts.identity, host)
+        if other is not host:
+            total = (other.processes or 1) + (host.processes or 1)
+            found.append(
+                f"host {host.name} is host {other.name} ({facts.hostname}): name it once, "
+                f"{SshHost(other.name, total)}"
+            )
+    return found
+
+
+def _own(facts: HostFacts, request: FactsRequest) -> Iterator[str]:
+    """Yield problems of one host for which no other host matters."""
+    if facts.torch is None:
+        yield "torch is not installed for its Python. Give --python, or install it"
+    if not facts.cwd_exists:
+        yield f"there is no directory {request.cwd} that {facts.user} can enter. Make it there"
+    elif request.script is not None and facts.script_digest is None:
+        yield f"{request.script} cannot be read in {request.cwd}. Copy it there"
+    if not facts.can_write:
+        yield f"{facts.user} cannot write to the run directory {request.run_directory}"
+
+
+def _versions(facts: HostFacts, first: SshHost, wanted: HostFacts) -> Iterator[str]:
+    """Yield versions in which a host differs from the first one."""
+    if _minor(facts.python) != _minor(wanted.python):
+        yield f"has Python {facts.python}, {first.name} has {wanted.python}. Give --python"
+    if facts.torch and wanted.torch and _release(facts.torch) != _release(wanted.torch):
+        yield f"has torch {facts.torch}, {first.name} has {wanted.torch}"
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _release(version: str) -> str:
+    """Return a version without the label of its build: 2.13.0 of 2.13.0+cu130."""
+    return version.partition("+")[0]
+
+
+def notes(hosts: Checked, received_s: Sequence[float]) -> list[str]:
+    """Return what the user should know and what does not keep the run from starting.
+
+    Args:
+        received_s: for each host the driver's clock when its facts came, with which that host's
+            clock is compared.
+    """
+    found = []
+    for (host, facts), here_s in zip(hosts, received_s, strict=True):
+        late_s = facts.time_s - here_s
+        if abs(late_s) > CLOCK_S:
+            side = "ahead" if late_s > 0 else "behind"
+            found.append(f"host {host.name}: its clock is {abs(late_s):.0f} s {side}")
+        if host.processes is not None and host.processes > facts.cores:
+            cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
+            found.append(f"host {host.name}: {host.processes} ranks on {cores}")
+    builds = {facts.torch for _, facts in hosts if facts.torch}
+    if len({_release(build) for build in builds}) == 1 < len(builds):
+        found.append(f"hosts have several builds of torch: {', '.join(sorted(builds))}")
+    return found

@@ -253,8 +253,8 @@ class HostConnections:
         try:
             self.facts[host] = HostFacts.from_json(facts)
             self.received_s[host] = time.time()
-        except ValueError as error:
-            raise LaunchError(f"host {self.name(host)}: its facts are none: {error}") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise LaunchError(f"host {self.name(host)}: its facts are none: {error!r}") from error
 
     def _start_problem(self, host: int, is_late: bool) -> str:
         """Return why a host has not told its facts; empty while it may."""

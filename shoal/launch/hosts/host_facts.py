@@ -7,31 +7,31 @@ import hashlib
 import os
 import platform
 import re
-import shutil
 import socket
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any, TypeVar
 
 from shoal.launch.hosts.addresses import local_addresses
-from shoal.launch.hosts.checked_json import CheckedJson
-from shoal.platform.cgroups import cgroup_limits, usable_cores
+from shoal.platform.cgroups import usable_cores
 from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import boot_id
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of the messages between driver and agent; it must be equal on both sides."""
 DIGEST_LETTERS = 16
 PACKAGE = Path(__file__).parents[2]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class FactsRequest(CheckedJson):
+class FactsRequest:
     """The paths of a run that a host is asked about.
 
     Args:
@@ -47,11 +47,10 @@ class FactsRequest(CheckedJson):
 
 
 @dataclass(frozen=True)
-class HostFacts(CheckedJson):
+class HostFacts:
     """Facts about one host.
 
     Args:
-        protocol: PROTOCOL of its Shoal.
         shoal: version of its Shoal.
         source: digest of its Shoal's source files.
         python: version of its Python.
@@ -60,10 +59,8 @@ class HostFacts(CheckedJson):
         identity: equal exactly for agents on one host: the kernel's boot id and namespaces, or
             SHOAL_HOST.
         cores: cores that processes there may use.
-        memory_bytes: memory that new processes may take; None where it is not known.
-        shm_bytes: free bytes of /dev/shm; None where there is none.
-        run_disk_bytes: free bytes where the run directory lies or would lie; None where it
-            cannot be written or none was asked for.
+        can_write: files can be made where the run directory lies or would lie; True where none was
+            asked for.
         time_s: its clock, in seconds since 1970.
         user: the user there.
         cwd_exists: the working directory of the ranks is a directory there that can be entered.
@@ -73,7 +70,6 @@ class HostFacts(CheckedJson):
             not.
     """
 
-    protocol: int
     shoal: str
     source: str
     python: str
@@ -81,9 +77,7 @@ class HostFacts(CheckedJson):
     hostname: str
     identity: str
     cores: int
-    memory_bytes: int | None
-    shm_bytes: int | None
-    run_disk_bytes: int | None
+    can_write: bool
     time_s: float
     user: str
     cwd_exists: bool
@@ -91,11 +85,35 @@ class HostFacts(CheckedJson):
     addresses: tuple[HostAddress, ...]
     ssh_address: str | None
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as an object of JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: Any) -> HostFacts:
+        """Return the facts of an object of JSON. Unknown fields are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or of another type.
+        """
+        addresses = tuple(_checked(HostAddress, each) for each in document["addresses"])
+        return _checked(cls, {**document, "addresses": addresses})
+
+
+def _checked(cls: type[T], document: Any) -> T:
+    """Return an instance of a dataclass, after a look at the types of its values."""
+    values = {}
+    for field in fields(cls):  # type: ignore[arg-type]
+        value = values[field.name] = document[field.name]
+        kind = "None" if value is None else type(value).__name__
+        if kind not in re.split(r" \| |\[", str(field.type)):
+            raise ValueError(f"{cls.__name__}.{field.name}: {value!r} is not of the right type")
+    return cls(**values)
+
 
 def collect_facts(request: FactsRequest) -> HostFacts:
     """Return the facts about this host. It neither imports torch nor writes anything."""
     return HostFacts(
-        protocol=PROTOCOL,
         # An import of the package would be one of everything that it offers.
         shoal=str(sys.modules["shoal"].__version__),
         source=source_digest(),
@@ -104,9 +122,7 @@ def collect_facts(request: FactsRequest) -> HostFacts:
         hostname=socket.gethostname(),
         identity=_identity(),
         cores=usable_cores(),
-        memory_bytes=_memory_bytes(),
-        shm_bytes=_free_bytes(Path("/dev/shm")),
-        run_disk_bytes=_run_disk_bytes(request),
+        can_write=_can_write(request),
         time_s=time.time(),
         user=_user(),
         cwd_exists=os.path.isdir(request.cwd) and os.access(request.cwd, os.X_OK),
@@ -151,28 +167,11 @@ def _identity() -> str:
     return " ".join(words)
 
 
-def _memory_bytes() -> int | None:
-    """Return the memory that is available here, within the limit of the control group."""
-    _, limit = cgroup_limits()
-    available = limit
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        available = int(line.split()[1]) * 1024
-    return available if limit is None or available is None else min(available, limit)
-
-
-def _free_bytes(directory: Path) -> int | None:
-    with suppress(OSError):
-        return shutil.disk_usage(directory).free
-    return None
-
-
-def _run_disk_bytes(request: FactsRequest) -> int | None:
+def _can_write(request: FactsRequest) -> bool:
     if request.run_directory is None:
-        return None
+        return True
     directory = existing_directory(os.path.join(request.cwd, request.run_directory))
-    return _free_bytes(directory) if os.access(directory, os.W_OK | os.X_OK) else None
+    return os.access(directory, os.W_OK | os.X_OK)
 
 
 def _user() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class RemoteWork:
         return {
             "variables": dict(variables),
             "secret": secret.hex(),
-            "request": self.request.to_json(),
+            "request": asdict(self.request),
             "work": {
                 "target": self.target,
                 "arguments": list(self.arguments),
