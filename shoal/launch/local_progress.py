@@ -54,6 +54,10 @@ class LocalProgress:
         passed_s = self._clock.passed_s(now_ns() * 1e-9)
         return Look(progress, dict.fromkeys(progress, passed_s), _halt(alive))
 
+    def page(self, rank: int) -> bytes:
+        """Return the page of a rank."""
+        return self._memory.page(rank)
+
     def name_slow(self, rank: int) -> None:
         """Let the ranks know that one of them is slow, for their log."""
         self._memory.name_slow(rank)

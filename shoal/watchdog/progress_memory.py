@@ -36,11 +36,15 @@ class ProgressMemory:
                 f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (self._words, self._stacks)
             )
 
-    def read(self, rank: int) -> RankProgress | None:
-        """Return the progress of a rank, counted on this machine; None before its first word."""
+    def page(self, rank: int) -> bytes:
+        """Return the page of a rank, counted on this machine."""
         if self._words < 0:
-            return None
-        return decode_page(os.pread(self._words, PAGE_BYTES, PAGE_BYTES * rank))
+            return bytes(PAGE_BYTES)
+        return os.pread(self._words, PAGE_BYTES, PAGE_BYTES * rank)
+
+    def read(self, rank: int) -> RankProgress | None:
+        """Return the progress of a rank; None before its first word."""
+        return decode_page(self.page(rank))
 
     def read_all(self) -> dict[int, RankProgress]:
         """Return the progress of all ranks that have written."""

@@ -180,7 +180,7 @@ def decode_page(page: bytes) -> RankProgress | None:
     counts = [COUNT.unpack_from(page, GROUPS_AT + COUNT.size * i) for i in range(MAX_GROUPS)]
     description = _description(page)
     groups = {
-        int(number): GroupMembers(label, tuple(ranks))
+        int(number): GroupMembers(str(label), tuple(map(int, ranks)))
         for number, (label, ranks) in description.get("groups", {}).items()
     }
     return RankProgress(
@@ -188,8 +188,8 @@ def decode_page(page: bytes) -> RankProgress | None:
         {group: calls for group, calls in counts if group},
         groups,
         sorted(times for times in ring if times.step),
-        description.get("pacing", "together"),
-        description.get("stage", 0),
+        str(description.get("pacing", "together")),
+        int(description.get("stage", 0)),
     )
 
 

@@ -5,24 +5,36 @@ Time is simulated, and so are the ranks.
 
 from __future__ import annotations
 
+import base64
+import json
+import zlib
 from dataclasses import dataclass, field
 
 import pytest
 
 from shoal.launch.hosts.agent_messages import MessageReader, encode
-from shoal.launch.hosts.progress_messages import ProgressChanges
-from shoal.launch.hosts.remote_progress import ReceivedProgress
+from shoal.launch.hosts.remote_progress import ReceivedProgress, SentProgress
 from shoal.launch.progress_source import Halt, Look
 from shoal.watchdog.hang_detector import Hang, HangDetector
 from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_word import (
+    COUNT,
+    GROUPS_AT,
+    LENGTH,
     NO_KIND,
+    PAGE_BYTES,
+    RING_AT,
+    STEP,
+    STEPS,
+    TEXT_AT,
     WAITS,
+    WORD,
     GroupMembers,
     Phase,
     ProgressWord,
     RankProgress,
     StepTimes,
+    decode_page,
     group_id,
 )
 
@@ -50,6 +62,44 @@ class Rank:
         )
 
 
+def page_of(progress: RankProgress) -> bytes:
+    """Return a page as a rank writes it."""
+    page = bytearray(PAGE_BYTES)
+    WORD.pack_into(page, 0, *progress.word)
+    for times in progress.steps:
+        STEP.pack_into(page, RING_AT + STEP.size * (times.step % STEPS), *times)
+    for place, (group, calls) in enumerate(progress.calls.items()):
+        COUNT.pack_into(page, GROUPS_AT + COUNT.size * place, group, calls)
+    groups = {str(number): list(group) for number, group in progress.groups.items()}
+    text = json.dumps({"groups": groups}).encode()
+    LENGTH.pack_into(page, TEXT_AT, len(text))
+    page[TEXT_AT + LENGTH.size : TEXT_AT + LENGTH.size + len(text)] = text
+    return bytes(page)
+
+
+class Host:
+    """The ranks of one host as its agent sees them; in place of LocalProgress."""
+
+    def __init__(self, hosts: Hosts, number: int) -> None:
+        self.hosts, self.number, self.clock = hosts, number, LookClock()
+
+    def page(self, rank: int) -> bytes:
+        place = rank - self.hosts.first[self.number]
+        return page_of(
+            self.hosts.ranks[self.number][place].progress(self.hosts.clocks_ns[self.number])
+        )
+
+    def look(self) -> Look:
+        hosts, number = self.hosts, self.number
+        first = hosts.first[number]
+        progress = {
+            first + place: decode_page(self.page(first + place))
+            for place in range(len(hosts.ranks[number]))
+        }
+        passed_s = self.clock.passed_s(hosts.now_s + hosts.clocks_ns[number] * 1e-9)
+        return Look(progress, dict.fromkeys(progress, passed_s), hosts.halts[number])
+
+
 class Hosts:
     """Two hosts, with ranks 0 and 1 on the first and rank 2 on the second, and their driver."""
 
@@ -58,21 +108,14 @@ class Hosts:
         self.first = {0: 0, 1: 2}
         self.clocks_ns = {0: 10**15, 1: 5}  # the hosts were started on different days
         self.halts: dict[int, Halt] = {0: "", 1: ""}
-        self.changes = {host: ProgressChanges() for host in self.ranks}
-        self.clocks = {host: LookClock() for host in self.ranks}
+        self.sent = {host: SentProgress(Host(self, host)) for host in self.ranks}  # type: ignore[arg-type]
         self.received = ReceivedProgress({0: range(2), 1: range(2, 3)})
         self.detector = HangDetector(LIMIT_S)
         self.now_s = 100.0
         self.bytes = 0
 
     def agent_looks(self, host: int) -> None:
-        clock_ns, first = self.clocks_ns[host], self.first[host]
-        progress = {first + i: rank.progress(clock_ns) for i, rank in enumerate(self.ranks[host])}
-        passed_s = dict.fromkeys(progress, self.clocks[host].passed_s(self.now_s + clock_ns * 1e-9))
-        lines = b"".join(
-            encode(**message)
-            for message in self.changes[host].messages(Look(progress, passed_s, self.halts[host]))
-        )
+        lines = b"".join(encode(**message) for message in self.sent[host].look())
         self.bytes += len(lines)
         for message in MessageReader().feed(lines):
             self.received.receive(host, message, int(self.now_s * SECOND))
@@ -113,7 +156,7 @@ def test_what_a_host_has_seen_arrives_with_the_drivers_time_of_it() -> None:
 def test_the_last_steps_alone_are_kept() -> None:
     hosts = Hosts()
     for step in range(1, 101):
-        hosts.ranks[1][0].steps = [StepTimes(n, n, 0, 0) for n in range(max(1, step - 31), step)]
+        hosts.ranks[1][0].steps = [StepTimes(n, n, 0, 0) for n in range(max(1, step - 32), step)]
         hosts.agent_looks(1)
     assert [times.step for times in hosts.received.look().progress[2].steps] == [*range(68, 100)]
 
@@ -164,12 +207,23 @@ def test_nobody_is_late_while_one_rank_is_in_a_debugger_or_all_are_stopped() -> 
     assert hosts.passes(20) is not None
 
 
+NO_GROUPS = (b"\1" * TEXT_AT + LENGTH.pack(13) + b'{"groups":[]}').ljust(PAGE_BYTES, b"\0")
+
+
+def packed(page: bytes) -> str:
+    return base64.b64encode(zlib.compress(page)).decode()
+
+
 @pytest.mark.parametrize(
     "message",
     [
-        {"do": "progress", "rank": 0, "word": [1] * 12, "calls": [], "steps": []},
-        {"do": "progress", "rank": 2, "word": [1], "calls": [], "steps": []},
-        {"do": "progress", "rank": 2},
+        {"do": "page", "rank": 0, "page": packed(bytes(range(1, 129)) * 64)},
+        {"do": "page", "rank": 2, "page": packed(bytes(PAGE_BYTES))},
+        {"do": "page", "rank": 2, "page": packed(b"short")},
+        {"do": "page", "rank": 2, "page": "no text in base64"},
+        {"do": "page", "rank": 2, "page": 7},
+        {"do": "page", "rank": 2, "page": packed(NO_GROUPS)},
+        {"do": "page", "rank": 2},
         {"do": "looked", "ranks": [2], "passed_s": 1.0, "halt": ""},
         {"do": "looked", "ranks": [], "passed_s": 1.0, "halt": "asleep"},
     ],

@@ -29,9 +29,8 @@ from shoal.launch.hosts.agent_questions import AgentQuestions, imported
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.progress_messages import ProgressChanges
+from shoal.launch.hosts.remote_progress import SentProgress
 from shoal.launch.job_secret import hold_secret
-from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import StreamName
 from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS
 from shoal.launch.rank_events import RankExited
@@ -91,13 +90,12 @@ class AgentProcess:
         self.session = AgentSession(clock_s())
         self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
-        self.progress: LocalProgress | None = None
+        self.progress: SentProgress | None = None
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
         self._work: Message = {}
         self._sigstop = SigstopDetector(has_all=False)
-        self._changes = ProgressChanges()
         self._look_s = inf
         self._is_over = False
 
@@ -173,7 +171,7 @@ class AgentProcess:
                     self._signal(rank, number, to_group)
                 case agent_session.NameSlow(rank):
                     if self.progress is not None:
-                        self.progress.name_slow(rank)
+                        self.progress.progress.name_slow(rank)
                 case agent_session.KillRanks():
                     self._kill_ranks()
                     self.session.stopped()
@@ -231,23 +229,23 @@ class AgentProcess:
 
     def _watch_progress(self, ranks: Ranks) -> None:
         """Begin to look at the words of ranks, if the driver watches for hangs."""
-        self.progress, self._changes = ranks.progress_source(), ProgressChanges()
+        self.progress = SentProgress(ranks.progress_source())
         self._look_s = clock_s() if ranks.hang_limit_s > 0 else inf
 
     def _look(self) -> None:
-        """Send the words of ranks that have changed, once in SECONDS_BETWEEN_LOOKS.
+        """Send the pages of ranks that have changed, once in SECONDS_BETWEEN_LOOKS.
 
-        While the connection takes nothing there is no look, so that no words pile up.
+        While the connection takes nothing there is no look, so that no pages pile up.
         """
         if clock_s() < self._look_s or self._unsent or self.progress is None:
             return
         self._look_s = clock_s() + SECONDS_BETWEEN_LOOKS
-        for message in self._changes.messages(self.progress.look()):
+        for message in self.progress.look():
             self.session.tell(**message)
 
     @staticmethod
-    def _stacks(progress: LocalProgress | None, rank: int) -> dict[str, str]:
-        return {"text": "" if progress is None else shortened(progress.stacks(rank))}
+    def _stacks(sent: SentProgress | None, rank: int) -> dict[str, str]:
+        return {"text": "" if sent is None else shortened(sent.progress.stacks(rank))}
 
     def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
         self.session.output(rank, stream, "".join(lines))

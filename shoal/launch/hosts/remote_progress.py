@@ -1,29 +1,58 @@
 """The progress of ranks on several hosts, as the driver knows it from messages of their agents.
 
+    "page"      the page of a rank that has changed, see `shoal.watchdog.progress_word`
+    "looked"    the ranks that live, the time since the last look, and if they are halted
+
+A "looked" follows the pages of its look. So a rank without a page in between has not changed.
+
 No clock of a host is read here. An agent says how much time has passed between two of its looks,
 and the time since which a word has not changed is the driver's own, from the receipt of the word.
-
 A host that is silent counts no time: it is the lease that judges it. So a rank that cannot be seen
 is never called late, nor is one that waits for it.
 """
 
 from __future__ import annotations
 
+import base64
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 
 from shoal.launch.hosts.agent_messages import Message
-from shoal.launch.hosts.progress_messages import changed
+from shoal.launch.local_progress import LocalProgress
 from shoal.launch.progress_source import Halt, Look
 from shoal.watchdog.look_clock import MAX_LOOK_S
-from shoal.watchdog.progress_word import ProgressWord, RankProgress
-from shoal.watchdog.progress_writer import now_ns
+from shoal.watchdog.progress_word import PAGE_BYTES, ProgressWord, RankProgress, decode_page
 
 HALTS: tuple[Halt, ...] = ("", "stopped", "traced")
 
 
+class SentProgress:
+    """The agent's side: it turns looks at this host's ranks into messages."""
+
+    def __init__(self, progress: LocalProgress) -> None:
+        self.progress = progress
+        self._pages: dict[int, bytes] = {}
+
+    def look(self) -> list[Message]:
+        """Look at the ranks. Return the messages in their order, each with its kind under "do"."""
+        look = self.progress.look()
+        messages: list[Message] = []
+        for rank in look.progress:
+            page = self.progress.page(rank)
+            if page != self._pages.get(rank):
+                self._pages[rank] = page
+                text = base64.b64encode(zlib.compress(page, 1)).decode()
+                messages.append({"do": "page", "rank": rank, "page": text})
+        passed_s = max(look.passed_s.values(), default=0.0)
+        ranks = sorted(look.progress)
+        messages.append({"do": "looked", "ranks": ranks, "passed_s": passed_s, "halt": look.halt})
+        return messages
+
+
 class ReceivedProgress:
-    """The words that agents have sent in one epoch.
+    """The driver's side: the words that agents have sent in one epoch.
 
     Args:
         hosts: the ranks of each host that has some.
@@ -31,14 +60,14 @@ class ReceivedProgress:
 
     def __init__(self, hosts: Mapping[int, range]) -> None:
         self._hosts = hosts
-        self._progress: dict[int, RankProgress] = {}  # as agents have sent it
-        self._words: dict[int, ProgressWord] = {}  # with the driver's time of their receipt
+        # The word as it was sent, and the progress with the driver's time of its receipt.
+        self._progress: dict[int, tuple[ProgressWord, RankProgress]] = {}
         self._alive: dict[int, list[int]] = {}
         self._passed_s: defaultdict[int, float] = defaultdict(float)
         self._halts: dict[int, Halt] = {}
 
     def receive(self, host: int, message: Message, now_ns: int) -> None:
-        """Take a message of a host's agent, of the kind "progress" or "looked".
+        """Take a message of a host's agent, of the kind "page" or "looked".
 
         Args:
             now_ns: the driver's time.
@@ -46,16 +75,16 @@ class ReceivedProgress:
         Raises:
             KeyError, TypeError, ValueError: no agent sends this.
         """
-        if message["do"] == "progress":
-            rank = self._rank(host, message["rank"])
-            before = self._progress.get(rank)
-            after = self._progress[rank] = changed(before, message)
-            if before is None or before.word != after.word:
-                self._words[rank] = after.word._replace(since_ns=now_ns)
+        if message["do"] == "page":
+            rank, progress = self._rank(host, message["rank"]), _unpacked(message["page"])
+            if rank in self._progress and self._progress[rank][0] == progress.word:
+                now_ns = self._progress[rank][1].word.since_ns
+            received = replace(progress, word=progress.word._replace(since_ns=now_ns))
+            self._progress[rank] = progress.word, received
             return
         alive = [self._rank(host, rank) for rank in message["ranks"]]
-        if not set(alive) <= self._words.keys():
-            raise ValueError("a look without the words of its ranks")
+        if not set(alive) <= self._progress.keys():
+            raise ValueError("a look without the pages of its ranks")
         self._alive[host] = alive
         self._passed_s[host] += min(max(float(message["passed_s"]), 0.0), MAX_LOOK_S)
         self._halts[host] = HALTS[HALTS.index(message["halt"])]
@@ -71,10 +100,7 @@ class ReceivedProgress:
         passed_s: dict[int, float] = {}
         for host, ranks in self._alive.items():
             for rank in ranks:
-                each = self._progress[rank]
-                progress[rank] = RankProgress(
-                    self._words[rank], each.calls, each.groups, each.steps, each.pacing, each.stage
-                )
+                progress[rank] = self._progress[rank][1]
                 passed_s[rank] = min(self._passed_s[host], MAX_LOOK_S)
         self._passed_s.clear()
         return Look(progress, passed_s, self._halt())
@@ -91,52 +117,12 @@ class ReceivedProgress:
         return value
 
 
-class RemoteProgress:
-    """The progress of an epoch's ranks, and the way to the agents; a ProgressSource.
-
-    Args:
-        hosts: the ranks of each host.
-        hang_limit_s: the limit after which a rank is late; 0 for none.
-        name: returns the name of a host.
-        ask_stacks: asks a host's agent for the stacks of a rank, and returns what it says.
-        tell_slow: lets the ranks of a host know that a rank is slow.
-    """
-
-    def __init__(
-        self,
-        hosts: Mapping[int, range],
-        hang_limit_s: float,
-        name: Callable[[int], str],
-        ask_stacks: Callable[[int, int], str],
-        tell_slow: Callable[[int, int], None],
-    ) -> None:
-        self.hang_limit_s = hang_limit_s
-        self.received = ReceivedProgress(hosts)
-        self._name, self._ask_stacks, self._tell_slow = name, ask_stacks, tell_slow
-        self._host_of = {rank: host for host, ranks in hosts.items() for rank in ranks}
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return len(self._host_of)
-
-    def receive(self, host: int, message: Message) -> None:
-        """Take a message of a host's agent now. Raises as `ReceivedProgress.receive` does."""
-        self.received.receive(host, message, now_ns())
-
-    def look(self) -> Look:
-        """Return the progress of the ranks that live."""
-        return self.received.look()
-
-    def name_slow(self, rank: int) -> None:
-        """Let the ranks of all hosts know that one of them is slow, for their log."""
-        for host in set(self._host_of.values()):
-            self._tell_slow(host, rank)
-
-    def host(self, rank: int) -> str:
-        """Return the name of the rank's host."""
-        return self._name(self._host_of[rank])
-
-    def stacks(self, rank: int) -> str:
-        """Return the stacks of all threads of a rank, as its agent tells them."""
-        return self._ask_stacks(self._host_of[rank], rank)
+def _unpacked(text: str) -> RankProgress:
+    """Return the progress of a page. Raises ValueError for what is no page, whatever it is."""
+    try:
+        page = zlib.decompressobj().decompress(base64.b64decode(text), PAGE_BYTES)
+        if len(page) == PAGE_BYTES and (progress := decode_page(page)) is not None:
+            return progress
+    except (AttributeError, TypeError, ValueError, RecursionError, zlib.error) as error:
+        raise ValueError(f"a page that is none: {error!r}") from error
+    raise ValueError("a page that is none, or has no word")

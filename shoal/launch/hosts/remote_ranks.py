@@ -1,4 +1,4 @@
-"""Ranks on several hosts, as `supervise` sees them."""
+"""Ranks on several hosts, as `supervise` and the watchdog see them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_progress import RemoteProgress
+from shoal.launch.hosts.remote_progress import ReceivedProgress
+from shoal.launch.progress_source import Look
 from shoal.launch.rank_events import RankExited
 from shoal.launch.rank_set import RankEvent
+from shoal.watchdog.progress_writer import now_ns
 
 STACKS_S = 4.0
 """For an agent that reads the stacks of a rank; that takes it up to a second."""
@@ -76,7 +78,7 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """All ranks of one epoch. As a context, it kills them all.
+    """All ranks of one epoch, a RankSet and a ProgressSource. As a context, it kills them all.
 
     Args:
         connections: the epoch has been started on it.
@@ -95,6 +97,7 @@ class RemoteRanks:
     ) -> None:
         self.connections = connections
         self.placement = placement
+        self.hang_limit_s = hang_limit_s
         self.all = [
             RemoteRank(connections, share.host, share.first + index)
             for share in placement
@@ -104,13 +107,7 @@ class RemoteRanks:
             share.host: range(share.first, share.first + share.count) for share in placement
         }
         self._ranks_of = defaultdict[int, range](lambda: range(0), ranks_of)
-        self.progress = RemoteProgress(
-            ranks_of,
-            hang_limit_s,
-            connections.name,
-            self._ask_stacks,
-            connections.session.name_slow,
-        )
+        self.received = ReceivedProgress(ranks_of)
         self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
     def __enter__(self) -> RemoteRanks:
@@ -118,6 +115,11 @@ class RemoteRanks:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.all)
 
     @property
     def alive(self) -> list[RemoteRank]:
@@ -152,9 +154,36 @@ class RemoteRanks:
         text = "Its last lines on stderr:\n" + "\n".join(f"  {line}" for line in lines)
         return replace(failure, host=host, text=text)
 
-    def progress_source(self) -> RemoteProgress:
+    def progress_source(self) -> RemoteRanks:
         """Return the progress of these ranks, for a watchdog."""
-        return self.progress
+        return self
+
+    def look(self) -> Look:
+        """Return the progress of the ranks that live."""
+        return self.received.look()
+
+    def name_slow(self, rank: int) -> None:
+        """Let the ranks of all hosts know that one of them is slow, for their log."""
+        for share in self.placement:
+            self.connections.session.name_slow(share.host, rank)
+
+    def host(self, rank: int) -> str:
+        """Return the name of the rank's host."""
+        return self.connections.name(self.all[rank].host)
+
+    def stacks(self, rank: int) -> str:
+        """Return the stacks of all threads of a rank, or that its agent does not tell them."""
+        host = self.all[rank].host
+        question = self.connections.post(host, {"question": "stacks", "rank": rank})
+        end_s = clock_s() + STACKS_S
+        while (answer := self.connections.take_answer(question)) is None:
+            is_connected = self.connections.session.states[host].is_connected
+            if clock_s() > end_s or not is_connected:
+                name = self.connections.name(host)
+                return f"The stack of rank {rank} is not known: its host {name} does not answer."
+            for event in self.connections.pump(max(0.0, end_s - clock_s())):
+                self._waiting += self._rank_events(event)
+        return str(answer.get("problem") or answer["text"])
 
     def kill(self) -> None:
         """Kill all ranks, and wait until none can be alive on any host.
@@ -186,7 +215,7 @@ class RemoteRanks:
                 return [RankExited(rank, code)]
             case HostSpoke(_, {"do": "failed"} as message):
                 return [_failure(message)]
-            case HostSpoke(host, {"do": "progress" | "looked"} as message):
+            case HostSpoke(host, {"do": "page" | "looked"} as message):
                 return self._on_progress(host, message)
             case HostSpoke(host, {"do": "refused", "reason": reason}):
                 return self._on_lost(host, f"its agent refused to start ranks: {reason}")
@@ -194,28 +223,15 @@ class RemoteRanks:
 
     def _on_progress(self, host: int, message: Message) -> list[RankEvent]:
         try:
-            self.progress.receive(host, message)
+            self.received.receive(host, message, now_ns())
         except (KeyError, TypeError, ValueError) as error:
             return self._on_lost(host, f"its agent sent malformed progress: {error!r}")
         return []
 
-    def _ask_stacks(self, host: int, rank: int) -> str:
-        """Return the stacks of a rank as its agent tells them, or that it does not."""
-        question = self.connections.post(host, {"question": "stacks", "rank": rank})
-        end_s = clock_s() + STACKS_S
-        while (answer := self.connections.take_answer(question)) is None:
-            is_connected = self.connections.session.states[host].is_connected
-            if clock_s() > end_s or not is_connected:
-                name = self.connections.name(host)
-                return f"The stack of rank {rank} is not known: its host {name} does not answer."
-            for event in self.connections.pump(max(0.0, end_s - clock_s())):
-                self._waiting += self._rank_events(event)
-        return str(answer.get("problem") or answer["text"])
-
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
         """Return the failure of the first live rank of a lost host."""
         errors = self.connections.drop(host)
-        self.progress.received.lost(host)
+        self.received.lost(host)
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
             rank.is_alive = False
