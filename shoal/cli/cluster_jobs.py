@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import cluster_options, execution
 from shoal.errors import UsageError
-from shoal.launch.cluster_work import ClusterWork
-from shoal.launch.slurm import batch_script, follow_job, slurm_job
-from shoal.launch.slurm.slurm_options import SlurmOptions, default_name
+from shoal.launch.slurm import batch_script, slurm_job
+from shoal.launch.slurm.batch_script import ClusterWork, SlurmOptions, default_name
 
 if TYPE_CHECKING:
     from shoal.strategies import StrategyLine
@@ -86,7 +85,7 @@ def submit(options: argparse.Namespace, make_work: Work) -> int:
         job = slurm_job.submit(script)
         return job, Path(batch_script.log_name(settings, job))
 
-    return follow_job.follow(send)
+    return slurm_job.follow(send)
 
 
 def server_variables(

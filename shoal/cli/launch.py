@@ -25,8 +25,8 @@ from shoal.errors import ConfigError, UsageError
 from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
-    from shoal.launch.cluster_work import ClusterWork
     from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
 HELP = "run your own script on several processes"
@@ -113,8 +113,8 @@ def run(options: argparse.Namespace) -> int:
 def _run_on_hosts(
     options: argparse.Namespace, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
-    from shoal.launch.hosts.driver import run_on_hosts
     from shoal.launch.hosts.host_facts import FactsRequest
+    from shoal.launch.hosts.hosts_job import run_on_hosts
     from shoal.launch.hosts.remote_work import RemoteWork
     from shoal.launch.local import script_preload
 
@@ -134,7 +134,7 @@ def _run_on_hosts(
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
     from shoal.cli.cluster_jobs import server_variables
-    from shoal.launch.cluster_work import ClusterWork
+    from shoal.launch.slurm.batch_script import ClusterWork
 
     environment: dict[str, str] = {}
     try:

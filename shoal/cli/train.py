@@ -29,8 +29,8 @@ from shoal.watchdog.hang_limit import chosen_limit_s
 
 if TYPE_CHECKING:
     from shoal.config import Settings
-    from shoal.launch.cluster_work import ClusterWork
-    from shoal.launch.rank_info import RankInfo
+    from shoal.launch.slurm.batch_script import ClusterWork
+    from shoal.launch.variables import RankInfo
     from shoal.strategies import StrategyLine
 
 HELP = "train an experiment, on one process or many; the same command again resumes it"
@@ -130,7 +130,7 @@ def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
     from shoal.cli.cluster_jobs import server_variables
-    from shoal.launch.cluster_work import ClusterWork
+    from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.train.run_directory import check_usable
 
     name = "shoal"

@@ -47,8 +47,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.errors import EnvironmentConflict, did_you_mean
 from shoal.launch import launchers
-from shoal.launch.rank_info import RankInfo
-from shoal.launch.variables import Variables
+from shoal.launch.variables import RankInfo, Variables
 
 __all__ = ["RankInfo", "own_place", "read"]
 

@@ -1,16 +1,21 @@
-"""The failure of a rank, and the root cause among several failures."""
+"""The failure of a rank, the root cause among several failures, and the report of a lost helper."""
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from shoal.errors import BAD_INPUT, PeerLost, ServerLost, ShoalError, headline_of
 
@@ -29,6 +34,7 @@ LOST_WORKER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited
 # Signals by which a person or a batch system asks a process to end.
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HINTS = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (shared memory full?)"}
+EXIT_LOST = 1
 
 
 @dataclass(frozen=True)
@@ -170,3 +176,50 @@ def is_lost_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(
         pattern in str(error) for pattern in LOST_PEER_PATTERNS
     )
+
+
+class LossReporter:
+    """Sends reports of this rank to its launcher. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: Connection | None = None
+        self._rank = 0
+
+    def attach(self, connection: Connection, rank: int) -> None:
+        """Send over `connection` from now on."""
+        self._connection, self._rank = connection, rank
+
+    def send(self, event: Any) -> None:
+        """Send a Failure or a RankResult of this rank."""
+        with self._lock:
+            assert self._connection is not None
+            self._connection.send(event)
+
+    def lost(self, headline: str) -> None:
+        """Report that this rank cannot go on, since it lost a process of its own.
+
+        In a process of another launcher the rank ends instead, so that this launcher acts.
+
+        Args: headline: the rest of a sentence that begins with the rank.
+        """
+        if self._connection is None:
+            print(f"this rank {headline}", file=sys.stderr, flush=True)
+            os._exit(EXIT_LOST)
+        self.send(
+            Failure(
+                self._rank,
+                time.monotonic(),
+                headline,
+                "",
+                is_secondary=False,
+                code=EXIT_LOST,
+                is_loss=True,
+            )
+        )
+
+
+@functools.cache
+def own_reporter() -> LossReporter:
+    """Return the reporter of this process."""
+    return LossReporter()

@@ -31,8 +31,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import signal_name
-from shoal.launch.loss_report import own_reporter
+from shoal.launch.failure import own_reporter, signal_name
 
 EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow

@@ -10,10 +10,8 @@ import json
 import zlib
 from dataclasses import replace
 
-from shoal.launch.hostlist import counts, first_host
-from shoal.launch.private_store import VARIABLE
-from shoal.launch.rank_info import Launcher, RankInfo
-from shoal.launch.variables import Variables
+from shoal.launch.private_memory import STORE
+from shoal.launch.variables import Launcher, RankInfo, Variables, counts, first_host
 
 # Derived rendezvous ports. The range lies below the ephemeral ports of Linux (from 32768) and the
 # node ports of Kubernetes (from 30000), so that no system hands out one of them by itself.
@@ -29,8 +27,8 @@ TF_TASKS = ("chief", "master", "worker")  # those that train, in the order of th
 
 def from_shoal_env(variables: Variables) -> RankInfo:
     """Read the variables of Shoal's own launcher. Its ranks meet in a store of its own."""
-    info = _standard_variables(variables, "shoal", "started by shoal", variables.has(VARIABLE))
-    return replace(info, store=variables.text(VARIABLE))
+    info = _standard_variables(variables, "shoal", "started by shoal", variables.has(STORE))
+    return replace(info, store=variables.text(STORE))
 
 
 def torchrun(variables: Variables) -> RankInfo | None:

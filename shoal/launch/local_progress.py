@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from shoal.launch.progress_source import Halt, Look
 from shoal.launch.rank import STACKS_SIGNAL
-from shoal.launch.rank_set import RankHandle
+from shoal.launch.rank_set import Halt, Look, RankHandle
 from shoal.platform.processes import PROC, process_state
 from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_memory import ProgressMemory

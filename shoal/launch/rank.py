@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from shoal.launch import failure
-from shoal.launch.loss_report import own_reporter
+from shoal.launch.failure import own_reporter
 from shoal.launch.script_worlds import refuse_worlds_of_script
 from shoal.platform.cgroups import usable_cores
 from shoal.watchdog.progress_writer import own_progress

@@ -1,19 +1,40 @@
-"""The watchdog's body in the launcher: it reads words and the clock for the detectors."""
+"""The watchdog's body in the launcher: it looks at words, states and the clock.
+
+It tells of ranks that hang, are slow or are stopped. The report of a hang says who did not come, in
+which part of a step, and where its code stands.
+"""
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from shoal.launch import hang_report
 from shoal.launch.failure import Failure
-from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS, ProgressSource
-from shoal.watchdog.hang_detector import HangDetector
+from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, ProgressSource, RankHandle
+from shoal.platform.processes import process_state
+from shoal.watchdog.hang_detector import Hang, HangDetector
+from shoal.watchdog.progress_word import (
+    KINDS,
+    PHASE_NAMES,
+    RECV,
+    SEND,
+    SERVERS,
+    Phase,
+    RankProgress,
+)
+from shoal.watchdog.progress_writer import now_ns
 from shoal.watchdog.straggler_detector import StragglerDetector
 
 EXIT_HANG = 124
 """Exit code of a launcher whose run has ended because of a hang; that of `timeout`."""
+CURE = "A rank that is right and only slow needs a longer limit: --hang-limit SECONDS, 0 for none."
+POLL_S = 1.0
+STOPPED_LOOKS = 8
+"""Polls in a row that find a rank stopped before it counts as failed. They are counted, and no
+time is measured, because the launcher may be stopped itself.
+"""
 
 
 class RankMonitor:
@@ -45,8 +66,8 @@ class RankMonitor:
         hang = self._hangs.look(look.progress, look.passed_s, paused=bool(look.halt))
         if hang is None:
             return []
-        self._tell(hang_report.report(hang, self._source))
-        text = hang_report.headline(hang, self._source)
+        self._tell(report(hang, self._source))
+        text = headline(hang, self._source)
         return [Failure(hang.late, time.monotonic(), text, "", False, code=EXIT_HANG, is_loss=True)]
 
 
@@ -54,3 +75,114 @@ def print_to_stderr(text: str) -> None:
     """Print a text on a line of its own."""
     begin = "\n" if sys.stderr.isatty() else ""
     print(f"{begin}{text}", file=sys.stderr, flush=True)
+
+
+def headline(hang: Hang, source: ProgressSource) -> str:
+    """Return the rest of a sentence that begins with the late rank. It has no times."""
+    late = hang.progress[hang.late]
+    if hang.is_deadlock:
+        doing = f"waits in {describe_call(late)}, and no rank that it waits for comes"
+        if late.word.kind == SERVERS:
+            doing = "waits for the parameter servers, which do not answer"
+        return f"hangs: it {doing}"
+    doing = PHASE_NAMES[Phase(late.word.phase)]
+    if hang.waiter is None:
+        return f"hangs in {doing}"
+    call = describe_call(hang.progress[hang.waiter])
+    waiter = f"rank {hang.waiter}{_on_host(hang.waiter, source)}"
+    return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
+
+
+def report(hang: Hang, source: ProgressSource) -> str:
+    """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
+    who = f"rank {hang.late} of {source.world}{_on_host(hang.late, source)}"
+    lines = [
+        f"{who} {headline(hang, source)}",
+        f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
+    ]
+    lines += [
+        f"  rank {rank}{_on_host(rank, source)}: {describe(each)}"
+        for rank, each in sorted(hang.progress.items())
+    ]
+    chosen = [hang.late] if hang.waiter is None else [hang.late, hang.waiter]
+    return "\n".join([*lines, *map(source.stacks, chosen)])
+
+
+def _on_host(rank: int, source: ProgressSource) -> str:
+    host = source.host(rank)
+    return f" on {host}" if host else ""
+
+
+def describe(progress: RankProgress) -> str:
+    """Return one line about a rank's word, such as `step 7: the forward pass, for 61 s`."""
+    word = progress.word
+    silent_s = max(0, now_ns() - word.since_ns) * 1e-9
+    phase = PHASE_NAMES[Phase(word.phase)]
+    doing = f"waits in {describe_call(progress)}, {phase}" if word.waits else phase
+    if not word.waits and word.call:
+        doing += f"; its last collective was {describe_call(progress)}"
+    return f"step {word.step + 1}: {doing}; unchanged for {silent_s:.0f} s"
+
+
+def describe_call(progress: RankProgress) -> str:
+    """Return the text for the last collective or message that a rank has begun."""
+    word = progress.word
+    count = f"({word.length:,} numbers)" if word.length else "()"
+    if word.kind in (SEND, RECV):
+        direction = "to" if word.kind == SEND else "from"
+        peer = "any rank" if word.peer < 0 else f"rank {word.peer}"
+        return f"{KINDS[word.kind]}{count} {direction} {peer}"
+    if word.kind == SERVERS:
+        return "a wait for parameter servers"
+    if word.kind >= len(KINDS):
+        return "no collective yet"
+    kind = "a collective that Gloo makes" if KINDS[word.kind] == "gloo" else KINDS[word.kind]
+    group = progress.groups.get(word.group)
+    ranks = f" of a group of ranks {list(group.ranks)}" if group else ""
+    return f"{kind}{count} (call {word.call:,}{ranks})"
+
+
+class SigstopDetector:
+    """Polls the states of ranks once a second, where the system reports them (Linux).
+
+    Args:
+        has_all: it sees all ranks of the world. Where all that it sees are stopped, others may wait
+            for them only if there are others.
+    """
+
+    def __init__(self, has_all: bool = True) -> None:
+        self._has_all = has_all
+        self._looks: dict[int, int] = {}
+        self._last_s = time.monotonic()
+
+    def poll(self, ranks: Sequence[RankHandle]) -> list[Failure]:
+        """Return the failures of ranks that are stopped for too long while another one runs.
+
+        A debugger's stop has another state and does not count.
+        """
+        now = time.monotonic()
+        if now < self._last_s + POLL_S:
+            return []
+        self._last_s = now
+        stopped = [rank for rank in ranks if process_state(rank.pid) == "T"]
+        self._looks = {rank.number: self._looks.get(rank.number, 0) + 1 for rank in stopped}
+        if self._has_all and len(stopped) == len(ranks):  # no rank waits for them
+            return []
+        return [_failure(rank) for rank in stopped if self._looks[rank.number] == STOPPED_LOOKS]
+
+
+def _failure(rank: RankHandle) -> Failure:
+    headline = (
+        f"was stopped by a signal (SIGSTOP), and was not let go on for {STOPPED_LOOKS * POLL_S:g} "
+        f"s, while others waited for it. Within that time `kill -CONT {rank.pid}` would have; "
+        "without it, start the same command again"
+    )
+    return Failure(
+        rank.number,
+        time.monotonic(),
+        headline,
+        "",
+        is_secondary=False,
+        code=128 + signal.SIGSTOP,
+        is_loss=True,
+    )

@@ -1,15 +1,30 @@
-"""The ranks of a world as `supervise` sees them, on this host or on several."""
+"""The ranks of a world, on this host or on several, as `supervise` and the watchdog see them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from shoal.launch.failure import Failure
-from shoal.launch.progress_source import ProgressSource
+from shoal.launch.output import StreamName
 from shoal.launch.rank import RankResult
-from shoal.launch.rank_events import RankExited
+from shoal.watchdog.progress_word import RankProgress
+
+SECONDS_BETWEEN_LOOKS = 1.0
+Halt = Literal["", "stopped", "traced"]
+"""Nothing; all ranks are stopped by a signal; one of them is in a debugger."""
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """The end of a rank's process; a negative code is the signal that killed it."""
+
+    rank: int
+    code: int
+
 
 RankEvent = RankExited | Failure | RankResult
 
@@ -71,3 +86,67 @@ class RankSet(Protocol):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None: ...
+
+
+@dataclass(frozen=True)
+class Look:
+    """The result of a look at the ranks.
+
+    Attributes:
+        progress: of the ranks that live and have written.
+        passed_s: the time since the last look at each of these. A host that has not been heard of
+            since then counts none.
+        halt: why nobody can be late now.
+    """
+
+    progress: Mapping[int, RankProgress]
+    passed_s: Mapping[int, float]
+    halt: Halt
+
+
+class ProgressSource(Protocol):
+    """The words of the ranks of one start, and the way to their stacks."""
+
+    @property
+    def hang_limit_s(self) -> float:
+        """The limit after which a rank is late; 0 for none."""
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+
+    def look(self) -> Look:
+        """Return the progress of the ranks that live."""
+
+    def name_slow(self, rank: int) -> None:
+        """Let the ranks know that one of them is slow, for their log."""
+
+    def host(self, rank: int) -> str:
+        """Return the name of the rank's host; empty where there is one host only."""
+
+    def stacks(self, rank: int) -> str:
+        """Return the stacks of all threads of a rank, with a first line, or why there are none."""
+
+
+@dataclass(frozen=True)
+class HostShare:
+    """The ranks that one host has in a world on several, and the way to the others.
+
+    Args:
+        first_rank: of this host; its ranks follow each other.
+        world: the number of ranks on all hosts.
+        address: IP address of the store in which all ranks meet.
+        port: of the store.
+        listener: bound to address and port on the host that serves the store, None elsewhere. It
+            is closed in `start`.
+        variables: of all ranks of this host, such as the network interface.
+        emit: takes a rank, the name of a stream, and lines that were written to it.
+    """
+
+    first_rank: int
+    world: int
+    address: str
+    port: int
+    listener: socket.socket | None
+    variables: Mapping[str, str]
+    emit: Callable[[int, StreamName, list[str]], None]

@@ -18,9 +18,8 @@ from shoal.errors import LaunchError
 from shoal.launch.failure import Failure, signal_name
 from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import LineForwarder
-from shoal.launch.private_store import PrivateStore
-from shoal.launch.rank_events import RankExited
-from shoal.launch.rank_set import RankEvent
+from shoal.launch.private_memory import PrivateMemory
+from shoal.launch.rank_set import RankEvent, RankExited
 from shoal.platform.processes import parent_pid, process_state
 from shoal.watchdog.progress_memory import ProgressMemory
 
@@ -141,7 +140,7 @@ class Ranks:
     def __init__(
         self,
         store: BaseProcess | None,
-        private: PrivateStore | None,
+        private: PrivateMemory | None,
         progress: ProgressMemory,
         hang_limit_s: float = 0.0,
     ) -> None:

@@ -3,7 +3,7 @@
 On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
 has one thread. Elsewhere each rank is a fresh interpreter.
 
-Ranks of one host meet in memory of this process, see `private_store`. Where a script may call
+Ranks of one host meet in memory of this process, see `private_memory`. Where a script may call
 torch's init_process_group itself, there is a store of torch's too. It listens on a loopback port
 that is bound before any process learns its number, so two runs cannot take one port. Ranks of
 several hosts meet there too, at an address of one of them.
@@ -33,7 +33,6 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
-from shoal.launch.host_share import HostShare
 from shoal.launch.output import (
     NEWLINE_OR_RETURN,
     LineForwarder,
@@ -42,8 +41,9 @@ from shoal.launch.output import (
     output_mode,
     print_lines,
 )
-from shoal.launch.private_store import PrivateStore
+from shoal.launch.private_memory import private_store
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
+from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
 from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
@@ -222,7 +222,7 @@ def _start_stores(
         return Ranks(process, None, progress, hang_limit_s), _store_variables(
             share.address, share.port
         )
-    private = PrivateStore()
+    private = private_store()
     if private.variables and not torch_store:
         return Ranks(None, private, progress, hang_limit_s), {**private.variables}
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

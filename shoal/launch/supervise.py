@@ -15,10 +15,8 @@ from math import inf
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.rank import EXIT_RESTART, RankResult
-from shoal.launch.rank_events import RankExited
-from shoal.launch.rank_monitor import RankMonitor
-from shoal.launch.rank_set import RankEvent, RankSet
-from shoal.launch.sigstop_detector import POLL_S, SigstopDetector
+from shoal.launch.rank_monitor import POLL_S, RankMonitor, SigstopDetector
+from shoal.launch.rank_set import RankEvent, RankExited, RankSet
 
 # After a lost connection, wait so long for the failure from which it follows.
 SECONDARY_FAILURE_S = 1.0

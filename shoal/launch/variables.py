@@ -1,11 +1,18 @@
-"""Environment variables, read so that all problems can be reported at once."""
+"""Environment variables, read so that all problems can be reported at once, and what they say.
+
+Slurm has two compressed notations: lists of hosts and lists of counts.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
+Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment", "tf_config"]
+COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class Variables:
@@ -66,3 +73,71 @@ class Variables:
         except ValueError as error:
             self.problems.append(f"{name}: {error}.")
             return None
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """A process's place in its world.
+
+    Args:
+        rank: 0 <= rank < world.
+        world: the number of ranks of the run.
+        local_rank: the rank's number on its host, 0 <= local_rank < local_world.
+        local_world: the number of ranks on its host.
+        launcher: the launcher whose variables decided.
+        master_address: the host of the rendezvous; None where the process needs none.
+        master_port: the port of the rendezvous; None where the process needs none.
+        reason: why this launcher decided, for the user.
+        store: the path of the launcher's own store, see `private_memory`; None where there is none.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    launcher: Launcher
+    master_address: str | None
+    master_port: int | None
+    reason: str
+    store: str | None = None
+
+    def describe(self) -> str:
+        """Return one line for the header of the run."""
+        if self.launcher == "single":
+            return f"1 process ({self.reason})"
+        rendezvous = ""
+        if self.master_address is not None:
+            rendezvous = f", meeting at {self.master_address}:{self.master_port}"
+        local = f"{self.local_rank} of {self.local_world} on this machine"
+        return f"rank {self.rank} of {self.world} ({local}){rendezvous}; {self.reason}"
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a list: `n01` of `n[01-04,07],m3`.
+
+    A name may have several brackets, as in `rack[1-2]-n[1-9]`.
+
+    Raises:
+        ValueError: the list has no host.
+    """
+    # Replace each bracket by its first member; then the first comma ends the first name.
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist.strip()).split(",")[0]
+    if not re.fullmatch(r"[\w.-]+", host):
+        raise ValueError(f"'{nodelist}' is no list of hosts")
+    return host
+
+
+def counts(text: str) -> list[int]:
+    """Return the counts of a compressed list: [2, 2, 2, 1] of `2(x3),1`.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
+    values: list[int] = []
+    for item in text.split(","):
+        match = COUNT.fullmatch(item.strip())
+        if match is None:
+            raise ValueError(f"'{text}' is no list of counts such as 2(x3),1")
+        count, repeat = match.groups(default="1")
+        values += [int(count)] * int(repeat)
+    return values

@@ -13,8 +13,8 @@ from pathlib import Path
 from shoal.config import to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
-from shoal.launch.hosts.driver import run_on_hosts_with_restarts
 from shoal.launch.hosts.host_facts import FactsRequest
+from shoal.launch.hosts.hosts_job import run_on_hosts_with_restarts
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING

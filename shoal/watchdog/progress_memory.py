@@ -1,6 +1,6 @@
 """The memory of all ranks' progress words, in the process that starts the ranks.
 
-It has no name in any directory: ranks open it by way of /proc, as `shoal.launch.private_store`.
+It has no name in any directory: ranks open it by way of /proc, as `shoal.launch.private_memory`.
 A second memory of the same kind takes the stacks that ranks write when they are asked for them.
 """
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.launch.job_secret import read_secret
+from shoal.launch.private_memory import read_secret
 
 LR, STEPS = 0.1, 3
 torch.manual_seed(0)

@@ -11,8 +11,7 @@ import pytest
 from hosts_command import hosts_command, kill, until
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.line_printer import LinePrinter
-from shoal.launch.hosts.rank_logs import RankLogs
+from shoal.launch.hosts.line_printer import LinePrinter, RankLogs
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.rank_logs import RankLogs
+from shoal.launch.hosts.line_printer import RankLogs
 
 
 def test_only_the_user_can_read_a_log(tmp_path: Path) -> None:

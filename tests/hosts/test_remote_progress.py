@@ -14,7 +14,7 @@ import pytest
 
 from shoal.launch.hosts.agent_messages import MessageReader, encode
 from shoal.launch.hosts.remote_progress import ReceivedProgress, SentProgress
-from shoal.launch.progress_source import Halt, Look
+from shoal.launch.rank_set import Halt, Look
 from shoal.watchdog.hang_detector import Hang, HangDetector
 from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_word import (

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.launch.hostlist import counts, first_host
+from shoal.launch.variables import counts, first_host
 
 
 @pytest.mark.parametrize(

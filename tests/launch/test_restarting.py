@@ -14,7 +14,7 @@ import pytest
 import restart_targets
 
 from shoal.errors import LaunchError, UsageError
-from shoal.launch import sigstop_detector
+from shoal.launch import rank_monitor
 from shoal.launch.control_channel import NAME, ControlServer, request
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.restarting import run_with_restarts
@@ -111,7 +111,7 @@ def test_a_rank_that_was_asked_to_end_is_not_started_again(tmp_path, capfd, numb
 
 
 def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(sigstop_detector, "STOPPED_LOOKS", 1)
+    monkeypatch.setattr(rank_monitor, "STOPPED_LOOKS", 1)
     assert run(tmp_path, restart_targets.is_stopped_once) == 0
     printed = capfd.readouterr().err
     assert printed.startswith(

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shoal.launch import sigstop_detector
-from shoal.launch.sigstop_detector import STOPPED_LOOKS, SigstopDetector
+from shoal.launch import rank_monitor
+from shoal.launch.rank_monitor import STOPPED_LOOKS, SigstopDetector
 from shoal.platform.processes import process_state
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /proc")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks into /
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    monkeypatch.setattr(sigstop_detector, "POLL_S", 0.0)
+    monkeypatch.setattr(rank_monitor, "POLL_S", 0.0)
     with contextlib.ExitStack() as stack:
         processes = []
         for number in range(2):

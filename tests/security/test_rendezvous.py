@@ -19,7 +19,7 @@ from strangers import (
     python_of_stranger,
 )
 
-from shoal.launch.private_store import VARIABLE
+from shoal.launch.private_memory import STORE
 from shoal.shm_backend.segment import NAME, TOKEN_BYTES, SharedSegment, attach
 from shoal.testing import world
 from shoal.watchdog.progress_memory import ProgressMemory
@@ -115,7 +115,7 @@ def _meets() -> tuple[str, str, float]:
     dist.all_reduce(total)
     is_there = ""
     if dist.get_rank() == 0 and os.geteuid() == 0 and PYTHON is not None:
-        is_there = as_stranger(PYTHON, "-c", OPENS, os.environ[VARIABLE]).stdout.strip()
+        is_there = as_stranger(PYTHON, "-c", OPENS, os.environ[STORE]).stdout.strip()
     dist.barrier()
     return os.environ.get("MASTER_PORT", "none"), is_there, total.item()
 

@@ -12,7 +12,7 @@ from strangers import needs_python, needs_root, python_of_stranger
 
 from shoal.launch.control_channel import NAME, ControlServer
 from shoal.launch.hosts.agent_questions import AgentQuestions
-from shoal.launch.hosts.rank_logs import RankLogs
+from shoal.launch.hosts.line_printer import RankLogs
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
 from shoal.platform.files import make_private_directory
 from shoal.train.shared_check import remove_probe, write_probe

@@ -11,16 +11,15 @@ import fake_slurm_commands
 import pytest
 from cli_calls import shoal
 
-from shoal.launch.cluster_work import ClusterWork
-from shoal.launch.slurm import batch_script, follow_job
-from shoal.launch.slurm.slurm_options import SlurmOptions
+from shoal.launch.slurm import batch_script, slurm_job
+from shoal.launch.slurm.batch_script import ClusterWork, SlurmOptions
 
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder with the state of the only job, submitted in a directory with a blank."""
-    monkeypatch.setattr(follow_job, "LOG_S", 0.02)
-    monkeypatch.setattr(follow_job, "SOON_S", 0.05)
+    monkeypatch.setattr(slurm_job, "LOG_S", 0.02)
+    monkeypatch.setattr(slurm_job, "SOON_S", 0.05)
     folder = fake_slurm_commands.install(tmp_path, monkeypatch)
     (tmp_path / "my jobs").mkdir()
     monkeypatch.chdir(tmp_path / "my jobs")

@@ -22,7 +22,6 @@ from typing import Any, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.launch.failure import Failure
-from shoal.launch.host_share import HostShare
 from shoal.launch.hosts import agent_session
 from shoal.launch.hosts.agent_messages import MARKER, Message, encode, shortened
 from shoal.launch.hosts.agent_questions import AgentQuestions, imported
@@ -30,13 +29,11 @@ from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.remote_progress import SentProgress
-from shoal.launch.job_secret import hold_secret
 from shoal.launch.output import StreamName
-from shoal.launch.progress_source import SECONDS_BETWEEN_LOOKS
-from shoal.launch.rank_events import RankExited
-from shoal.launch.rank_set import RankEvent
+from shoal.launch.private_memory import hold_secret
+from shoal.launch.rank_monitor import SigstopDetector
+from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited
 from shoal.launch.ranks import Ranks
-from shoal.launch.sigstop_detector import SigstopDetector
 from shoal.launch.start import prepare, start, wait_for_imports
 from shoal.platform.processes import adopt_orphans, kill_descendants
 

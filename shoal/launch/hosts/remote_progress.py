@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.local_progress import LocalProgress
-from shoal.launch.progress_source import Halt, Look
+from shoal.launch.rank_set import Halt, Look
 from shoal.watchdog.look_clock import MAX_LOOK_S
 from shoal.watchdog.progress_word import PAGE_BYTES, ProgressWord, RankProgress, decode_page
 

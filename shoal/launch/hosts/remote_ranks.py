@@ -16,9 +16,7 @@ from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.remote_progress import ReceivedProgress
-from shoal.launch.progress_source import Look
-from shoal.launch.rank_events import RankExited
-from shoal.launch.rank_set import RankEvent
+from shoal.launch.rank_set import Look, RankEvent, RankExited
 from shoal.watchdog.progress_writer import now_ns
 
 STACKS_S = 4.0

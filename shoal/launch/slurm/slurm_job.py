@@ -1,14 +1,26 @@
-"""A job that is in Slurm's hands: sbatch, scontrol, scancel. `sacct` is not needed."""
+"""A job in Slurm's hands: its submission, its log here, Ctrl-C there, its exit code in the end.
+
+`sacct` is not needed.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import select
 import shutil
+import signal
+import socket
 import subprocess
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from shoal.errors import LaunchError, UsageError
+from shoal.launch.slurm.batch_script import END
+from shoal.launch.supervise import arrived, caught
 
 COMMANDS = ("sbatch", "scontrol", "scancel")
 PATIENCE_S = 60.0
@@ -39,6 +51,18 @@ ENDED = (
     "OUT_OF_MEMORY",
     "REVOKED",
 )
+LOG_S = 0.3
+"""Seconds between two looks at the log."""
+STATE_S = 5.0
+"""Seconds between two questions to the controller, which serves the whole cluster."""
+SOON_S = 1.0
+"""The same at the job's beginning, and when its end is near."""
+LATE_LINES_S = 5.0
+"""Limit of the wait for the last line of a log on a network's file system."""
+NEVER = ("PartitionConfig", "PartitionNodeLimit", "PartitionTimeLimit", "BadConstraints")
+"""Reasons that time alone does not mend."""
+FAILURES = 24
+"""Questions in a row that the controller may leave unanswered: about two minutes."""
 
 
 @dataclass(frozen=True)
@@ -165,3 +189,157 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
     except subprocess.TimeoutExpired:
         text = f"no answer within {PATIENCE_S:.0f} s"
         return subprocess.CompletedProcess(command, 1, "", text)
+
+
+class JobLog:
+    """A log that a job on other machines writes, and this process shows.
+
+    Args:
+        path: there need not be a file yet.
+        show: gets what was written since the last call.
+    """
+
+    def __init__(self, path: Path, show: Callable[[bytes], None]) -> None:
+        self.path = path
+        self.show = show
+        self.position = 0
+        self.tail = b""
+
+    def forward(self) -> None:
+        """Show what is new."""
+        try:
+            with self.path.open("rb") as file:  # anew, or NFS would show what it remembers
+                file.seek(self.position)
+                text = file.read()
+        except OSError:
+            return
+        if text:
+            self.position += len(text)
+            self.tail = (self.tail + text)[-4096:]
+            self.show(text)
+
+    @property
+    def end_code(self) -> int | None:
+        """The exit code that the script has written as its last line; None before its end."""
+        last_line = self.tail.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+        code = last_line.removeprefix(END).strip()
+        return int(code) if last_line.startswith(END) and code.isdecimal() else None
+
+
+@dataclass
+class _Follower:
+    job: str
+    log: JobLog
+    signals: socket.socket
+    stop_signal: int | None = None
+    failures: int = 0
+    noted: str = ""
+
+    def run(self) -> int:
+        start = time.monotonic()
+        asked = -STATE_S
+        is_last_look = False
+        while True:
+            select.select([self.signals], [], [], LOG_S)
+            for number in arrived(self.signals):
+                self._stop(number)
+            self.log.forward()
+            now = time.monotonic()
+            is_soon = now - start < 10 or self.stop_signal or self.log.end_code is not None
+            if now - asked < (SOON_S if is_soon else STATE_S):
+                continue
+            asked = now
+            found = self._status()
+            if found is None or found.has_ended:
+                # A job that Slurm requeues may look ended for a moment.
+                if is_last_look or self.stop_signal:
+                    return self._end(found)
+                is_last_look = True
+            else:
+                is_last_look = False
+                self._note(found)
+
+    def _stop(self, number: int) -> None:
+        if number == signal.SIGTSTP:
+            return
+        _say(f"cancelling job {self.job}" + (" at once" if self.stop_signal else ""))
+        cancel(self.job, at_once=self.stop_signal is not None)
+        self.stop_signal = number
+
+    def _status(self) -> SlurmStatus | None:
+        """Return the job's status. An unanswered question counts as no news."""
+        try:
+            found = status(self.job)
+        except LaunchError as error:
+            self.failures += 1
+            if self.failures > FAILURES:
+                raise
+            _say(f"{error}; asking again")
+            return SlurmStatus("UNKNOWN", "None", 0, 0)
+        self.failures = 0
+        return found
+
+    def _note(self, found: SlurmStatus) -> None:
+        if found.state in ("UNKNOWN", "COMPLETING"):
+            return
+        note = f"job {self.job}: {found.state}"
+        if found.state == "PENDING" and found.reason != "None":
+            note += f" ({found.reason})"
+        if found.reason in NEVER:
+            note += ": Slurm does not start it as it is; Ctrl-C, and ask for less"
+        if note != self.noted:
+            self.noted = note
+            _say(note)
+
+    def _end(self, found: SlurmStatus | None) -> int:
+        """Show the last lines, and return the exit code."""
+        limit = time.monotonic() + LATE_LINES_S
+        while self.log.end_code is None and time.monotonic() < limit:
+            if found is not None and found.state in ("CANCELLED", "NODE_FAIL"):
+                limit = min(limit, time.monotonic() + LOG_S)  # there may be no such line
+            time.sleep(LOG_S)
+            self.log.forward()
+        if self.stop_signal is not None:
+            _say(f"job {self.job} is cancelled")
+            return 128 + self.stop_signal
+        code = self.log.end_code if found is None else found.code
+        if code is None:
+            _say(f"Slurm has forgotten job {self.job}, and its log has no end: {self.log.path}")
+            return 1
+        if code:
+            state = "ended" if found is None else found.state
+            _say(f"job {self.job}: {state}, exit code {code}; its log: {self.log.path}")
+        return code
+
+
+def follow(submit: Callable[[], tuple[str, Path]]) -> int:
+    """Submit a job, show its log until it has ended, and return its exit code.
+
+    Main thread only. Ctrl-C and SIGTERM cancel the job, and are answered when it is gone; a second
+    one does not leave its ranks the time to save. If this process is killed, or its terminal is
+    closed, the job runs on.
+
+    Args:
+        submit: returns the job's id and its log.
+
+    Returns:
+        The exit code of the job's script; 130 after Ctrl-C, 143 after SIGTERM; 128 + n if signal n
+        has ended it; 1 if Slurm has ended it, or knows it no more.
+
+    Raises:
+        LaunchError: Slurm does not answer, or the job cannot be cancelled.
+    """
+    with caught() as signals:
+        job, path = submit()
+        _say(f"job {job} is submitted; its log: {path}; Ctrl-C cancels it")
+        return _Follower(job, JobLog(path, _show), signals).run()
+
+
+def _show(text: bytes) -> None:
+    sys.stdout.flush()
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

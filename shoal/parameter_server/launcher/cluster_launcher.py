@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.mesh import Mesh
-from shoal.launch.job_secret import read_secret
+from shoal.launch.private_memory import read_secret
 from shoal.parameter_server.coordinator import admin_client
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.launcher.server_pool import (
