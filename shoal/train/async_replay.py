@@ -14,24 +14,41 @@ connections to other ranks are replaced.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from shoal.data.seeds import load_random_state, preserve_rng_state
-from shoal.errors import CheckpointError, RecordError, UsageError
+from shoal.comm.mesh import Mesh
+from shoal.config.job import Job
+from shoal.data.seeds import load_random_state, preserve_rng_state, random_state, seed_all
+from shoal.errors import UsageError
+from shoal.launch.environment import read as read_place
 from shoal.parameter_server.node.partition_state import PartitionState
-from shoal.parameter_server.replay.recorded_order import RecordedOrder, ReplayStep, replay_events
-from shoal.train.checkpoint import Checkpoints, Saved
-from shoal.train.record import ReplayStart, events_until, newest_start, saved_steps
-from shoal.train.replay_worker import Worker
+from shoal.parameter_server.optimizer_spec import OptimizerSpec
+from shoal.parameter_server.replay import RecordedOrder, ReplayedServers, Replayer, ReplayStep
+from shoal.parameter_server.worker.client import WorkerClient
+from shoal.run import Run
+from shoal.run.preparation import RunSettings
+from shoal.strategies import build_strategies, parse_line
+from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.server.strategy import Server
+from shoal.strategies.server.worker_engine import WorkerEngine
+from shoal.strategies.transforms.accumulate import Accumulate
+from shoal.strategies.transforms.compile import Compile
+from shoal.strategies.transforms.precision import Precision
+from shoal.train import optimizer as optimizers
+from shoal.train.build import build, steps_of_epochs, take_step
+from shoal.train.checkpoint import Checkpoints
+from shoal.train.record import ReplayStart, events_until, newest_saved, newest_start
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ def replay(directory: Path, output: Path | None = None, step: int | None = None)
         raise UsageError(f"-o {output}: there is no directory {output.parent}.")
     start_s = time.monotonic()
     start = newest_start(directory)
-    target = _newest_saved(start, Checkpoints(directory / "checkpoints"), step)
+    target = newest_saved(start, Checkpoints(directory / "checkpoints"), step)
     with _recorded_environment(start):
         replayed = _ReplayedRun(start, target.step)
         tensors = replayed.run()
@@ -132,12 +149,12 @@ class _ReplayedRun:
 
     def run(self) -> dict[str, Tensor]:
         """Take all steps. Return the tensors that rank 0 would save in the end."""
-        replay_events(
+        Replayer(
             self.order,
             self.partitions,
-            lambda worker, partition, values: self.workers[worker].take(partition, values),
+            lambda worker, part, values: self.workers[worker].servers.take(part, values),
             self._step,
-        )
+        ).run()
         load_random_state(self.workers[0].random, self.workers[0].run.device)
         tensors, _, _ = self.workers[0].run.state()
         return tensors
@@ -148,34 +165,13 @@ class _ReplayedRun:
         Where the run has synchronized its workers, all have taken rank 0's buffers too.
         """
         if worker and step in self.buffers:
-            self.workers[worker].load_buffers(self.buffers[step])
+            buffers = zip(self.workers[worker].model.buffers(), self.buffers[step], strict=True)
+            for buffer, other in buffers:
+                buffer.copy_(other)
         pushed = self.workers[worker].step()
         if worker == 0 and step + 1 in self.order.agreed:
-            self.buffers[step + 1] = self.workers[0].buffers()
+            self.buffers[step + 1] = [each.clone() for each in self.workers[0].model.buffers()]
         return pushed
-
-
-def _newest_saved(start: ReplayStart, checkpoints: Checkpoints, at_step: int | None) -> Saved:
-    """Return the newest checkpoint that the record covers, or the one of step `at_step`."""
-    steps = saved_steps(start)
-    for step in reversed(steps):
-        if at_step not in (None, step):
-            continue
-        try:
-            saved = checkpoints.load(_ignore, step=step)
-        except CheckpointError:  # it was pruned, or its save failed
-            continue
-        if saved is not None:
-            return saved
-    recorded = "nothing was saved since"
-    if steps:
-        recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
-    of_step = "" if at_step is None else f" of step {at_step}"
-    raise RecordError(
-        f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: "
-        f"{recorded}. A record is as good as its last save; see checkpoint.every_steps and "
-        "checkpoint.keep."
-    )
 
 
 def _differing(
@@ -218,5 +214,137 @@ def _recorded_environment(start: ReplayStart) -> Iterator[None]:
             torch.use_deterministic_algorithms(deterministic)
 
 
+class Worker:
+    """Rank `rank` of a recorded run, in its state before the first step.
+
+    Args:
+        partitions: the partitions of all servers, shared by all workers. Make the worker of rank 0
+            first: it fills this list.
+    """
+
+    def __init__(self, start: ReplayStart, rank: int, partitions: list[PartitionState]) -> None:
+        # Samples are the same with any number of data-loader workers.
+        job = self.job = replace(start.job, data=replace(start.job.data, workers=0))
+        ranks = len(start.private)
+        local_world = int(start.info.get("local_world", ranks))
+        mesh = _SingleRankAxis(
+            rank=rank,
+            size=ranks,
+            device=torch.device(start.info["device"]),
+            place=replace(read_place(os.environ), world=ranks, local_world=local_world),
+        )
+        seed_all(job.seed)
+        built = build(job, mesh.device)
+        strategies = _strategies(job, partitions)
+        settings = RunSettings(job.seed, job.train.accumulate)
+        self.run = Run(mesh, strategies, settings, loss_scale=None, announce=_ignore)
+        optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
+        self.model, self.optimizer, self.loader = self.run.prepare(
+            built.model, optimizer, built.train_loader
+        )
+        # The bits are compared at the end; other data is one way to come to others.
+        self.run.load_state(start.tensors, start.info, start.private[rank], accept_data=True)
+        self.compute_loss = built.task.compute_loss(self.model)
+        self.servers = next(s for s in strategies if isinstance(s, _ReplayStrategy)).servers
+        # All workers share this process, so each brings its random state with each step.
+        self.random = random_state(mesh.device)
+        self._first_step = start.step
+        self._steps = self._all_steps()
+
+    def step(self) -> ReplayStep:
+        """Take the next step of this worker. Return what it pushed."""
+        load_random_state(self.random, self.run.device)
+        next(self._steps)
+        self.random = random_state(self.run.device)
+        return self.servers.stepped()
+
+    def _all_steps(self) -> Iterator[None]:
+        epoch_steps = steps_of_epochs(self.job, self.loader)
+        total = min(sum(epoch_steps), self.job.train.max_steps or sum(epoch_steps))
+        step = self._first_step
+        while step < total:
+            epoch = self.loader.epoch
+            first = step - sum(epoch_steps[:epoch])
+            for index, batch in enumerate(self.loader, start=first):
+                epochs = epoch + index / epoch_steps[epoch]
+                of_run = self.job, self.run, self.optimizer, self.compute_loss
+                take_step(*of_run, batch, epochs, step / total)
+                step += 1
+                yield
+
+
+def _strategies(job: Job, partitions: list[PartitionState]) -> list[Strategy]:
+    """Return the strategies in the order of `shoal.init`, with a replay in place of servers."""
+    chosen = [
+        _ReplayStrategy(strategy, partitions) if isinstance(strategy, Server) else strategy
+        for strategy in build_strategies(parse_line(job.strategy))
+    ]
+    compiled: list[Strategy] = [Compile()] if job.model.compile else []
+    return [
+        Precision(job.train.precision, None),
+        *compiled,
+        *chosen,
+        Accumulate(job.train.accumulate),
+    ]
+
+
+class _ReplayStrategy(Strategy):
+    """Stands in for the strategy `Server`: the same worker, with servers in this process.
+
+    Attributes:
+        servers: are there once the optimizer is attached.
+    """
+
+    servers: ReplayedServers
+
+    def __init__(self, options: Server, partitions: list[PartitionState]) -> None:
+        self.options = options
+        self.partitions = partitions
+
+    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
+        engine = WorkerEngine(self.options, model, mesh, self._connect)
+        return replace(
+            model,
+            forward=engine.forward,
+            run=engine.run,
+            gather_params=engine.gather,
+            strategy_state=engine,
+        )
+
+    def _connect(self, engine: WorkerEngine, spec: OptimizerSpec) -> WorkerClient:
+        self.servers = ReplayedServers(engine.flat, spec, self.partitions, engine.compression)
+        return WorkerClient(engine.flat, self.servers, engine.staleness)
+
+
+@dataclass(frozen=True)
+class _SingleRankAxis(Mesh):
+    """A mesh of several ranks in which this one is alone: its collectives send nothing.
+
+    The other ranks are workers in the same process. All that collectives would exchange is in the
+    record, or equal on all ranks.
+    """
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        pass
+
+    def broadcast_str(self, text: str) -> str:
+        return text
+
+    def all_gather_str(self, text: str) -> list[str]:
+        return [text] * self.size
+
+    def new_group(self) -> dist.ProcessGroup | None:
+        return None
+
+    def barrier(self) -> None:
+        pass
+
+
 def _ignore(_: str) -> None:
-    """Print nothing about checkpoints that were skipped: a later one was requested or tried."""
+    """Print nothing of what the recorded run has printed, nor of checkpoints that are skipped."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from shoal import data, models
@@ -22,7 +23,9 @@ from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
 from shoal.run import Run, init_with_place
+from shoal.strategies.base import ComputeLoss
 from shoal.train import plugins
+from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.optimizer import scaled_rate
 from shoal.train.shm_check import check_shared_memory, free_shared_bytes
 from shoal.train.task import Task
@@ -126,6 +129,26 @@ def steps_of_epochs(job: Job, loader: DistributedBatchLoader) -> list[int]:
             ]
         )
     return steps
+
+
+def take_step(
+    job: Job,
+    run: Run,
+    optimizer: Optimizer,
+    compute_loss: ComputeLoss,
+    batch: Any,
+    epochs: float,
+    progress: float,
+) -> float:
+    """Train on a batch. Collective. Return the learning rate; `epochs`, `progress` as `factor`."""
+    inputs, target = run.to_device(batch)
+    rate = set_learning_rate(optimizer, factor(job.schedule, epochs, progress))
+    optimizer.zero_grad()
+    run.forward_backward(compute_loss, inputs, target)
+    if job.train.clip_norm is not None:
+        run.clip_gradients(job.train.clip_norm)
+    optimizer.step()
+    return rate
 
 
 def _to_device(job: Job, model: nn.Module, device: torch.device) -> nn.Module:

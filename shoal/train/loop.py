@@ -21,12 +21,11 @@ from shoal.launch.rank import EXIT_RESTART
 from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
-from shoal.train.build import build, describe, init_run, steps_of_epochs
+from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
 from shoal.train.checkpoint import Saved, newest
 from shoal.train.ema import layout_with_averages
 from shoal.train.fast_saves import load_newest, open_fast_saves
 from shoal.train.log import Log
-from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.refused_run import remove_if_refused
@@ -162,15 +161,10 @@ class Training:
             self._stop()
 
     def _step(self, batch: Any, epochs: float) -> None:
-        inputs, target = self.run.to_device(batch)
-        rate = set_learning_rate(
-            self.optimizer, factor(self.job.schedule, epochs, self.step / self.total_steps)
+        progress = self.step / self.total_steps
+        rate = take_step(
+            self.job, self.run, self.optimizer, self.compute_loss, batch, epochs, progress
         )
-        self.optimizer.zero_grad()
-        self.run.forward_backward(self.compute_loss, inputs, target)
-        if self.job.train.clip_norm is not None:
-            self.run.clip_gradients(self.job.train.clip_norm)
-        self.optimizer.step()
         self.state.count_step(self.loader.share.global_rows)
         self.progress.step(self.loader.share.global_rows)
         if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:

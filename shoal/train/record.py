@@ -25,11 +25,11 @@ from torch import Tensor
 
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
-from shoal.errors import RecordError, StrategyRefused
+from shoal.errors import CheckpointError, RecordError, StrategyRefused
 from shoal.parameter_server.node.event_log import Event
 from shoal.run import Run
 from shoal.strategies import NO_SERVERS
-from shoal.train.checkpoint import Checkpoints, read_info, tensor_files
+from shoal.train.checkpoint import Checkpoints, Saved, read_info, tensor_files
 from shoal.train.checkpoint.manifest import name_of, step_of
 
 RECORD = "record"
@@ -163,9 +163,30 @@ def newest_start(run: Path) -> ReplayStart:
     return ReplayStart(read(path / CONFIG).job, step, tensors, info, private, path)
 
 
-def saved_steps(start: ReplayStart) -> list[int]:
-    """Return the steps of the checkpoints that the record covers. Raise RecordError if damaged."""
-    return [line["saved"] for line in _lines(start.path / EVENTS) if isinstance(line, dict)]
+def newest_saved(start: ReplayStart, checkpoints: Checkpoints, at_step: int | None) -> Saved:
+    """Return the newest checkpoint that the record covers, or the one of step `at_step`.
+
+    Raises: RecordError: it is not there any more, or the record is damaged.
+    """
+    steps = [line["saved"] for line in _lines(start.path / EVENTS) if isinstance(line, dict)]
+    for step in reversed(steps):
+        if at_step not in (None, step):
+            continue
+        try:
+            saved = checkpoints.load(lambda _: None, step=step)
+        except CheckpointError:  # it was pruned, or its save failed
+            continue
+        if saved is not None:
+            return saved
+    recorded = "nothing was saved since"
+    if steps:
+        recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
+    of_step = "" if at_step is None else f" of step {at_step}"
+    raise RecordError(
+        f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: "
+        f"{recorded}. A record is as good as its last save; see checkpoint.every_steps and "
+        "checkpoint.keep."
+    )
 
 
 def events_until(start: ReplayStart, saved: int) -> list[Event]:

@@ -19,7 +19,7 @@ from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.replay.recorded_order import RecordedOrder, ReplayStep, replay_events
+from shoal.parameter_server.replay import RecordedOrder, Replayer, ReplayStep
 
 WORKERS, STEPS = 3, 4
 PARTS = partition({name: ParamMeta(4, torch.float64, 0) for name in "abc"}, part_bytes=32)
@@ -146,9 +146,9 @@ def again(course: RecordedOrder) -> list[Tensor]:
         assert workers[worker].step == number
         return workers[worker].stepped()
 
-    replay_events(
+    Replayer(
         course, held, lambda worker, part, values: workers[worker].values[part].copy_(values), step
-    )
+    ).run()
     return [each.values for each in held]
 
 
@@ -244,12 +244,12 @@ def test_workers_cannot_wait_for_each_other() -> None:
     events += [Event("p", 0, 1, 1, 0), Event("p", 1, 1, 0, 0)]
     held = [PartitionState(part, RECIPE) for part in PARTS[:2]]
     with pytest.raises(RecordError, match="contradicts itself"):
-        replay_events(
+        Replayer(
             RecordedOrder(events, 2, 2, 1),
             held,
             lambda *_: None,
             lambda worker, _: Worker(worker).stepped(),
-        )
+        ).run()
 
 
 def test_notes_are_kept_until_they_are_known_to_have_arrived() -> None:

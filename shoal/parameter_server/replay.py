@@ -1,11 +1,15 @@
-"""Restore the order of an asynchronous run from the event logs of its shards, and replay it.
+"""The recorded order of an asynchronous run, from the event logs of its shards, and its replay.
 
       event log     part 0   update 0 is worker 1's step 0, update 1 is worker 0's step 0, ...
                     part 0   worker 0 computes its step 1 from the values after update 2
 
 A gradient can be computed when every partition has reached the values that the worker read. An
 update can be applied when its gradient is known. One process that respects both rules finds an
-order, because the original run was such an order."""
+order, because the original run was such an order. It needs no servers:
+
+      Client ── WorkerSession ── actions ──> ReplayedServers ── stepped() ──> pushes of the step
+      Client <── WorkerSession <── values ── ReplayedServers <── take() ───── values for the step
+"""
 
 from __future__ import annotations
 
@@ -16,21 +20,43 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.errors import RecordError
+from shoal.comm.compression import Compression
+from shoal.errors import RecordError, UsageError
+from shoal.parameter_server.codec import Op, pack_partition, unpack_order, unpack_part
+from shoal.parameter_server.coordinator.coordinator import View
+from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.node.partition_state import PartitionState
+from shoal.parameter_server.optimizer_spec import OptimizerSpec
+from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.parameter_server.worker.worker_messages import (
+    AnswerMessage,
+    ConnectShard,
+    DisconnectShard,
+    NoticeMessage,
+    PushMessage,
+    QueryAnswered,
+    QueryMessage,
+    RetryLater,
+    SessionAction,
+    ShardFailed,
+    ShardMessage,
+    StepMessage,
+    ToShard,
+    ValuesArrived,
+    ValuesMessage,
+)
+from shoal.parameter_server.worker.worker_network import SessionOwner
 
 CURE = (
     "The parameter server that noted it was replaced or removed, or the file is damaged. What was "
-    "saved before can be "
-    "replayed: `shoal replay RUN --step N` goes as far as the checkpoint of step N."
+    "saved before can be replayed: `shoal replay RUN --step N` ends at the checkpoint of step N."
 )
 
 
 class RecordedOrder:
-    """The order of events in the first `steps` steps of each worker, checked for gaps and
-    contradictions.
+    """The order of events in the first steps of each worker, without gaps and contradictions.
 
     Attributes:
         applied: for each partition the pushes (worker, step) that were its updates 0, 1, 2, ...
@@ -124,36 +150,27 @@ class RecordedOrder:
         return min(clocks)
 
     def _check_consistent(self) -> None:
-        """Check that a worker reads a partition between the updates of its last and its next
-        push.
-        """
+        """Check that a worker reads a part between the updates of its last and its next push."""
         for part, order in enumerate(self.applied):
             last_update = dict.fromkeys(range(self.workers), -1)
             for clock, (worker, step) in enumerate(order):
                 if not last_update[worker] < self.read[worker, step][part] <= clock:
                     raise RecordError(
                         f"the record contradicts itself: worker {worker} would have computed its "
-                        f"step {step} from "
-                        f"values of part {part} that it did not have then. {CURE}"
+                        f"step {step} from values of part {part} that it did not have then. {CURE}"
                     )
                 last_update[worker] = clock
 
 
 class ReplayStep(NamedTuple):
-    """One worker's pushes of one step: the gradient of each partition with the mask of its
-    segments, and the step request."""
+    """A worker's pushes of a step: gradients of partitions with the masks of their segments."""
 
     gradients: Mapping[int, tuple[Tensor, bytes]]
     order: StepRequest
 
 
-def replay_events(
-    course: RecordedOrder,
-    held: Sequence[PartitionState],
-    take: Callable[[int, int, Tensor], None],
-    step: Callable[[int, int], ReplayStep],
-) -> None:
-    """Replay a run in its recorded order.
+class Replayer:
+    """Replays a run in its recorded order.
 
     Args:
         held: every partition in its initial state, with clock 0.
@@ -161,14 +178,8 @@ def replay_events(
             from. It must copy them.
         step: called with a worker and a step, when the worker has all values. Its result may
             change at the worker's next step.
-
-    Raises:
-        RecordError: the record contradicts itself, so no order fits it.
     """
-    _Replayer(course, held, take, step).run()
 
-
-class _Replayer:
     def __init__(
         self,
         course: RecordedOrder,
@@ -189,6 +200,7 @@ class _Replayer:
                 self.readers[part].setdefault(clock, []).append(reader)
 
     def run(self) -> None:
+        """Take all steps. Raises RecordError: no order fits the record."""
         parts = range(self.course.parts)
         for part in parts:
             self._deliver(part)
@@ -199,14 +211,11 @@ class _Replayer:
                 worker, step = self.course.applied[part][self.held[part].clock]
                 raise RecordError(
                     f"the record contradicts itself: step {step} of worker {worker} cannot have "
-                    "come before what it "
-                    f"was computed from. {CURE}"
+                    f"come before what it was computed from. {CURE}"
                 )
 
     def _advance(self, part: int) -> bool:
-        """Apply a partition's updates until a gradient is unknown. Return True if there were
-        any.
-        """
+        """Apply a partition's updates until a gradient is unknown. Return True if one was."""
         held = self.held[part]
         applied = self.course.applied[part]
         first_clock = held.clock
@@ -234,12 +243,107 @@ class _Replayer:
 
 @contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Use one thread, as servers do: torch divides long rows among threads, and that may change the
-    rounding of the last values.
-    """
+    """Use one thread, as servers do: parts of rows in several threads may be rounded otherwise."""
     previous = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(previous)
+
+
+class ReplayedServers:
+    """One worker's network in a replay: store its pushes, and deliver the values of the replay.
+
+    Args:
+        held: the partitions, shared by all workers; the first worker fills the list.
+        compression: of the pushed gradients.
+    """
+
+    owner: SessionOwner
+
+    def __init__(
+        self,
+        flat: FlatParams,
+        recipe: OptimizerSpec,
+        held: list[PartitionState],
+        compression: Compression | None,
+    ) -> None:
+        self.parts = flat.parts
+        self.values = flat.values
+        self.held = held
+        self._compression = compression
+        self._pushed: dict[int, tuple[Tensor, bytes]] = {}
+        self._order: StepRequest | None = None
+        if not held:
+            held += [PartitionState(part, recipe) for part in flat.parts]
+
+    # For the replay
+
+    def take(self, part: int, values: Tensor) -> None:
+        """Deliver the recorded values of a partition to this worker."""
+        self.values[part].copy_(values)
+
+    def stepped(self) -> ReplayStep:
+        """Return the pushes and the request of the last step."""
+        if self._order is None or len(self._pushed) < len(self.parts):
+            raise UsageError("a step that is replayed has pushed nothing, or not everything")
+        stepped = ReplayStep(self._pushed, self._order)
+        self._pushed = {}
+        self._order = None
+        return stepped
+
+    # For the client
+
+    def start(self, owner: SessionOwner) -> None:
+        """Act as the only shard, which owns all partitions."""
+        self.owner = owner
+        self.carry_out(owner.session.placement_changed(Placement(1, (0,) * len(self.parts))))
+        self.carry_out(owner.session.connected(View(0, epoch=1, primary=0)))
+
+    def carry_out(self, actions: Iterable[SessionAction]) -> None:
+        for action in actions:
+            match action:
+                case ToShard(_, message):
+                    self._receive(message)
+                case ValuesArrived() | QueryAnswered() | ShardFailed():
+                    self.owner.handle(action)
+                case ConnectShard() | DisconnectShard() | RetryLater():
+                    pass  # the only shard is always connected
+
+    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
+        """Ignore the speeds: there is one shard only."""
+
+    def close(self, limit_s: float) -> None:
+        """Do nothing: there is no connection."""
+
+    def _receive(self, message: ShardMessage) -> None:
+        session = self.owner.session
+        match message:
+            case PushMessage(part, _, gradient, present):
+                self._pushed[part] = self._decoded(part, gradient), present
+            case StepMessage(_, payload):
+                self._order = unpack_order(memoryview(payload))
+                session.begin()  # `take` delivers the values of the next step before it starts
+            case QueryMessage(Op.PULL, part):
+                self.values[part].copy_(self.held[part].values)
+                answer = ValuesMessage(part, session.step, session.step)
+                session.accept(0, answer)
+                self.carry_out(session.receive(0, answer))
+            case QueryMessage(Op.LOAD, part, _, payload) if isinstance(payload, bytes):
+                values, state, _ = unpack_part(memoryview(payload))
+                self.held[part].load(values, list(state), 0)
+                self._answer(Op.LOAD, part, b"")
+            case QueryMessage(Op.STATE, part):
+                held = self.held[part]
+                self._answer(Op.STATE, part, pack_partition(held.values, list(held.state()), {}))
+            case QueryMessage(op) | NoticeMessage(op):
+                raise UsageError(f"a run that is replayed has no servers to ask for {op.name}")
+
+    def _decoded(self, part: int, gradient: Tensor) -> Tensor:
+        layout, packed = self.parts[part], self._compression
+        return gradient if packed is None else packed.decode(gradient, layout.length, layout.dtype)
+
+    def _answer(self, op: Op, part: int, payload: bytes) -> None:
+        answer = AnswerMessage(op, part, memoryview(payload))
+        self.carry_out(self.owner.session.receive(0, answer))

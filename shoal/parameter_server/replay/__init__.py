@@ -1,1 +1,0 @@
-"""The recorded order of an asynchronous run, and a run in that order again."""
