@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from shoal.launch.failure import Failure
-from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, ProgressSource, RankHandle
+from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankHandle, RankSet
 from shoal.platform.processes import process_state
 from shoal.watchdog.hang_detector import Hang, HangDetector
 from shoal.watchdog.progress_word import (
@@ -45,7 +45,7 @@ class RankMonitor:
         tell: is given the report of a hang, and notes of slow ranks.
     """
 
-    def __init__(self, source: ProgressSource, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, source: RankSet, tell: Callable[[str], None] | None = None) -> None:
         self._source = source
         self._tell = tell or print_to_stderr
         limit_s = source.hang_limit_s
@@ -61,7 +61,7 @@ class RankMonitor:
         look = self._source.look()
         for slow in self._stragglers.look(look.progress):
             self._source.name_slow(slow.rank)
-            told = slow.describe(self._source.world, self._source.host(slow.rank))
+            told = slow.describe(len(self._source.all), self._source.host(slow.rank))
             self._tell(f"note: {told}")
         hang = self._hangs.look(look.progress, look.passed_s, paused=bool(look.halt))
         if hang is None:
@@ -77,7 +77,7 @@ def print_to_stderr(text: str) -> None:
     print(f"{begin}{text}", file=sys.stderr, flush=True)
 
 
-def headline(hang: Hang, source: ProgressSource) -> str:
+def headline(hang: Hang, source: RankSet) -> str:
     """Return the rest of a sentence that begins with the late rank. It has no times."""
     late = hang.progress[hang.late]
     if hang.is_deadlock:
@@ -93,9 +93,9 @@ def headline(hang: Hang, source: ProgressSource) -> str:
     return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
 
 
-def report(hang: Hang, source: ProgressSource) -> str:
+def report(hang: Hang, source: RankSet) -> str:
     """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
-    who = f"rank {hang.late} of {source.world}{_on_host(hang.late, source)}"
+    who = f"rank {hang.late} of {len(source.all)}{_on_host(hang.late, source)}"
     lines = [
         f"{who} {headline(hang, source)}",
         f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
@@ -108,7 +108,7 @@ def report(hang: Hang, source: ProgressSource) -> str:
     return "\n".join([*lines, *map(source.stacks, chosen)])
 
 
-def _on_host(rank: int, source: ProgressSource) -> str:
+def _on_host(rank: int, source: RankSet) -> str:
     host = source.host(rank)
     return f" on {host}" if host else ""
 

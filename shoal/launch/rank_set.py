@@ -47,6 +47,22 @@ class RankHandle(Protocol):
         """Send a signal to the rank and to all processes that it started."""
 
 
+@dataclass(frozen=True)
+class Look:
+    """The result of a look at the ranks.
+
+    Attributes:
+        progress: of the ranks that live and have written.
+        passed_s: the time since the last look at each of these. A host that has not been heard of
+            since then counts none.
+        halt: why nobody can be late now.
+    """
+
+    progress: Mapping[int, RankProgress]
+    passed_s: Mapping[int, float]
+    halt: Halt
+
+
 class RankSet(Protocol):
     """All ranks of one world. As a context, it kills them all."""
 
@@ -75,45 +91,9 @@ class RankSet(Protocol):
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
 
-    def progress_source(self) -> ProgressSource:
-        """Return the ranks' progress, for the watchdog of this start."""
-
-    def __enter__(self) -> RankSet: ...
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-@dataclass(frozen=True)
-class Look:
-    """The result of a look at the ranks.
-
-    Attributes:
-        progress: of the ranks that live and have written.
-        passed_s: the time since the last look at each of these. A host that has not been heard of
-            since then counts none.
-        halt: why nobody can be late now.
-    """
-
-    progress: Mapping[int, RankProgress]
-    passed_s: Mapping[int, float]
-    halt: Halt
-
-
-class ProgressSource(Protocol):
-    """The words of the ranks of one start, and the way to their stacks."""
-
     @property
     def hang_limit_s(self) -> float:
         """The limit after which a rank is late; 0 for none."""
-
-    @property
-    def world(self) -> int:
-        """The number of ranks."""
 
     def look(self) -> Look:
         """Return the progress of the ranks that live."""
@@ -126,6 +106,15 @@ class ProgressSource(Protocol):
 
     def stacks(self, rank: int) -> str:
         """Return the stacks of all threads of a rank, with a first line, or why there are none."""
+
+    def __enter__(self) -> RankSet: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,21 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import Failure, signal_name
-from shoal.launch.local_progress import LocalProgress
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
-from shoal.launch.rank_set import RankEvent, RankExited
-from shoal.platform.processes import parent_pid, process_state
+from shoal.launch.rank import STACKS_SIGNAL
+from shoal.launch.rank_set import Halt, Look, RankEvent, RankExited
+from shoal.platform.processes import PROC, parent_pid, process_state
+from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_memory import ProgressMemory
+from shoal.watchdog.progress_writer import now_ns
 
 UNKNOWN_CODE = 255
 """Exit code that multiprocessing gives to a process whose fork server has ended, among others."""
 END_S = 0.5
+STACK_LIMIT_S = 1.0
+STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "in the kernel (disk?)"}
+OUTER_FRAMES = ("<frozen runpy>", "shoal/launch/rank.py", "/multiprocessing/", '"<string>"')
 
 
 class Rank:
@@ -149,6 +154,7 @@ class Ranks:
         self.progress = progress
         self.hang_limit_s = hang_limit_s
         self.all: list[Rank] = []
+        self._clock = LookClock()
 
     def __enter__(self) -> Ranks:
         return self
@@ -231,9 +237,47 @@ class Ranks:
             ]
         return []
 
-    def progress_source(self) -> LocalProgress:
-        """Return the progress of these ranks, for a watchdog."""
-        return LocalProgress(lambda: self.alive, len(self.all), self.progress, self.hang_limit_s)
+    def look(self) -> Look:
+        """Return the progress of the ranks that live."""
+        alive = self.alive
+        pages = {rank.number: self.progress.read(rank.number) for rank in alive}
+        progress = {rank: each for rank, each in pages.items() if each is not None}
+        passed_s = self._clock.passed_s(now_ns() * 1e-9)
+        return Look(progress, dict.fromkeys(progress, passed_s), _halt(alive))
+
+    def name_slow(self, rank: int) -> None:
+        """Let the ranks know that one of them is slow, for their log."""
+        self.progress.name_slow(rank)
+
+    def host(self, rank: int) -> str:
+        """Return nothing: there is one host."""
+        return ""
+
+    def stacks(self, rank: int) -> str:
+        """Return the stacks of all threads of a rank, with a first line, or why there are none.
+
+        Ranks write them into memory of this process when they get STACKS_SIGNAL, also while they
+        sleep or are in C with the interpreter locked. A stopped process writes nothing.
+        """
+        for handle in self.alive:
+            if handle.number == rank:
+                return self._stacks(handle)
+        return f"rank {rank} has ended."
+
+    def _stacks(self, rank: Rank) -> str:
+        self.progress.clear_stacks()
+        rank.signal(STACKS_SIGNAL)
+        text, limit_s = "", time.monotonic() + STACK_LIMIT_S
+        while time.monotonic() < limit_s:
+            time.sleep(0.05)
+            before, text = text, self.progress.stacks()
+            if text and text == before:
+                break
+        state = process_state(rank.pid)
+        where = f"process {rank.pid}, {STATES.get(state or '', 'alive')}{_kernel_place(rank.pid)}"
+        if not text:
+            return f"rank {rank.number} ({where}) has not written its stack."
+        return f"The stack of rank {rank.number} ({where}):\n{_own_frames(text)}"
 
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
@@ -260,3 +304,23 @@ def _end_of_child(pid: int) -> str:
         if found is not None and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
             return f"was killed by {signal_name(found.si_status)}"
     return "has ended"
+
+
+def _halt(ranks: Sequence[Rank]) -> Halt:
+    states = [process_state(rank.pid) for rank in ranks]
+    if "t" in states:
+        return "traced"
+    return "stopped" if states and all(state == "T" for state in states) else ""
+
+
+def _own_frames(text: str) -> str:
+    """Return the stacks without the frames that have started the rank."""
+    lines = text.rstrip().splitlines()
+    return "\n".join(line for line in lines if not any(part in line for part in OUTER_FRAMES))
+
+
+def _kernel_place(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        place = (PROC / str(pid) / "wchan").read_text().strip()
+        return f", in the kernel's {place}" if place not in ("", "0") else ""
+    return ""

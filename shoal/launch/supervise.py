@@ -98,7 +98,7 @@ class Supervision:
     _monitor: RankMonitor = field(init=False)
 
     def __post_init__(self) -> None:
-        self._monitor = RankMonitor(self.ranks.progress_source())
+        self._monitor = RankMonitor(self.ranks)
 
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.

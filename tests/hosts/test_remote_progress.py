@@ -78,10 +78,11 @@ def page_of(progress: RankProgress) -> bytes:
 
 
 class Host:
-    """The ranks of one host as its agent sees them; in place of LocalProgress."""
+    """The ranks of one host as its agent sees them; in place of Ranks and of their memory."""
 
     def __init__(self, hosts: Hosts, number: int) -> None:
         self.hosts, self.number, self.clock = hosts, number, LookClock()
+        self.progress = self
 
     def page(self, rank: int) -> bytes:
         place = rank - self.hosts.first[self.number]

@@ -168,7 +168,7 @@ class AgentProcess:
                     self._signal(rank, number, to_group)
                 case agent_session.NameSlow(rank):
                     if self.progress is not None:
-                        self.progress.progress.name_slow(rank)
+                        self.progress.ranks.name_slow(rank)
                 case agent_session.KillRanks():
                     self._kill_ranks()
                     self.session.stopped()
@@ -226,7 +226,7 @@ class AgentProcess:
 
     def _watch_progress(self, ranks: Ranks) -> None:
         """Begin to look at the words of ranks, if the driver watches for hangs."""
-        self.progress = SentProgress(ranks.progress_source())
+        self.progress = SentProgress(ranks)
         self._look_s = clock_s() if ranks.hang_limit_s > 0 else inf
 
     def _look(self) -> None:
@@ -242,7 +242,7 @@ class AgentProcess:
 
     @staticmethod
     def _stacks(sent: SentProgress | None, rank: int) -> dict[str, str]:
-        return {"text": "" if sent is None else shortened(sent.progress.stacks(rank))}
+        return {"text": "" if sent is None else shortened(sent.ranks.stacks(rank))}
 
     def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
         self.session.output(rank, stream, "".join(lines))

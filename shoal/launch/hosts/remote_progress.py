@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal.launch.hosts.agent_messages import Message
-from shoal.launch.local_progress import LocalProgress
 from shoal.launch.rank_set import Halt, Look
+from shoal.launch.ranks import Ranks
 from shoal.watchdog.look_clock import MAX_LOOK_S
 from shoal.watchdog.progress_word import PAGE_BYTES, ProgressWord, RankProgress, decode_page
 
@@ -31,16 +31,16 @@ HALTS: tuple[Halt, ...] = ("", "stopped", "traced")
 class SentProgress:
     """The agent's side: it turns looks at this host's ranks into messages."""
 
-    def __init__(self, progress: LocalProgress) -> None:
-        self.progress = progress
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
         self._pages: dict[int, bytes] = {}
 
     def look(self) -> list[Message]:
         """Look at the ranks. Return the messages in their order, each with its kind under "do"."""
-        look = self.progress.look()
+        look = self.ranks.look()
         messages: list[Message] = []
         for rank in look.progress:
-            page = self.progress.page(rank)
+            page = self.ranks.progress.page(rank)
             if page != self._pages.get(rank):
                 self._pages[rank] = page
                 text = base64.b64encode(zlib.compress(page, 1)).decode()

@@ -76,7 +76,7 @@ class RemoteRank:
 
 
 class RemoteRanks:
-    """All ranks of one epoch, a RankSet and a ProgressSource. As a context, it kills them all.
+    """All ranks of one epoch, a RankSet. As a context, it kills them all.
 
     Args:
         connections: the epoch has been started on it.
@@ -115,11 +115,6 @@ class RemoteRanks:
         self.kill()
 
     @property
-    def world(self) -> int:
-        """The number of ranks."""
-        return len(self.all)
-
-    @property
     def alive(self) -> list[RemoteRank]:
         """Those that have not ended."""
         return [rank for rank in self.all if rank.is_alive]
@@ -151,10 +146,6 @@ class RemoteRanks:
             return replace(failure, host=host)
         text = "Its last lines on stderr:\n" + "\n".join(f"  {line}" for line in lines)
         return replace(failure, host=host, text=text)
-
-    def progress_source(self) -> RemoteRanks:
-        """Return the progress of these ranks, for a watchdog."""
-        return self
 
     def look(self) -> Look:
         """Return the progress of the ranks that live."""
