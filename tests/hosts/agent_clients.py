@@ -16,7 +16,7 @@ from namespaces import Host, Hosts
 
 from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
-from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure
+from shoal.launch.hosts.ssh_client import agent_command, describe_ssh_failure
 
 LEASE_S = 2.0
 MARKER_S = 10.0

@@ -12,7 +12,7 @@ from namespaces import SHELLS, Hosts, needs_hosts
 
 from shoal.launch.hosts.host_checks import problems
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.launch.hosts.ssh_command import is_throttled
+from shoal.launch.hosts.ssh_client import is_throttled
 from shoal.launch.hosts.ssh_hosts import SshHost, read_hostfile
 
 pytestmark = [pytest.mark.slow, needs_hosts]

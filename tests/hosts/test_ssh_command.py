@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.ssh_command import (
+from shoal.launch.hosts.ssh_client import (
     agent_command,
     describe_ssh_failure,
     is_throttled,

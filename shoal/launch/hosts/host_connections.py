@@ -24,8 +24,12 @@ from shoal.launch.hosts.driver_session import (
 from shoal.launch.hosts.host_facts import PROTOCOL, HostFacts
 from shoal.launch.hosts.lease import clock_s, lease_times
 from shoal.launch.hosts.line_printer import LinePrinter
-from shoal.launch.hosts.ssh_client import SshClient
-from shoal.launch.hosts.ssh_command import agent_command, describe_ssh_failure, is_throttled
+from shoal.launch.hosts.ssh_client import (
+    SshClient,
+    agent_command,
+    describe_ssh_failure,
+    is_throttled,
+)
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 RETRY_S = 0.02  # until a connection takes more bytes

@@ -29,7 +29,7 @@ from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.line_printer import LinePrinter, RankLogs
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
-from shoal.launch.hosts.ssh_command import is_unknown_name
+from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.local import supervised
 from shoal.launch.output import Output
 from shoal.launch.private_memory import new_secret

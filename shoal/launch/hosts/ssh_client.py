@@ -1,21 +1,51 @@
-"""One ssh client of the driver: its process, and the bytes to and from the agent behind it."""
+"""The ssh client that starts an agent: its command line, its process, and its failures.
+
+OpenSSH's client is run as it is installed, with the user's own configuration: aliases, ports, jump
+hosts, keys, certificates and known hosts. The options here only take away what would disturb:
+questions, terminals, forwardings, and a master connection that would outlive the run. A master that
+the user has opened is used.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import shlex
 import signal
 import subprocess
 from collections import deque
 from collections.abc import Sequence
 from typing import IO
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, printable
 from shoal.launch.hosts.agent_messages import MARKER
 
 MOST_NOISE_BYTES = 1 << 16
 KEPT_LINES = 20
 READ_BYTES = 1 << 16
+VARIABLE = "SHOAL_SSH"
+CONNECT_S = 8
+SSH_FAILED = 255
+NOT_FOUND = 127
+# Single quotes keep all other characters in sh, bash, dash, csh, tcsh and fish alike.
+UNQUOTABLE = re.compile(r"['!\\\x00-\x1f\x7f]")
+# A server drops clients at its limit MaxStartups. No other texts are worth another try.
+THROTTLED = (
+    "kex_exchange_identification: read: connection reset by peer",
+    "kex_exchange_identification: connection closed by remote host",
+)
+QUOTED_LINES = 3
+SILENT = "ssh lost the connection without a word, or the login shell was killed"
+BY_HAND = "Log in once by hand"
+UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a name
+CURES = (
+    (UNRESOLVED, "Is the name right? An alias belongs into ~/.ssh/config"),
+    ("connection refused", "Is an ssh server running there, at that port?"),
+    ("timed out", "Is the host up, and does a firewall let ssh through?"),
+    ("no route to host", "Is the host up, and is this machine in its network?"),
+    ("network is unreachable", "Is the host up, and is this machine in its network?"),
+)
 
 
 class SshClient:
@@ -25,7 +55,7 @@ class SshClient:
     comes before its marker is no message.
 
     Args:
-        command: see `ssh_command.agent_command`.
+        command: see `agent_command`.
 
     Attributes:
         protocol: of the agent, from its marker; empty before.
@@ -155,3 +185,144 @@ def _read(stream: IO[bytes]) -> bytes | None:
     if not data:
         stream.close()
     return data
+
+
+def ssh_program() -> list[str]:
+    """Return the words of the ssh client: those of the variable SHOAL_SSH, else `ssh`.
+
+    Raises:
+        UsageError: SHOAL_SSH cannot be divided into words.
+    """
+    try:
+        return shlex.split(os.environ.get(VARIABLE, "")) or ["ssh"]
+    except ValueError as error:
+        raise UsageError(
+            f"{VARIABLE}={os.environ[VARIABLE]} cannot be divided into words: {error}."
+        ) from error
+
+
+def agent_command(
+    host: str, python: str, lease_s: float, ssh: Sequence[str] | None = None
+) -> list[str]:
+    """Return the command that starts an agent on `host` with its three standard streams connected.
+
+    It is to be started in a session of its own, so that the terminal's Ctrl-C does not reach it.
+
+    Args:
+        host: the name of an SshHost.
+        python: the interpreter there: an absolute path, or a name on the PATH of that host.
+        lease_s: the lease of the agent; the client gives up a silent connection in about that time.
+        ssh: the words of the client; those of `ssh_program` where it is None.
+
+    Raises:
+        UsageError: ssh would take the host for an option, or a shell there would not find the
+            interpreter's path as it is.
+    """
+    if not host or host.startswith("-"):
+        raise UsageError(f"'{host}' is no host: ssh would take it for an option.")
+    options = {
+        "BatchMode": "yes",
+        "ControlMaster": "no",
+        "ControlPersist": "no",
+        "ConnectTimeout": CONNECT_S,
+        "ConnectionAttempts": 1,
+        "ServerAliveInterval": max(1, round(lease_s / 4)),
+        "ServerAliveCountMax": 3,
+        "LogLevel": "ERROR",
+        "UpdateHostKeys": "no",
+        "PermitLocalCommand": "no",
+        "ClearAllForwardings": "yes",
+        "RemoteCommand": "none",
+        "RequestTTY": "no",
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    client = [*(ssh_program() if ssh is None else ssh)]
+    return [*client, "-T", "-x", "-a", *words, "--", host, _remote_line(python)]
+
+
+def _remote_line(python: str) -> str:
+    """Return the line for the login shell of the host.
+
+    Python puts the directory in which `-m` is started in front of its path of modules, and a
+    home directory may well have a clone named `shoal`: the agent starts in the root directory.
+    """
+    problem = ""
+    if not python:
+        problem = "is empty"
+    elif UNQUOTABLE.search(python):
+        problem = "has a character that some login shells cannot be given: ' ! \\ or a control one"
+    elif "/" in python and not python.startswith("/"):
+        problem = "is relative, and a login shell starts in another directory"
+    elif python.startswith("-"):
+        problem = "begins with '-'"
+    if problem:
+        raise UsageError(
+            f"--python {printable(repr(python))} {problem}. Give an absolute path without such "
+            "characters; a symbolic link to the interpreter of the environment does."
+        )
+    return f"cd / && exec {shlex.quote(python)} -X utf8 -u -m shoal agent"
+
+
+def is_throttled(stderr_lines: Sequence[str]) -> bool:
+    """Return True if the server refused a connection because too many were starting at once.
+
+    Such a start may be repeated after a short random time. No other failure may: repeated wrong
+    keys would make the server lock out the user's own address.
+    """
+    text = "\n".join(stderr_lines).lower()
+    return any(reason in text for reason in THROTTLED)
+
+
+def is_unknown_name(problem: str) -> bool:
+    """Return True for a problem of `describe_ssh_failure` with a name that has no address."""
+    return UNRESOLVED in problem.lower()
+
+
+def describe_ssh_failure(
+    host: str,
+    exit_code: int | None,
+    stderr_lines: Sequence[str],
+    output_lines: Sequence[str],
+    python: str,
+) -> str:
+    """Return one problem: why no agent spoke over this connection, with the cure.
+
+    Args:
+        exit_code: of the client; negative for a signal; None where it had not ended in time.
+        stderr_lines: its standard error.
+        output_lines: the last lines of its standard output, without the agent's marker.
+        python: the interpreter that was asked for.
+    """
+    quoted = _quoted(stderr_lines)
+    text = quoted.lower()
+    if exit_code is None:
+        shown = _quoted([*stderr_lines, *output_lines])
+        problem = f"no agent answered in time{_printed(shown)}"
+        cure = "A start-up file of the login shell may wait for input, or the host is overloaded"
+    elif exit_code == SSH_FAILED:
+        problem = f"ssh says: {quoted}" if quoted else SILENT
+        cure = next((cure for reason, cure in CURES if reason in text), f"{BY_HAND}: ssh {host}")
+    elif exit_code == NOT_FOUND or "command not found" in text or "unknown command" in text:
+        problem, cure = f"no {python} there", "Give --python, or install Shoal there"
+    elif "no module named" in text and "shoal" in text:
+        problem, cure = f"{python} there has no Shoal", "Install it there, or give --python"
+    elif exit_code == 0:
+        shown = _printed(_quoted(output_lines)) or "; it printed nothing"
+        problem = f"the login shell ended without starting the agent{shown}"
+        cure = f"{BY_HAND} and look at its start-up files: ssh {host}"
+    else:
+        end = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+        problem = f"the agent's command ended with {end}"
+        problem += _printed(_quoted([*stderr_lines, *output_lines]))
+        cure = f"{BY_HAND}: ssh {host} {shlex.quote(python)} -m shoal doctor"
+    return f"host {printable(host)}: {problem.rstrip('.')}. {cure}"
+
+
+def _quoted(lines: Sequence[str]) -> str:
+    """Return the last lines that are not blank, as one line."""
+    full = [printable(line.strip()) for line in lines if line.strip()]
+    return " | ".join(full[-QUOTED_LINES:])
+
+
+def _printed(shown: str) -> str:
+    return f"; it printed: {shown}" if shown else ""
