@@ -6,7 +6,7 @@
        ^         PARAMS            ^ │
        └─ VIEW, PLACEMENT ───┐     │ │ HEARTBEAT     launcher/   starts coordinator and servers
                              │     │ v               transport/  carries all messages
-                            coordinator/             replay.py   repeats a recorded run
+                            coordinator/             recorded_order.py  repeats a run
 
 A push:      worker/client.py, session.py, socket_network.py, shard_connection.py, transport/; then
              node/node_server.py, worker_requests.py, receive_buffers.py, shard.py,

@@ -34,7 +34,12 @@ from shoal.errors import UsageError
 from shoal.launch.environment import read as read_place
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
-from shoal.parameter_server.replay import RecordedOrder, ReplayedServers, Replayer, ReplayStep
+from shoal.parameter_server.recorded_order import (
+    RecordedOrder,
+    ReplayedServers,
+    Replayer,
+    ReplayStep,
+)
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.run import Run
 from shoal.run.preparation import RunSettings

@@ -9,6 +9,7 @@ import base64
 import json
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,8 @@ class Hosts:
         self.first = {0: 0, 1: 2}
         self.clocks_ns = {0: 10**15, 1: 5}  # the hosts were started on different days
         self.halts: dict[int, Halt] = {0: "", 1: ""}
-        self.sent = {host: SentProgress(Host(self, host)) for host in self.ranks}  # type: ignore[arg-type]
+        agents: dict[int, Any] = {host: Host(self, host) for host in self.ranks}
+        self.sent = {host: SentProgress(agent) for host, agent in agents.items()}
         self.received = ReceivedProgress({0: range(2), 1: range(2, 3)})
         self.detector = HangDetector(LIMIT_S)
         self.now_s = 100.0

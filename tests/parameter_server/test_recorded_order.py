@@ -19,7 +19,7 @@ from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.replay import RecordedOrder, Replayer, ReplayStep
+from shoal.parameter_server.recorded_order import RecordedOrder, Replayer, ReplayStep
 
 WORKERS, STEPS = 3, 4
 PARTS = partition({name: ParamMeta(4, torch.float64, 0) for name in "abc"}, part_bytes=32)

@@ -11,7 +11,7 @@ from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.replay import ReplayedServers
+from shoal.parameter_server.recorded_order import ReplayedServers
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 

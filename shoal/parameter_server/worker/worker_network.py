@@ -3,7 +3,7 @@
     client ── request ──> WorkerSession ── actions ──> WorkerNetwork ──> shards
       ^── events ── WorkerSession <── messages ───────────────┘
 
-`socket_network.py` implements it with connections, `replay.py` in this process.
+`socket_network.py` implements it with connections, `recorded_order.py` in this process.
 """
 
 from __future__ import annotations
