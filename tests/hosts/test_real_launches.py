@@ -129,7 +129,7 @@ def test_problems_of_all_hosts_are_told_before_any_rank_starts(tmp_path: Path):
         (hosts.shared / "waits.py").write_text(WAITS)
         words = ["--hosts", "node1:1,node2:1,node3:1,absent:1", "waits.py"]
         code, stdout, stderr = Launch(hosts, *words).end()
-        assert (code, stdout) == (1, "")
+        assert (code, stdout) == (2, "")
         assert "node3: ssh says: " in stderr
         assert "Host key verification failed" in stderr
         assert "absent: ssh says: " in stderr
