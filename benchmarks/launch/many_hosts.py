@@ -29,6 +29,7 @@ from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.hosts_job import HostsJob
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.private_memory import new_secret
 
 SOURCES = Path(shoal.__file__).parents[1]
 SSHD = """
@@ -77,8 +78,10 @@ def connect(count: int) -> float:
     request = FactsRequest(os.getcwd())
     work = RemoteWork("builtins:print", (), (), {}, "first", (), request)
     started_s = time.monotonic()
-    with HostConnections(hosts, options.python, work.specification({})) as connections:
-        HostsJob(connections, options, work).connect()
+    secret = new_secret()
+    specification = work.specification({}, secret)
+    with HostConnections(hosts, options.python, specification) as connections:
+        HostsJob(connections, options, work, secret).connect()
         return time.monotonic() - started_s
 
 
