@@ -16,15 +16,13 @@ class ProgressMemory:
 
     Args:
         ranks: the number of ranks.
-        epoch: the number of this start, from 0.
 
     Attributes:
         path, stacks_path: where ranks open the two memories; None where there is none.
     """
 
-    def __init__(self, ranks: int, epoch: int = 0) -> None:
+    def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.epoch = epoch
         self.path: str | None = None
         self.stacks_path: str | None = None
         self._words = self._stacks = -1
@@ -45,11 +43,6 @@ class ProgressMemory:
     def read(self, rank: int) -> RankProgress | None:
         """Return the progress of a rank; None before its first word."""
         return decode_page(self.page(rank))
-
-    def read_all(self) -> dict[int, RankProgress]:
-        """Return the progress of all ranks that have written."""
-        pages = {rank: self.read(rank) for rank in range(self.ranks)}
-        return {rank: progress for rank, progress in pages.items() if progress is not None}
 
     def name_slow(self, rank: int) -> None:
         """Let the ranks know that one of them is slow, for their log."""

@@ -87,7 +87,6 @@ class AgentSession:
         epoch: of the ranks that run or ran last; 0 before the first start.
         is_running: ranks of `epoch` may be alive.
         lease_until_s: the end of the lease.
-        ignored: messages of other epochs.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -95,7 +94,6 @@ class AgentSession:
         self.epoch = 0
         self.is_running = False
         self.lease_until_s = now_s + SPECIFICATION_S
-        self.ignored = 0
         self._is_over = False
         self._is_specified = False
         self._reader = MessageReader()
@@ -112,11 +110,6 @@ class AgentSession:
     def due_s(self) -> float:
         """The time at which `tick` must be called at the latest."""
         return min(self.lease_until_s, self._next_beat_s)
-
-    @property
-    def has_output(self) -> bool:
-        """Return True if lines wait for the driver's credit or for the connection."""
-        return bool(self._ordered)
 
     def received(self, data: bytes, now_s: float) -> list[Order]:
         """Take bytes from the driver, empty at the end of the connection."""
@@ -221,8 +214,8 @@ class AgentSession:
                 return [KillRanks()]
             case "slow" if self._is_present(message):
                 return [NameSlow(int(message["rank"]))]
-            case "signal" | "kill" | "slow":
-                self.ignored += 1
+            case "signal" | "kill" | "slow":  # of another epoch
+                pass
             case unknown:
                 return self._end(f"the driver sent '{unknown}', which this agent does not know")
         return []
@@ -236,8 +229,8 @@ class AgentSession:
     def _on_start(self, message: Message) -> list[Order]:
         epoch = int(message["epoch"])
         if epoch <= self.epoch:
-            self.ignored += 1
-        elif self.is_running or not self._is_specified:
+            return []
+        if self.is_running or not self._is_specified:
             self._urgent.append(encode("refused", epoch=epoch, reason=f"epoch {self.epoch} runs"))
         else:
             self.epoch, self.is_running = epoch, True

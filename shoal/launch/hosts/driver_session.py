@@ -94,13 +94,11 @@ class DriverSession:
 
     Attributes:
         epoch: of the last start; 0 before the first.
-        ignored: messages of epochs that are over.
     """
 
     def __init__(self, hosts: int, times: LeaseTimes) -> None:
         self.times = times
         self.epoch = 0
-        self.ignored = 0
         self.states = [HostState() for _ in range(hosts)]
 
     def connected(self, host: int, now_s: float, **specification: Any) -> None:
@@ -240,7 +238,6 @@ class DriverSession:
             state.heard_s, state.is_ready = now_s, True
         epoch = message.get("epoch")
         if epoch is not None and epoch != state.epoch:
-            self.ignored += 1
             if message["do"] == "out":  # its credit comes back all the same
                 self.more_output(host, len(message["text"]))
             return []
