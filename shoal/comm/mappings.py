@@ -40,14 +40,18 @@ def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
     return output
 
 
-def gather_from_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Concatenate the `x` of all ranks, all of one length, along `dim`."""
-    output: Tensor = _GatherFromRegion.apply(x, axis, dim)
+def gather_from_region(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
+    """Concatenate the `x` of all ranks along `dim`.
+
+    Args: length: of the result, whose `local_slice` is `x`; None if all have the same length.
+    """
+    length = axis.size * x.shape[dim] if length is None else length
+    output: Tensor = _GatherFromRegion.apply(x, axis, dim, length)
     return output
 
 
 def slice_to_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's slice of a full `x` along `dim`; the axis divides its length.
+    """Return this rank's slice of a full `x` along `dim`.
 
     The slice may be a copy. Collective in the backward pass.
     """
@@ -95,24 +99,24 @@ class _ReduceFromRegion(torch.autograd.Function):
 
 class _GatherFromRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return all_gather_dim(x, axis, dim, axis.size * x.shape[dim])
+        return all_gather_dim(x, axis, dim, length)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return slice_to_region(gradient, ctx.axis, ctx.dim), None, None
+        return slice_to_region(gradient, ctx.axis, ctx.dim), None, None, None
 
 
 class _SliceToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
+        ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
         return local_slice(x, axis, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gather_from_region(gradient, ctx.axis, ctx.dim), None, None
+        return gather_from_region(gradient, ctx.axis, ctx.dim, ctx.length), None, None
 
 
 def all_gather_dim(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:

@@ -54,3 +54,25 @@ def unflatten_tensors(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     sizes = [tensor.numel() for tensor in like]
     pieces = flat[: sum(sizes)].split(sizes)
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def is_in_order(memory_order: Sequence[int]) -> bool:
+    """Return True if dims lie in memory as they are numbered."""
+    return all(dim == position for position, dim in enumerate(memory_order))
+
+
+def in_memory_order(tensor: Tensor, memory_order: Sequence[int]) -> Tensor:
+    """Return a dense tensor of these values whose dims lie in this order."""
+    order = [*memory_order]
+    inverse = [order.index(dim) for dim in range(tensor.dim())]
+    return tensor.permute(order).contiguous().permute(inverse)
+
+
+def dense_strides(shape: Sequence[int], memory_order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a dense tensor whose dims lie in this order."""
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(memory_order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)

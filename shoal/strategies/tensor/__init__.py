@@ -8,6 +8,6 @@ Decide   `plan.py` makes the plan. It asks `find_attention.py`, `find_vocabulary
 Execute  `apply.py` replaces classes and parameters by those of `linear.py`, `conv.py`,
          `multihead.py`, `heads.py` and `vocabulary.py`. `region.py` is their way in and out;
          `fused_qkv.py` regroups a matrix of three, `dropout_rng.py` draws as one device does.
-Tensors  `lazy_gather.py` becomes full when needed. `sequence.py` is divided along the tokens:
-         `sequence_functions.py` lists its functions, `sequence_dispatch.py` has their rules.
+Tensors  `lazy_gather.py` becomes full when needed: logits of `vocabulary.py`, weights of
+         `heads.py`, and `sequence.py`, which is divided along the tokens.
 """

@@ -23,7 +23,6 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
 from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS, LazyGatherTensor
-from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 TENSOR_PROPERTIES = {
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
@@ -153,8 +152,7 @@ def _check_differentiated(args: Any, options: Any) -> None:
     Raises:
         StrategyRefused: one is a tensor in slices, which is not what the graph was recorded with.
     """
-    kinds = (LazyGatherTensor, SequenceParallelTensor)
-    if any(isinstance(leaf, kinds) for leaf in tree_leaves((args, options))):
+    if any(isinstance(leaf, LazyGatherTensor) for leaf in tree_leaves((args, options))):
         raise StrategyRefused(
             "tensor: compute_loss asks torch.autograd.grad for the gradient of, or with respect "
             "to, logits or tokens of which each rank has a slice. Leave out sequence, keep the "

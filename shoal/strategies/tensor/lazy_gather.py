@@ -4,7 +4,8 @@
                                     ├─> full [ a b c d ]         on `local`; any other function
       rank 1     local [ . . c d ] ─┘                            gets `full`, gathered once
 
-It has the shape of the full tensor and gives the same numbers.
+It has the shape of the full tensor and gives the same numbers. Logits of words, attention weights
+of heads (`heads.py`) and slices of the sequence (`sequence.py`) are such tensors.
 
 A write goes into the gathered full tensor, which counts from then on. Other tensors may be views
 of the same shards. They would not see this write, so it is refused.
@@ -13,7 +14,8 @@ of the same shards. They would not see this write, so it is refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import all_gather_dim, gather_from_region, local_slice
 from shoal.errors import StrategyRefused
+from shoal.platform.tensors import dense_strides, in_memory_order, is_in_order
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
@@ -52,8 +55,11 @@ class ViewGroup:
 
     def join(self, member: LazyGatherTensor) -> None:
         """Add a tensor, and forget those that are freed."""
-        alive = [other for other in self.members if other() is not None]
-        self.members = [*alive, weakref.ref(member)]
+        self.members = [*map(weakref.ref, self.alive()), weakref.ref(member)]
+
+    def alive(self) -> list[LazyGatherTensor]:
+        """Return the tensors that are not freed."""
+        return [member for ref in self.members if (member := ref()) is not None]
 
     def check_writes(self, member: LazyGatherTensor, what: str) -> None:
         """Check that every tensor of the group sees the writes so far.
@@ -68,7 +74,7 @@ class ViewGroup:
         written = [full for full, gathered in self.exposed if version(full) != gathered]
         if not written:
             return
-        has_others = any(other() is not None and other() is not member for other in self.members)
+        has_others = any(other is not member for other in self.alive())
         if has_others or any(full is not member._full for full in written):
             raise StrategyRefused(WRITE_MESSAGE.format(what=what))
 
@@ -79,55 +85,83 @@ class LazyGatherTensor(Tensor):
     Attributes:
         shard_functions: functions that run on shards. One that returns NotImplemented gets the
             full tensor after all.
+        broadcast_functions: those of them that take a shard at any place, not only as their first
+            argument.
+        memory_order: dims as they lie in memory, the outermost first. Dropout draws in this order.
         views: the tensors that share memory with `local`.
     """
 
     shard_functions: ClassVar[Mapping[Any, Callable[..., Any]]] = {}
+    broadcast_functions: ClassVar[AbstractSet[Any]] = frozenset()
     local: Tensor
     axis: Axis
     shard_dim: int
+    memory_order: tuple[int, ...]
     views: ViewGroup
     _full: Tensor | None
     _gathered_version: int
 
     @classmethod
     def from_local(
-        cls, local: Tensor, axis: Axis, shard_dim: int, views: ViewGroup | None = None
+        cls,
+        local: Tensor,
+        axis: Axis,
+        shard_dim: int,
+        length: int | None = None,
+        memory_order: Sequence[int] | None = None,
+        views: ViewGroup | None = None,
     ) -> Self:
         """Wrap this rank's shard.
 
         Args:
+            length: of the full tensor along `shard_dim`; None if all shards are of one length.
+            memory_order: None for a contiguous full tensor.
             views: the group of the tensor that `local` is a view of; None if it is no view.
         """
-        made: Any = _FromLocal.apply(local, cls, axis, shard_dim)
+        length = axis.size * local.shape[shard_dim] if length is None else length
+        order = tuple(range(local.dim())) if memory_order is None else tuple(memory_order)
+        made: Any = _FromLocal.apply(local, cls, axis, shard_dim, length, order)
         made.local = local
         made.axis = axis
         made.shard_dim = shard_dim
+        made.memory_order = order
         made._full = None
         made.views = ViewGroup() if views is None else views
         made.views.join(made)
         wrapper: Self = made
         return wrapper
 
-    def like(self, local: Tensor) -> Self:
-        """Wrap what a function of `self.local` returned; its last dims are those of this tensor."""
+    def like(
+        self, local: Tensor, shard_dim: int | None = None, memory_order: Sequence[int] | None = None
+    ) -> Self:
+        """Wrap what a function of `self.local` returned.
+
+        Args: shard_dim: None if the last dims of `local` are those of this tensor.
+        """
         if local is self.local:
             return self
         shares_memory = (
             local.untyped_storage().data_ptr() == self.local.untyped_storage().data_ptr()
         )
-        dims_from_last = self.local.dim() - self.shard_dim
+        if shard_dim is None:
+            shard_dim = local.dim() - (self.dim() - self.shard_dim)
+        length = self.shape[self.shard_dim]
         views = self.views if shares_memory else None
-        return type(self).from_local(local, self.axis, local.dim() - dims_from_last, views)
+        return type(self).from_local(local, self.axis, shard_dim, length, memory_order, views)
 
     @property
     def full_tensor(self) -> Tensor:
         """The full tensor, on every rank. Collective for the first use."""
+        self.reattach_local()
         if self._full is None:
             # Gather with a graph even inside no_grad, for the result is kept and a later use may
             # need gradients; and outside inference mode, so that torch counts its writes.
             with torch.inference_mode(False), torch.set_grad_enabled(self.local.requires_grad):
-                self._full = gather_from_region(self.local, self.axis, self.shard_dim)
+                self._full = gather_from_region(
+                    self.local, self.axis, self.shard_dim, self.shape[self.shard_dim]
+                )
+                if not is_in_order(self.memory_order):
+                    self._full = in_memory_order(self._full, self.memory_order)
             self._gathered_version = version(self._full)
         return self._full
 
@@ -147,15 +181,11 @@ class LazyGatherTensor(Tensor):
         leaves = tree_leaves((args, options))
         items = [leaf for leaf in leaves if isinstance(leaf, LazyGatherTensor)]
         for item in items:
-            item._reattach_local()
+            item.reattach_local()
             item.views.check_writes(item, "somebody")
-        first = args[0] if args else None
-        if (
-            isinstance(first, LazyGatherTensor)
-            and func in first.shard_functions
-            and not first.written
-        ):
-            on_shards = first.shard_functions[func](*args, **options)
+        rule = _shard_rule(func, args, items)
+        if rule is not None:
+            on_shards = rule(*args, **options)
             if on_shards is not NotImplemented:
                 return on_shards
         result = func(*_full_tensors(args), **_full_tensors(options))
@@ -172,7 +202,7 @@ class LazyGatherTensor(Tensor):
             raise StrategyRefused(WRITE_MESSAGE.format(what=func))
         return func(*_full_tensors(args), **_full_tensors(kwargs or {}))
 
-    def _reattach_local(self) -> None:
+    def reattach_local(self) -> None:
         """Derive `local` from this wrapper if an autograd.Function of the user's returned it.
 
         Such a Function, activation checkpointing say, runs without a graph. Then `local` has no
@@ -200,6 +230,20 @@ class LazyGatherTensor(Tensor):
         self.views.check_writes(self, what)
 
 
+def _shard_rule(
+    func: Any, args: tuple[Any, ...], items: list[LazyGatherTensor]
+) -> Callable[..., Any] | None:
+    """Return how a function runs on the shards of `items`; None if it gets full tensors."""
+    is_first = bool(args) and isinstance(args[0], LazyGatherTensor)
+    owner = args[0] if is_first else items[0]
+    if func not in owner.shard_functions:
+        # Torch looks a method up by its name, and finds what guards have put around it.
+        func = getattr(func, "__wrapped__", func)
+    if any(item.written for item in items) or not (is_first or func in owner.broadcast_functions):
+        return None
+    return owner.shard_functions.get(func)
+
+
 def _full_tensors(nest: Any) -> Any:
     return tree_map_only(LazyGatherTensor, lambda item: item.full_tensor, nest)
 
@@ -214,20 +258,30 @@ class _FromLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, local: Tensor, wrapper_class: type[LazyGatherTensor], axis: Axis, shard_dim: int
+        ctx: Any,
+        local: Tensor,
+        wrapper_class: type[LazyGatherTensor],
+        axis: Axis,
+        shard_dim: int,
+        length: int,
+        memory_order: tuple[int, ...],
     ) -> Any:
         ctx.axis = axis
         ctx.shard_dim = shard_dim
-        shape = list(local.shape)
-        shape[shard_dim] *= axis.size
+        shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
         return make_wrapper_subclass(
-            wrapper_class, tuple(shape), dtype=local.dtype, device=local.device
+            wrapper_class,
+            shape,
+            strides=dense_strides(shape, memory_order),
+            dtype=local.dtype,
+            device=local.device,
         )
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        return local_slice(gradient, ctx.axis, ctx.shard_dim).contiguous(), None, None, None
+        local = local_slice(gradient, ctx.axis, ctx.shard_dim).contiguous()
+        return local, None, None, None, None, None
 
 
 class _ToLocal(torch.autograd.Function):
@@ -248,10 +302,11 @@ class _ToLocal(torch.autograd.Function):
 
 METADATA_FUNCTIONS = {
     *(Tensor.dim, Tensor.size, Tensor.numel, Tensor.ndimension, Tensor.element_size),
-    *(Tensor.is_floating_point, Tensor.is_complex, IS_VIEW, Tensor.__len__, Tensor.__hash__),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.is_contiguous, Tensor.stride),
+    *(IS_VIEW, Tensor.__len__, Tensor.__hash__),
     *(
         getattr(Tensor, name).__get__
-        for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda")
+        for name in ("shape", "ndim", "dtype", "device", "layout", "is_cuda", "is_meta")
     ),
 }
 """Functions that read no values of a tensor: they run on the wrapper."""

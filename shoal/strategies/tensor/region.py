@@ -27,12 +27,14 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import (
+    all_gather_dim,
     copy_to_region,
     gather_from_region,
     reduce_scatter_dim,
     slice_to_region,
 )
 from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.tensors import in_memory_order
 from shoal.platform.torch_private.tensor_state import (
     in_backward_pass,
     in_function_transform,
@@ -40,12 +42,7 @@ from shoal.platform.torch_private.tensor_state import (
 )
 from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.narrowed_input import full_inputs
-from shoal.strategies.tensor.sequence import (
-    GatherForward,
-    SequenceParallelTensor,
-    full_tensor,
-    gathered_gradient,
-)
+from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
 
 
 class Region:
@@ -172,12 +169,12 @@ class ColumnInput(NamedTuple):
 
     Attributes:
         full: (..., in), the full tensor. Each rank computes a part of its gradient.
-        shards: the tensor that `full` was gathered from; None if it was replicated.
+        local: the tokens that `full` was gathered from; None if it was replicated.
         regather: shared by all layers with this input; None if it was replicated.
     """
 
     full: Tensor
-    shards: SequenceParallelTensor | None = None
+    local: Tensor | None = None
     regather: RegatherInBackward | None = None
 
     def linear(self, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -187,14 +184,12 @@ class ColumnInput(NamedTuple):
             weight: (out/T, in), this rank's shard.
             bias: (out/T,), this rank's shard.
         """
-        if self.shards is None or self.regather is None:
+        if self.local is None or self.regather is None:
             return F.linear(self.full, weight, bias)
         if torch.is_autocast_enabled(weight.device.type):  # as F.linear would
             weight = weight.to(self.full.dtype)
             bias = None if bias is None else bias.to(self.full.dtype)
-        output: Tensor = _LinearOfGathered.apply(
-            self.full, self.shards, weight, bias, self.regather
-        )
+        output: Tensor = _LinearOfGathered.apply(self.full, self.local, weight, bias, self.regather)
         return output
 
 
@@ -206,13 +201,18 @@ def to_column_input(x: Tensor, axis: Axis) -> ColumnInput:
     if torch.is_autocast_enabled(device_type) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(device_type))  # before it is sent
     assert isinstance(x, SequenceParallelTensor)
-    return ColumnInput(_AllGather.apply(x), x, RegatherInBackward())
+    x.reattach_local()
+    if x.written:
+        return ColumnInput(copy_to_region(x.full_tensor, axis))
+    layout = _Layout(axis, x.shard_dim, x.shape[x.shard_dim], x.memory_order)
+    return ColumnInput(_AllGather.apply(x.local, layout), x.local, RegatherInBackward(layout))
 
 
 def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the sum over ranks of `partial`, sequence parallel along `dim`. Collective."""
-    shards: Tensor = _ReduceScatter.apply(partial, axis, dim % partial.dim())
-    return shards
+    dim = dim % partial.dim()
+    local = _ReduceScatter.apply(partial, axis, dim)
+    return SequenceParallelTensor.from_local(local, axis, dim, partial.shape[dim])
 
 
 def local_shard(tensor: Tensor | None) -> Any:
@@ -247,6 +247,20 @@ def local_part(tensor: Tensor | None) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class _Layout(NamedTuple):
+    """How a gathered tensor lies on the ranks and in memory."""
+
+    axis: Axis
+    dim: int
+    length: int
+    memory_order: tuple[int, ...]
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Return the full tensor, without a gradient. Collective."""
+        full = all_gather_dim(local, self.axis, self.dim, self.length)
+        return in_memory_order(full, self.memory_order)
+
+
 class RegatherInBackward:
     """Gathers an input a second time, in the backward pass, once for all layers that took it.
 
@@ -255,30 +269,32 @@ class RegatherInBackward:
         remaining: readers that have not yet asked in this backward pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: _Layout) -> None:
+        self.layout = layout
         self.readers = 0
         self.remaining = 0
         self.full: Tensor | None = None
 
-    def gathered(self, shards: SequenceParallelTensor) -> Tensor:
+    def gathered(self, local: Tensor) -> Tensor:
         """Return the full tensor, and free it after the last reader. Collective for the first."""
-        full = shards.gathered() if self.full is None else self.full
+        full = self.layout.gathered(local) if self.full is None else self.full
         self.remaining = (self.remaining or self.readers) - 1
         self.full = full if self.remaining else None
         return full
 
 
-class _AllGather(GatherForward):
+class _AllGather(torch.autograd.Function):
     """All-gather forward, reduce-scatter backward: each rank has a part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, layout: _Layout) -> Tensor:
+        ctx.layout = layout
+        return layout.gathered(local)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        shard = reduce_scatter_dim(gradient, ctx.axis, ctx.shard_dim)
-        length = gradient.shape[ctx.shard_dim]
-        return SequenceParallelTensor.from_local(
-            shard, ctx.axis, ctx.shard_dim, length, ctx.memory_order
-        )
+        return reduce_scatter_dim(gradient, ctx.layout.axis, ctx.layout.dim), None
 
 
 class _ReduceScatter(torch.autograd.Function):
@@ -286,28 +302,28 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
-        shard = reduce_scatter_dim(partial, axis, dim)
-        return SequenceParallelTensor.from_local(shard, axis, dim, partial.shape[dim])
+        ctx.axis, ctx.dim, ctx.length = axis, dim, partial.shape[dim]
+        return reduce_scatter_dim(partial, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        return gathered_gradient(gradient), None, None
+        return all_gather_dim(gradient, ctx.axis, ctx.dim, ctx.length), None, None
 
 
 class _LinearOfGathered(torch.autograd.Function):
-    """F.linear that saves the shards of its input instead of the gathered input."""
+    """F.linear that saves this rank's tokens of its input instead of the gathered input."""
 
     @staticmethod
     def forward(
         ctx: Any,
         full: Tensor,
-        shards: SequenceParallelTensor,
+        local: Tensor,
         weight: Tensor,
         bias: Tensor | None,
         regather: RegatherInBackward,
     ) -> Tensor:
-        ctx.save_for_backward(shards, weight)
+        ctx.save_for_backward(local, weight)
         ctx.regather = regather
         regather.readers += weight.requires_grad
         return F.linear(full, weight, bias)
@@ -315,14 +331,12 @@ class _LinearOfGathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        shards, weight = ctx.saved_tensors
+        local, weight = ctx.saved_tensors
         needs_full, _, needs_weight, needs_bias, _ = ctx.needs_input_grad
         rows = gradient.flatten(0, -2)
         weight_gradient = None
         if needs_weight:
-            # Hooks on saved tensors may have replaced the shards by a full tensor.
-            is_sharded = isinstance(shards, SequenceParallelTensor)
-            full = ctx.regather.gathered(shards) if is_sharded else shards
+            full = ctx.regather.gathered(local)
             weight_gradient = rows.t() @ full.flatten(0, -2)
         full_gradient = gradient @ weight if needs_full else None
         bias_gradient = rows.sum(0) if needs_bias else None

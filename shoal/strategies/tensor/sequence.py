@@ -6,9 +6,8 @@
 
 Such a tensor has the shape of the full tensor and gives the same numbers.
 
-    - Functions that compute each token by itself run on this rank's tokens. `sequence_functions.py`
-      lists them, `sequence_dispatch.py` has the rule of each operator, forward and backward.
-    - Any other function gets the full tensor, gathered: slower, and as exact.
+    - Functions that compute each token by itself run on this rank's tokens.
+    - Any other function gets the full tensor, gathered: slower, and as exact (`lazy_gather.py`).
     - Replicated tensors in the same function, such as weights of norms, get a full gradient.
     - Random numbers are drawn for all tokens, of which a rank keeps its own.
 
@@ -17,161 +16,35 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import all_gather_dim, local_slice
-from shoal.errors import StrategyRefused
+from shoal.comm.mappings import copy_to_region, local_slice, reduce_from_region, slice_to_region
+from shoal.platform.tensors import flatten_tensors, is_in_order, unflatten_tensors
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map, tree_map_only
-from shoal.platform.torch_private.subclasses import (
-    DisableTorchFunctionSubclass,
-    make_wrapper_subclass,
-)
-from shoal.platform.torch_private.tensor_state import base, version
-from shoal.strategies.tensor.derivatives import check_first_derivative
-from shoal.strategies.tensor.sequence_functions import (
-    IN_PLACE_FUNCTIONS,
-    METADATA_FUNCTIONS,
-    REPLACED_FUNCTIONS,
-    TOKENWISE_FUNCTIONS,
-)
+from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
+from shoal.strategies.tensor.derivatives import AUTOGRAD_FUNCTIONS, check_first_derivative
+from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 
 
-class SequenceParallelTensor(Tensor):
-    """A tensor of which this rank has `local`, its tokens along `shard_dim`.
-
-    Attributes:
-        memory_order: dims as they lie in memory, the outermost first. Dropout draws in this order.
-    """
-
-    local: Tensor
-    axis: Axis
-    shard_dim: int
-    memory_order: tuple[int, ...]
-    _exposed: tuple[tuple[Tensor, int], ...] = ()  # full tensors with views, and their versions
-
-    @staticmethod
-    def from_local(
-        local: Tensor,
-        axis: Axis,
-        shard_dim: int,
-        length: int,
-        memory_order: Sequence[int] | None = None,
-    ) -> SequenceParallelTensor:
-        """Wrap this rank's tokens.
-
-        Args:
-            length: of the full tensor along `shard_dim`; T need not divide it.
-            memory_order: None for a contiguous tensor.
-        """
-        shape = (*local.shape[:shard_dim], length, *local.shape[shard_dim + 1 :])
-        order = tuple(range(local.dim())) if memory_order is None else tuple(memory_order)
-        made = make_wrapper_subclass(
-            SequenceParallelTensor,
-            shape,
-            strides=_strides(shape, order),
-            dtype=local.dtype,
-            device=local.device,
-        )
-        made.local = local.detach()
-        made.axis = axis
-        made.shard_dim = shard_dim
-        made.memory_order = order
-        wrapper: SequenceParallelTensor = made
-        return wrapper
-
-    def like(self, local: Tensor) -> SequenceParallelTensor:
-        """Wrap another tensor of the same shape, for the same tokens."""
-        return SequenceParallelTensor.from_local(
-            local, self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order
-        )
-
-    def gathered(self) -> Tensor:
-        """Return the full tensor, on every rank, without a gradient. Collective."""
-        length = self.shape[self.shard_dim]
-        position = self.memory_order.index(self.shard_dim)
-        in_memory_order = self.local.permute(self.memory_order)
-        full = all_gather_dim(in_memory_order, self.axis, position, length)
-        inverse = [self.memory_order.index(dim) for dim in range(self.dim())]
-        # Detached: autograd must not take it for a view, for it may be written into.
-        return full.permute(inverse).detach()
-
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of inner tensors, and the rest: for code that counts memory."""
-        return ["local"], (self.axis, self.shard_dim, self.shape[self.shard_dim], self.memory_order)
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], rest: Any, shape: Any, strides: Any
-    ) -> SequenceParallelTensor:
-        return SequenceParallelTensor.from_local(inner["local"], *rest)
+class SequenceParallelTensor(LazyGatherTensor):
+    """A tensor of which this rank has `local`, its tokens along `shard_dim`."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe the tensor without its values: a gather needs the other ranks."""
         return (
-            f"SequenceSlices(shape={tuple(self.shape)}, of which own={tuple(self.local.shape)}, "
-            f"along={self.shard_dim})"
+            f"SequenceParallelTensor(shape={tuple(self.shape)}, "
+            f"local shape={tuple(self.local.shape)}, dim={self.shard_dim})"
         )
 
     def __format__(self, _: str) -> str:
         return repr(self)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        options = kwargs or {}
-        if func in METADATA_FUNCTIONS:
-            with DisableTorchFunctionSubclass():
-                return func(*args, **options)
-        if func not in TOKENWISE_FUNCTIONS:
-            # Torch looks a method up by its name, and finds what guards have put around it.
-            func = getattr(func, "__wrapped__", func)
-        _check_unwritten((args, options))
-        # Other subclasses of Tensor have rules of their own.
-        is_known = all(issubclass(kind, (SequenceParallelTensor, nn.Parameter)) for kind in types)
-        is_first_sharded = bool(args) and isinstance(args[0], SequenceParallelTensor)
-        if is_known and func in REPLACED_FUNCTIONS and is_first_sharded:
-            return REPLACED_FUNCTIONS[func](*args, **options)
-        writes_into_full = func in IN_PLACE_FUNCTIONS and not is_first_sharded
-        if not is_known or writes_into_full or func not in TOKENWISE_FUNCTIONS:
-            return _run_on_full(func, args, options)
-        if torch.is_grad_enabled():
-            args, options = tree_map_only(Tensor, _with_full_gradient, (args, options))
-        with DisableTorchFunctionSubclass():
-            return func(*args, **options)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        # Imported here: the dispatch module makes tensors of this class.
-        from shoal.strategies.tensor.sequence_dispatch import run
-
-        return run(func, args, kwargs or {})
-
-    def _check_views_unwritten(self) -> None:
-        """Check that no view of a gathered full tensor was written into.
-
-        Raises:
-            StrategyRefused: such a write would not be in this tensor.
-        """
-        if any(version(full) != gathered for full, gathered in self._exposed):
-            raise StrategyRefused(_write_message("a view of it"))
-
-
-def _strides(shape: tuple[int, ...], memory_order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a dense tensor whose dims lie in this order."""
-    strides = [0] * len(shape)
-    step = 1
-    for dim in reversed(memory_order):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
 
 
 def full_tensor(x: Any) -> Any:
@@ -179,7 +52,7 @@ def full_tensor(x: Any) -> Any:
 
     Collective.
     """
-    return _ToFull.apply(x) if isinstance(x, SequenceParallelTensor) else x
+    return x.full_tensor if isinstance(x, SequenceParallelTensor) else x
 
 
 def gather_all(nest: Any) -> Any:
@@ -187,93 +60,233 @@ def gather_all(nest: Any) -> Any:
     return tree_map(full_tensor, nest)
 
 
-def _check_unwritten(arguments: Any) -> None:
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, SequenceParallelTensor):
-            leaf._check_views_unwritten()
+class _TokenLayout(NamedTuple):
+    """Layout of the tokens in the arguments of an elementwise function.
 
-
-def _run_on_full(func: Any, args: Any, options: Any) -> Any:
-    """Run a function that may look at several tokens at once on gathered tensors. Collective.
-
-    Raises:
-        StrategyRefused: it writes into a gathered tensor, where the write would be lost.
+    Tensors are broadcast from their last dims, so the dim of tokens is counted from there.
     """
-    gathered: list[tuple[SequenceParallelTensor, Tensor, int]] = []
 
-    def gather(item: SequenceParallelTensor) -> Tensor:
-        # Anew each time: a tensor that was gathered without gradients has none to pass on.
-        full: Tensor = full_tensor(item)
-        gathered.append((item, full, version(full)))
-        return full
+    axis: Axis
+    dim_from_last: int  # 1 is the last dim
+    length: int  # of the full sequence
 
-    args, options = tree_map_only(SequenceParallelTensor, gather, (args, options))
-    result = func(*args, **options)
-    leaves = tree_leaves(result)
-    for item, full, known_version in gathered:
-        if version(full) != known_version:
-            raise StrategyRefused(_write_message(getattr(func, "__name__", str(func))))
-        if any(isinstance(leaf, Tensor) and _is_view_of(leaf, full) for leaf in leaves):
-            item._exposed += ((full, known_version),)
-    return result
+    def fits(self, x: Tensor) -> bool:
+        """Return True for a sequence parallel tensor of this layout."""
+        return (
+            isinstance(x, SequenceParallelTensor)
+            and x.dim() - x.shard_dim == self.dim_from_last
+            and x.shape[x.shard_dim] == self.length
+        )
+
+    def local(self, x: Tensor) -> Tensor:
+        """Return this rank's tokens; a tensor that is broadcast over tokens as it is."""
+        if isinstance(x, SequenceParallelTensor):
+            if self.fits(x):
+                return x.local
+            x = x.full_tensor
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+        if x.dim() < self.dim_from_last or x.shape[-self.dim_from_last] != self.length:
+            return copy_to_region(x, self.axis) if needs_gradient else x
+        dim = x.dim() - self.dim_from_last
+        return (slice_to_region if needs_gradient else local_slice)(x, self.axis, dim)
 
 
-def _is_view_of(view: Tensor, full: Tensor) -> bool:
-    return view is full or base(view) is full
+def _elementwise(func: Any, *args: Any, **options: Any) -> Any:
+    """Compute this rank's tokens of an elementwise function.
+
+    The result must have the tokens of the longest argument: then each rank has all it needs.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+    layout = _token_layout(tensors)
+    if layout is None:
+        return NotImplemented
+    local_args, local_options = tree_map_only(Tensor, layout.local, (args, options))
+    local = func(*local_args, **local_options)
+    # Where nothing was transposed, the result is contiguous: no need to ask torch.
+    is_contiguous = all(tensor.is_contiguous() for tensor in tensors)
+    memory_order = None if is_contiguous else _result_memory_order(func, args, options)
+    longest = next(x for x in tensors if layout.fits(x))
+    assert isinstance(longest, SequenceParallelTensor)
+    return longest.like(local, memory_order=memory_order)
 
 
-def _write_message(what: str) -> str:
-    return (
-        f"sequence: {what} writes into a tensor that lies in slices of the sequence, where it "
-        "would be lost. Write a new tensor, x = x + y for x += y say, or leave out sequence."
+def _token_layout(tensors: Sequence[Tensor]) -> _TokenLayout | None:
+    """Return the layout of an elementwise result; None if it is not that of one argument."""
+    if not all(type(x) in (Tensor, nn.Parameter, SequenceParallelTensor) for x in tensors):
+        return None  # other subclasses of Tensor have rules of their own
+    sharded = [x for x in tensors if isinstance(x, SequenceParallelTensor)]
+    # One of length 1 may be broadcast over the tokens of another.
+    longest = max(sharded, key=lambda x: x.shape[x.shard_dim])
+    layout = _TokenLayout(
+        longest.axis, longest.dim() - longest.shard_dim, longest.shape[longest.shard_dim]
     )
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    return layout if shape[-layout.dim_from_last] == layout.length else None
 
 
-def _with_full_gradient(x: Tensor) -> Tensor:
-    """Return a replicated tensor so that its gradient becomes full; a sharded one as it is."""
-    if isinstance(x, SequenceParallelTensor) or not x.requires_grad:
-        return x
-    output: Tensor = _FullGradient.apply(x)
-    return output
+def _result_memory_order(func: Any, args: Any, options: Any) -> tuple[int, ...]:
+    """Return how the result would lie in memory on one device.
+
+    torch has rules of its own for that, so it is asked with tensors on the meta device.
+    """
+
+    def to_meta(x: Tensor) -> Tensor:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    meta_args, meta_options = tree_map_only(Tensor, to_meta, (args, options))
+    result = func(*meta_args, **meta_options)
+    return tuple(sorted(range(result.dim()), key=lambda dim: -result.stride(dim)))
 
 
-def gathered_gradient(gradient: Tensor) -> Tensor:
-    """Return a gradient as a full tensor. Collective if it is sequence parallel."""
-    return gradient.gathered() if isinstance(gradient, SequenceParallelTensor) else gradient
+def _in_place(func: Any, x: Any, *args: Any, **options: Any) -> Any:
+    """Write into this rank's tokens, unless somebody has the full tensor."""
+    tensors = [x, *(leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor))]
+    is_sharded = isinstance(x, SequenceParallelTensor)
+    if not is_sharded or any(member._full is not None for member in x.views.alive()):
+        return NotImplemented
+    layout = _token_layout(tensors)
+    if layout is None or not layout.fits(x):
+        return NotImplemented
+    local_args, local_options = tree_map_only(Tensor, layout.local, (args, options))
+    func(x.local, *local_args, **local_options)
+    with DisableTorchFunctionSubclass():
+        return _Written.apply(x, x.local)
 
 
-class GatherForward(torch.autograd.Function):
-    """All-gather in the forward pass. Subclasses say what the gradient of a rank is."""
+class _Written(torch.autograd.Function):
+    """A tensor after a write into its shard: autograd takes it for the shard as it is now."""
 
     @staticmethod
-    def forward(ctx: Any, x: SequenceParallelTensor) -> Tensor:
-        ctx.axis = x.axis
-        ctx.shard_dim = x.shard_dim
-        ctx.memory_order = x.memory_order
-        return x.gathered()
-
-
-class _ToFull(GatherForward):
-    """Gather for a function that all ranks compute alike: each takes its slice of the gradient."""
+    def forward(ctx: Any, x: SequenceParallelTensor, local: Tensor) -> Any:
+        ctx.axis, ctx.shard_dim = x.axis, x.shard_dim
+        ctx.mark_dirty(x)
+        return x
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        local = local_slice(gradient, ctx.axis, ctx.shard_dim)
-        length = gradient.shape[ctx.shard_dim]
-        return SequenceParallelTensor.from_local(
-            local, ctx.axis, ctx.shard_dim, length, ctx.memory_order
+        return None, local_slice(gradient, ctx.axis, ctx.shard_dim).contiguous()
+
+
+def _contiguous(x: SequenceParallelTensor) -> Any:
+    if is_in_order(x.memory_order):
+        return x
+    return x.like(x.local.clone(memory_format=torch.contiguous_format))
+
+
+def _transpose(x: SequenceParallelTensor, dim0: int, dim1: int) -> Any:
+    """Swap two dims, in the layout too; no token leaves its rank."""
+    new_dims = [*range(x.dim())]
+    new_dims[dim0], new_dims[dim1] = new_dims[dim1], new_dims[dim0]
+    memory_order = [new_dims[dim] for dim in x.memory_order]
+    return x.like(x.local.transpose(dim0, dim1), new_dims[x.shard_dim], memory_order)
+
+
+def _reduced(
+    func: Any, x: SequenceParallelTensor, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    """Return a sum or a mean over some dims. A sum over the sequence is replicated."""
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.dim()))
+    reduced = {each % x.dim() for each in dims}
+    if not {*options} <= {"dtype"} or (x.shard_dim in reduced and "mean" in func.__name__):
+        # Ranks may have different numbers of tokens, so a mean of their means would be wrong.
+        return NotImplemented
+    local = func(x.local, dims, keepdim, **options)
+    if x.shard_dim in reduced:
+        return reduce_from_region(local, x.axis)
+    remaining = [each for each in range(x.dim()) if keepdim or each not in reduced]
+    memory_order = [remaining.index(each) for each in x.memory_order if each in remaining]
+    return x.like(local, remaining.index(x.shard_dim), memory_order)
+
+
+def _layer_norm(
+    x: Any,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    """Normalize this rank's tokens, if the norm is over dims behind that of tokens."""
+    parameters = [each for each in (weight, bias) if each is not None]
+    is_replicated = all(type(each) in (Tensor, nn.Parameter) for each in parameters)
+    if not is_replicated or x.shard_dim >= x.dim() - len(normalized_shape):
+        return NotImplemented
+    copies = iter(_CopyAllToRegion.apply(x.axis, *parameters) if parameters else ())
+    weight, bias = (None if each is None else next(copies) for each in (weight, bias))
+    return x.like(F.layer_norm(x.local, normalized_shape, weight, bias, eps))
+
+
+class _CopyAllToRegion(torch.autograd.Function):
+    """`copy_to_region` for several tensors, with one message for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, axis: Axis, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        check_first_derivative()
+        present = [gradient for gradient in gradients if gradient is not None]
+        sums = iter(unflatten_tensors(ctx.axis.all_reduce(flatten_tensors(present)), present))
+        return None, *(
+            None if gradient is None else next(sums).to(gradient.dtype) for gradient in gradients
         )
 
 
-class _FullGradient(torch.autograd.Function):
-    """Identity forward; gathers a sequence parallel gradient backward."""
+def _rms_norm(
+    x: Any, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    dims = [*range(-len(normalized_shape), 0)]
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    normalized: Tensor = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + eps)
+    return normalized if weight is None else normalized * weight
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        return gathered_gradient(gradient)
+def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """Draw for all tokens, in the memory order of one device, and keep this rank's."""
+    if not training or p == 0:
+        unchanged: Tensor = x
+        return unchanged
+    ones = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).fill_(1.0)
+    own = local_slice(F.dropout(ones, p), x.axis, x.shard_dim).clone()
+    factors = x.like(own, memory_order=x.memory_order)
+    output: Tensor = x.mul_(factors) if inplace else x * factors
+    return output
+
+
+def _on_local(name: str) -> Callable[..., Tensor]:
+    """Return the method `new_zeros` or the like, for a replicated result."""
+    return lambda x, *args, **options: getattr(x.local, name)(*args, **options)
+
+
+def _functions(names: str) -> set[Any]:
+    """Return the functions and methods of torch with these names, separated by spaces."""
+    owners = (torch, Tensor, F)
+    return {
+        getattr(owner, name) for name in names.split() for owner in owners if hasattr(owner, name)
+    }
+
+
+IN_PLACE_FUNCTIONS = _functions("add_ sub_ mul_ div_ relu_ __iadd__ __isub__ __imul__ __itruediv__")
+ELEMENTWISE_FUNCTIONS = _functions(
+    "add sub rsub mul div true_divide neg pow rsqrt sqrt square abs exp tanh sigmoid relu gelu "
+    "silu clamp "
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
+    "to float double half bfloat16 type_as clone zeros_like ones_like"
+)
+SequenceParallelTensor.broadcast_functions = ELEMENTWISE_FUNCTIONS
+SequenceParallelTensor.shard_functions = {
+    **AUTOGRAD_FUNCTIONS,
+    **{func: partial(_elementwise, func) for func in ELEMENTWISE_FUNCTIONS},
+    **{func: partial(_in_place, func) for func in IN_PLACE_FUNCTIONS},
+    **{func: partial(_reduced, func) for func in _functions("sum mean")},
+    **dict.fromkeys(_functions("transpose"), _transpose),
+    Tensor.contiguous: _contiguous,
+    F.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
+    F.dropout: _dropout,
+    **{getattr(Tensor, f"new_{name}"): _on_local(f"new_{name}") for name in ("empty", "zeros")},
+    **{getattr(Tensor, f"new_{name}"): _on_local(f"new_{name}") for name in ("ones", "full")},
+}
+"""Functions that run on this rank's tokens. One that is not listed gets the full tensor."""

@@ -27,10 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import local_slice, reduce_from_region
+from shoal.comm.mappings import reduce_from_region
 from shoal.platform.torch_private.kernels import assert_async
-from shoal.platform.torch_private.tensor_state import READ_BASE
-from shoal.strategies.tensor.derivatives import check_first_derivative
+from shoal.strategies.tensor.derivatives import AUTOGRAD_FUNCTIONS, check_first_derivative
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 from shoal.strategies.tensor.region import local_shard, reduce_scatter_sequence, to_column_input
 
@@ -139,22 +138,6 @@ def _argmax(x: VocabParallelLogits, dim: int | None = None, keepdim: bool = Fals
     return num_words - x.axis.all_reduce_max(candidates)
 
 
-def _register_hook(x: VocabParallelLogits, hook: Callable[[Tensor], Tensor | None]) -> Any:
-    """Register a hook of the user's, which sees the gradient of all logits."""
-
-    def hook_on_local(local_gradient: Tensor) -> Tensor | None:
-        gradient = VocabParallelLogits.of(local_gradient, x.axis)
-        result = hook(gradient)
-        if result is None or result is gradient:
-            # The hook may have written into the gradient it was given.
-            if not gradient.written:
-                return None
-            return local_slice(gradient.full_tensor, x.axis, x.shard_dim)
-        return local_slice(result, x.axis, x.shard_dim)
-
-    return x.local.register_hook(hook_on_local)
-
-
 def _cross_entropy(
     x: VocabParallelLogits,
     target: Tensor,
@@ -182,6 +165,7 @@ def _cross_entropy(
 
 
 VocabParallelLogits.shard_functions = {
+    **AUTOGRAD_FUNCTIONS,
     F.cross_entropy: _cross_entropy,
     Tensor.argmax: _argmax,
     torch.argmax: _argmax,
@@ -197,10 +181,6 @@ VocabParallelLogits.shard_functions = {
     Tensor.double: _elementwise(Tensor.double),
     Tensor.contiguous: _elementwise(Tensor.contiguous),
     Tensor.clone: _elementwise(Tensor.clone),
-    Tensor.requires_grad.__get__: lambda x: x.local.requires_grad,  # type: ignore[attr-defined]
-    READ_BASE: lambda x: None,
-    Tensor.grad_fn.__get__: lambda x: x.local.grad_fn,  # type: ignore[union-attr]
-    Tensor.register_hook: _register_hook,
 }
 
 

@@ -14,7 +14,6 @@ from shoal.data.tree_map import tensors_in
 from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 from shoal.strategies.tensor.narrowed_input import NarrowedInput
-from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -30,7 +29,7 @@ def local_part(tensor: Tensor) -> Tensor | None:
     """
     if isinstance(tensor, AbsentTensor | NarrowedInput):
         return None
-    if isinstance(tensor, LazyGatherTensor | SequenceParallelTensor):
+    if isinstance(tensor, LazyGatherTensor):
         tensor = tensor.local
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
