@@ -3,14 +3,12 @@
 A number of theirs, such as the choice to leave out a layer, counts for the whole batch, as on one
 device. So each micro-batch of a step begins in the state in which the step began.
 
-Both are Mersenne twisters: a block of 624 words and the position of the next one. Whoever knows how
-many words were drawn elsewhere can draw as many, and goes on with the same numbers.
+Both are Mersenne twisters: a block of 624 words and the position of the next one.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import random
 from typing import Any, NamedTuple
 
@@ -27,13 +25,6 @@ class DrawnWords(NamedTuple):
 
     python: int
     numpy: int
-
-    def draw(self) -> None:
-        """Draw as many, and forget them."""
-        if self.python:
-            random.getrandbits(32 * self.python)
-        if self.numpy:
-            np.random.bytes(4 * self.numpy)
 
 
 class HostGenerators(NamedTuple):
@@ -60,16 +51,6 @@ class HostGenerators(NamedTuple):
         return cls(
             random.getstate(), words["key"].tobytes(), words["pos"], numpy["has_gauss"], gauss
         )
-
-    @classmethod
-    def of_text(cls, text: str) -> HostGenerators:
-        """Return the state that `text` was made of."""
-        (version, words, python_gauss), key, *numpy = json.loads(text)
-        return cls((version, tuple(words), python_gauss), bytes.fromhex(key), *numpy)
-
-    def text(self) -> str:
-        """Return the state as a text, for other ranks."""
-        return json.dumps([self.python, self.key.hex(), *self[2:]])
 
     def restore(self) -> None:
         """Put both generators back into this state."""

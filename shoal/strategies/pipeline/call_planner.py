@@ -20,7 +20,6 @@ from shoal.strategies.pipeline.division import (
     shape_key,
 )
 from shoal.strategies.pipeline.dry_run import digest
-from shoal.strategies.pipeline.host_draws import HostDraws
 from shoal.strategies.pipeline.stage_map import Crossing
 
 
@@ -56,13 +55,6 @@ class PlannedCall(NamedTuple):
     call: StageCall
     crossing: Crossing
 
-    @property
-    def key(self) -> Hashable:
-        """The key of the values that cross: the way of the function may follow from draws."""
-        if self.crossing.generators is None:
-            return self.call.key
-        return self.call.key, digest(self.crossing)
-
 
 class CallPlanner:
     """Finds what crosses the cuts of a model, together with the other ranks of a pipeline.
@@ -70,13 +62,11 @@ class CallPlanner:
     Args:
         divided: the user's model.
         axis: the pipeline axis.
-        draws: of the generators of Python and NumPy.
     """
 
-    def __init__(self, divided: DividedModel, axis: Axis, draws: HostDraws) -> None:
+    def __init__(self, divided: DividedModel, axis: Axis) -> None:
         self.divided = divided
         self.axis = axis
-        self.draws = draws
 
     def plan(self, calls: Sequence[StageCall]) -> list[PlannedCall]:
         """Find what crosses the cuts, for each call. Collective if one needs a dry run.
@@ -84,15 +74,11 @@ class CallPlanner:
         Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
         """
         is_known = all(self.divided.knows(call.key) for call in calls)
-        if not is_known and not self.draws.met and self._meets_draws(calls):
-            self.draws.share()
         crossings: list[Crossing] = []
         failure: BaseException | None = None
         try:
             for call in calls:
-                crossings.append(
-                    self.divided.crossing(call.function, call.key, call.seed, self.draws.begin)
-                )
+                crossings.append(self.divided.crossing(call.function, call.key, call.seed))
         except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
             failure = error
         if not is_known:
@@ -101,19 +87,6 @@ class CallPlanner:
             with refusals_as_errors():
                 raise failure
         return [PlannedCall(*pair) for pair in zip(calls, crossings, strict=True)]
-
-    def _meets_draws(self, calls: Sequence[StageCall]) -> bool:
-        """Return whether the function draws from the generators of Python and NumPy, on any rank.
-        Collective.
-        """
-        draws = False
-        try:
-            for call in calls:
-                found = self.divided.crossing(call.function, call.key, call.seed, self.draws.begin)
-                draws = draws or found.generators is not None
-        except (WalkRefusal, Exception):  # noqa: BLE001 - the next dry run raises it, too
-            draws = False
-        return self.axis.sum_of_host_numbers([draws])[0] > 0
 
     def _compare_over_pipeline(
         self, crossings: Sequence[Crossing], failure: BaseException | None
@@ -130,5 +103,5 @@ class CallPlanner:
                 raise StrategyRefused(
                     f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
                     "function, for the same batch. It must not depend on the rank, the time or "
-                    "random numbers other than those of torch, Python and NumPy."
+                    "random numbers other than those of torch."
                 )

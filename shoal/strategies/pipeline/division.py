@@ -18,7 +18,7 @@ from shoal.strategies.base import PURPOSE
 from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
 from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.output_forms import OutputForms, form_of
-from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed, seeded
 from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units, enclosing
 from shoal.strategies.pipeline.walk import Walk
@@ -121,14 +121,10 @@ class DividedModel:
                 found.append(getattr(self.units.model.get_submodule(owner), name))
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def crossing(
-        self, function: Callable[[], Any], key: Hashable, seed: int, begin: HostGenerators
-    ) -> Crossing:
+    def crossing(self, function: Callable[[], Any], key: Hashable, seed: int) -> Crossing:
         """Return what crosses the cuts: from a dry run, or from an earlier one of the same key.
 
-        Args:
-            key: what determines the shapes of all values; see `shape_key`.
-            begin: the generators of Python and NumPy, in which the function begins and stays.
+        Args: key: what determines the shapes of all values; see `shape_key`.
 
         Raises: WalkRefusal: the function cannot be divided.
         """
@@ -137,13 +133,10 @@ class DividedModel:
             return known
         dry = DryRun(self.units, self.forms, self.stage_map)
         with self.units.watched(), seeded(seed, self.units.device):
-            before = torch.get_rng_state()
-            try:
-                found = dry.run(function)
-            finally:
-                if begin.has_moved():
-                    begin.restore()
-            is_constant = found.generators is None and _draws_nothing(before, dry.num_seeds)
+            before, host = torch.get_rng_state(), HostGenerators.now()
+            found = dry.run(function)
+            check_host_draws(host)
+            is_constant = _draws_nothing(before, dry.num_seeds)
             if is_constant and len(self._crossings) < MAX_CROSSINGS:
                 self._crossings[key] = found
         return found
@@ -159,19 +152,14 @@ class DividedModel:
         crossing: Crossing,
         received: Sequence[Tensor],
         seed: int,
-        begin: HostGenerators,
     ) -> StageRun:
         """Run one stage of the function.
 
-        Args:
-            seed: of the random numbers of this micro-batch; the same for all stages.
-            begin: the generators of Python and NumPy, in which the function begins.
+        Args: seed: of the random numbers of this micro-batch; the same for all stages.
 
         Raises: WalkRefusal: the function does something else than in the dry run.
         """
         walk = Walk(self.units, self.forms, self.stage_map, stage, crossing, received)
-        if begin.has_moved():
-            begin.restore()
         try:
             with (
                 self.units.watched(),
@@ -182,7 +170,6 @@ class DividedModel:
                 result = function()
                 walk.end()
         except StageDone:
-            _check_generators(stage, crossing, begin)
             return StageRun(walk.values_to_send(), None)
         finally:
             walk.received.walking = False
@@ -225,23 +212,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # nothing was assigned yet
         return None
-
-
-def _check_generators(stage: int, crossing: Crossing, begin: HostGenerators) -> None:
-    """Raise WalkRefusal if a stage has drawn other numbers from the generators of Python and NumPy
-    than the ranks of the stages after it believe.
-    """
-    if crossing.generators is None:
-        has_strayed = begin.has_moved()
-    else:
-        has_strayed = crossing.generators[stage] != HostGenerators.now()
-    if has_strayed:
-        raise WalkRefusal(
-            f"pipeline: blocks of stage {stage} draw numbers of Python or NumPy, and not "
-            "as many as on the first batch, so the ranks of later stages cannot know how "
-            "many. Draw equally many in each call, one for a layer and not one for each sample; "
-            "or draw them with torch."
-        )
 
 
 @contextmanager

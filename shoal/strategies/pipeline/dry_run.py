@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.data.host_generators import HostGenerators
 from shoal.strategies.pipeline.absent import (
     StageDone,
     ValueName,
@@ -41,8 +40,6 @@ class DryRun(Walk):
         self._size_bytes: dict[ValueName, int] = {}
         self._stage_used: dict[ValueName, int] = {}
         self._paths: list[tuple[int, str]] = []
-        self._before = HostGenerators.now()
-        self._generators: list[HostGenerators] = []
 
     def run(self, function: Callable[[], Any]) -> Crossing:
         """Run the function.
@@ -100,8 +97,6 @@ class DryRun(Walk):
 
     def _leave_stage(self, last: str) -> None:
         self._paths.append((self._path, last))
-        has_moved = self._before.has_moved()
-        self._generators.append(HostGenerators.now() if has_moved else self._before)
 
     def _crossing(self) -> Crossing:
         names = [
@@ -113,8 +108,7 @@ class DryRun(Walk):
             for cut in range(self.stage_map.last)
         ]
         makers = [[self.labels[name.event - 1] for name in of_cut] for of_cut in names]
-        draws = self._before.has_moved()
-        return Crossing(names, makers, self._paths, self._generators if draws else None)
+        return Crossing(names, makers, self._paths)
 
 
 def digest(crossing: Crossing) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.data.host_generators import HostGenerators
 from shoal.data.seeds import derive_seed
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
@@ -38,10 +39,9 @@ from shoal.strategies.pipeline.engine import (
     StageOutput,
     is_reached_by_others,
 )
-from shoal.strategies.pipeline.host_draws import HostDraws
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.p2p_link import P2PLink, downward_group
-from shoal.strategies.pipeline.random_streams import draw_seed
+from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed
 from shoal.strategies.pipeline.result_broadcast import broadcast_nest
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
@@ -53,9 +53,7 @@ SUM_COUNT_INDEX = TOTALS_LENGTH
 """Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
 EXTRAS_INDEX = TOTALS_LENGTH + 1
 """Index of another one: there are values beside the loss."""
-DRAWS_INDEX = TOTALS_LENGTH + 2
-"""Index of another one: the last stage has drawn from the generators of Python and NumPy."""
-NUM_FLAGS = 3
+NUM_FLAGS = 2
 
 
 class PipelineExecutor:
@@ -96,8 +94,7 @@ class PipelineExecutor:
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
         self._planned: PlannedCall | None = None
-        self.draws = HostDraws(axis, self.last_stage in self.stages)
-        self.planner = CallPlanner(divided, axis, self.draws)
+        self.planner = CallPlanner(divided, axis)
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
@@ -121,7 +118,7 @@ class PipelineExecutor:
         # of zero samples fill up.
         single = batch._replace(previous_totals=None, stop_requested=False)
         microbatches = list(split_microbatches(single, count, min_count=count))
-        seed = self._common_seed()
+        seed, host = self._common_seed(), HostGenerators.now()
         calls = [
             StageCall.of(self.model, micro, derive_seed(seed, index) % 2**31)
             for index, micro in enumerate(microbatches)
@@ -140,14 +137,14 @@ class PipelineExecutor:
             outputs.append(output._replace(loss=output.step_totals))
             return StageOutput(output.values, output.loss)
 
-        comm = StageComm(self.link, self.table, lambda microbatch: planned[microbatch].key)
+        comm = StageComm(self.link, self.table, lambda microbatch: planned[microbatch].call.key)
         engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
         # Checkpoints in the user's code call units again in a backward pass.
         with self.divided.units.watched(), refusals_as_errors():
             for _ in engine.run():
                 pass
+            check_host_draws(host)
         self._planned = None
-        self.divided.units.forget_calls()
         self.batchnorm.commit()
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
@@ -158,6 +155,7 @@ class PipelineExecutor:
 
         Collective over the pipeline: all ranks call it with the same arguments.
         """
+        host = HostGenerators.now()
         with torch.no_grad():
             call = StageCall(
                 partial(function, *args, **kwargs),
@@ -167,23 +165,13 @@ class PipelineExecutor:
             [planned] = self.planner.plan([call])
             with refusals_as_errors():
                 result = self._run_stages(planned)
-            self.draws.end_evaluation()
+                check_host_draws(host)
             return self._broadcast(result)
 
     def _run_stage(self, stage: int, planned: PlannedCall, values: Sequence[Tensor]) -> StageRun:
         call, crossing = planned
-        run = partial(
-            self.divided.run_stage,
-            stage,
-            call.function,
-            crossing,
-            values,
-            call.seed,
-            self.draws.begin,
-        )
+        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
         found: StageRun = self.home(run)
-        if stage == self.last_stage:
-            self.draws.end_last_stage()
         return found
 
     def _common_seed(self) -> int:
@@ -194,7 +182,6 @@ class PipelineExecutor:
         """
         seed = torch.tensor([draw_seed()], device=self.axis.host_device)
         self.axis.broadcast_tensor(seed)
-        self.draws.begin_step()
         return int(seed)
 
     def _run_stages(self, planned: PlannedCall) -> Any:
@@ -204,7 +191,7 @@ class PipelineExecutor:
         comm = StageComm(
             self.link,
             _as_single_microbatch(self.table),
-            lambda _: planned.key,
+            lambda _: planned.call.key,
             backward=False,
         )
         result = None
@@ -249,20 +236,16 @@ class PipelineExecutor:
         for output in outputs:
             totals[:TOTALS_LENGTH] += output.step_totals
         is_sum = any(output.is_sum_and_count for output in outputs)
-        flags = [is_sum, bool(extras), self.draws.has_drawn]
+        flags = [is_sum, bool(extras)]
         totals[STOP] = batch.stop_requested * batch.grad_weight
         if self.axis.host_device == totals.device:
-            for index, flag in zip(
-                (SUM_COUNT_INDEX, EXTRAS_INDEX, DRAWS_INDEX), flags, strict=True
-            ):
-                totals[index] = flag
+            totals[SUM_COUNT_INDEX], totals[EXTRAS_INDEX] = flags
             totals = self.axis.all_reduce(totals)
             found = totals[TOTALS_LENGTH:].tolist()
         else:
             totals = self.axis.all_reduce(totals)
             found = self.axis.sum_of_host_numbers(flags)
-        is_sum_and_count, has_extras, has_drawn = map(bool, found)
-        self.draws.end_step(has_drawn)
+        is_sum_and_count, has_extras = map(bool, found)
         sums = totals[:TOTALS_LENGTH].to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals

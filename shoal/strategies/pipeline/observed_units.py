@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from shoal.data.host_generators import HostGenerators
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.strategies.full_model import ColocationRequest
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.output_forms import OutputForms
+from shoal.strategies.pipeline.random_streams import check_host_draws
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile
 from shoal.strategies.pipeline.units import UnitCall, Units, enclosing, find_units
@@ -116,7 +118,9 @@ def observed_run(
             units.observed_by(profile),
             profile,
         ):
+            before = HostGenerators.now()
             function()
+            check_host_draws(before)
         profile.mutated_buffers = saved.mutated()
     finally:
         saved.restore()

@@ -8,10 +8,8 @@ units draws the same noise on all ranks, and a unit draws the same dropout masks
 checkpoint around a unit restores the stream around it, and so the seed, when it calls the unit
 again.
 
-The generators of Python and NumPy are one stream, as on one device: a number of theirs counts for
-the whole batch (`shoal/data/host_generators.py`). Every run for a stage or a micro-batch begins in
-the state in which the step began. In the place of a unit of another stage, as many words are drawn
-as it drew on the example.
+The generators of Python and NumPy have one stream, which a unit of another stage would not move. So
+a function that draws from them is refused.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ from contextlib import contextmanager
 
 import torch
 
+from shoal.data.host_generators import HostGenerators
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
+from shoal.strategies.pipeline.absent import WalkRefusal
 
 _LARGEST_SEED = 2**31 - 1
 _DRAWING = ("rand", "drop", "bernoulli", "normal", "uniform", "multinomial", "poisson", "rrelu")
@@ -32,6 +32,19 @@ _DRAWING_ALSO = ("exponential_", "cauchy_", "geometric_", "scaled_dot_product_at
 def may_draw(label: str) -> bool:
     """Return whether a torch function of this name may draw random numbers."""
     return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)
+
+
+def check_host_draws(before: HostGenerators) -> None:
+    """Check that nothing was drawn from the generators of Python and NumPy.
+
+    Raises: WalkRefusal: a number was drawn, which other stages and micro-batches do not know.
+    """
+    if before.has_moved():
+        raise WalkRefusal(
+            "pipeline: compute_loss, or a block that it calls, draws numbers of Python's `random` "
+            "or of NumPy, which other stages and micro-batches would not know of. Draw with torch, "
+            "or in the loop, and hand the number to compute_loss."
+        )
 
 
 def draw_seed() -> int:

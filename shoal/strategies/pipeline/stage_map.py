@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shoal.data.host_generators import HostGenerators
 from shoal.strategies.pipeline.absent import ValueName
 from shoal.strategies.pipeline.units import UnitCall
 
@@ -45,11 +44,8 @@ class Crossing(NamedTuple):
         names: for each cut the names of the values.
         makers: for each cut the labels of the events that made them, for messages.
         paths: for each cut the checksum of the events before it, and the label of the last one.
-        generators: for each cut the state of the generators of Python and NumPy. None if nothing is
-            drawn from them.
     """
 
     names: list[list[ValueName]]
     makers: list[list[str]]
     paths: list[tuple[int, str]]
-    generators: list[HostGenerators] | None = None

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.data.host_generators import HostGenerators
 from shoal.data.seeds import preserve_rng_state
 from shoal.platform.tensors import accumulation_dtype, dense
 from shoal.platform.torch_private.tensor_state import accumulation_hooks, gradient_hooks
@@ -82,16 +81,14 @@ def _forward_backward(
     saved = ModelSnapshot(model)
     try:
         with divided.units.watched(), _without_hooks(model):
-            begin = HostGenerators.now()
-            crossing = divided.crossing(function, key, SEED, begin)
+            crossing = divided.crossing(function, key, SEED)
             values: tuple[Tensor, ...] = ()
             result: Any = None
             for stage in range(divided.num_stages):
-                values, result = divided.run_stage(stage, function, crossing, values, SEED, begin)
+                values, result = divided.run_stage(stage, function, crossing, values, SEED)
             loss = loss_of(result)
             if loss.requires_grad:
                 loss.backward()
-            begin.restore()
         named = [(name, parameter.grad) for name, parameter in model.named_parameters()]
         sums = {name: _summarize(gradient) for name, gradient in named if gradient is not None}
         return _TrialRun(float(loss.detach()), sums, saved.mutated())

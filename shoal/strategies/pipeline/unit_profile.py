@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.data.host_generators import HostGenerators
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
@@ -107,26 +106,16 @@ class UnitProfile(TorchFunctionMode):
         self._find_side_ways(leaves, index, name)
         seed = int(torch.randint(2**31 - 1, (), device="cpu"))
         self._call = index
-        before = HostGenerators.now()
         try:
             run = self._measured if self.timed else self.units.run
             out = run(name, forward, args, kwargs, seed)
         finally:
             self._call = -1
-        self._note_words(self.calls[index], before)
         if self.forms is not None:
             self.forms.learn_likeness(name, leaves, out)
         for result in tree_leaves(out):
             self._makers.pop(id(result), None)
         return out
-
-    def _note_words(self, call: UnitCall, before: HostGenerators) -> None:
-        """Note how many words a call has drawn from the generators of Python and NumPy."""
-        if not before.has_moved():
-            return
-        words = before.drawn_until(HostGenerators.now())
-        if words is not None:
-            self.units.words_drawn[call, self.units.modules[call.unit].training] = words
 
     def _check_gradient(self, roots: Iterable[Tensor]) -> None:
         """Raise WalkRefusal if what is differentiated comes of a parameter of the model."""

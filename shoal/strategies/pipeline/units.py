@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from shoal.data.host_generators import DrawnWords, HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private import DYNAMO
 from shoal.platform.torch_private.tensor_state import in_function_transform
@@ -59,8 +58,6 @@ class Units:
         observer: receives the calls of units; None to let them run as they are.
         on_run: is told the units that run, with their positional arguments; None for nobody.
         is_watching: calls of units are reported.
-        words_drawn: words that calls of units draw from the generators of Python and NumPy, where
-            they draw any; for a module in training mode, or not.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
         given_up: those of parameters of which this rank keeps no values, and a script may.
     """
@@ -74,8 +71,6 @@ class Units:
         }
         self.device = device
         self.observer: UnitObserver | None = None
-        self.words_drawn: dict[tuple[UnitCall, bool], DrawnWords] = {}
-        self._begun: dict[int, HostGenerators] = {}
         self.parameters: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
@@ -129,38 +124,12 @@ class Units:
         """Run a unit, with random numbers of its own."""
         if self.on_run is not None:
             self.on_run(self.modules[name], args)
-        if self.words_drawn:
-            self._begin_as_before(seed)
         with seeded(seed, self.device):
             return forward(*args, **kwargs)
 
     def trains(self, name: str) -> bool:
         """Return whether a unit has parameters that are trained."""
         return any(parameter.requires_grad for parameter in self.modules[name].parameters())
-
-    def draw_words_of(self, name: str, turn: int) -> None:
-        """Draw as many words from the generators of Python and NumPy as a call of a unit does, that
-        another stage computes.
-        """
-        training = self.modules[name].training
-        for number in (turn, 0):
-            words = self.words_drawn.get((UnitCall(name, number), training))
-            if words is not None:
-                words.draw()
-                return
-
-    def _begin_as_before(self, seed: int) -> None:
-        """Begin in the state of Python's and NumPy's generators in which the same call has begun,
-        if a checkpoint around the unit repeats it.
-        """
-        if self.observer is not None:
-            self._begun[seed] = HostGenerators.now()
-        elif seed in self._begun:
-            self._begun[seed].restore()
-
-    def forget_calls(self) -> None:
-        """Note that no call of a unit will be repeated."""
-        self._begun.clear()
 
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if in_function_transform():

@@ -233,7 +233,6 @@ class Walk(TorchFunctionMode):
                 f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
                 "unlike on the example. What the function does must not follow from values."
             )
-        turn = self._turns[name]
         self._turns[name] += 1
         self.pass_to(stage, name)
         leaves = tree_leaves((args, kwargs))
@@ -246,8 +245,6 @@ class Walk(TorchFunctionMode):
         else:
             out = self._absent_results(name, args, kwargs)
             note_gradients(out, leaves, trains=self.units.trains(name))
-            if self.units.words_drawn:
-                self.units.draw_words_of(name, turn)
         self._name_results(out)
         return out
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.data.host_generators import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
@@ -98,12 +97,11 @@ def difference(
     model.zero_grad()
     values: tuple[Tensor, ...] = ()
     result: Any = None
-    begin = HostGenerators.now()
-    names = made.crossing(lambda: function(*args), shape_key(model, args), 1, begin)
+    names = made.crossing(lambda: function(*args), shape_key(model, args), 1)
     if crossing is not None:
         crossing += names.makers
     for stage in range(num_stages):
-        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1, begin)
+        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1)
     result.backward()
     differences = [abs(float(result.detach()) - float(loss.detach())) / abs(float(loss.detach()))]
     for name, parameter in model.named_parameters():

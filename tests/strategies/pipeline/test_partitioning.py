@@ -11,7 +11,6 @@ from stages_in_turn import difference, divided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shoal.data.host_generators import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.pipeline.absent import WalkRefusal
@@ -165,12 +164,11 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_stages() -> None:
     for num_stages in (1, 2, 3):
         made = divided(model, squares(model), (x,), num_stages)
         for seed in (0, 5):
-            begin = HostGenerators.now()
-            crossing = made.crossing(lambda: squares(model)(x), ("", num_stages), seed, begin)
+            crossing = made.crossing(lambda: squares(model)(x), ("", num_stages), seed)
             values: tuple[Tensor, ...] = ()
             for stage in range(num_stages):
                 values, loss = made.run_stage(
-                    stage, lambda: squares(model)(x), crossing, values, seed, begin
+                    stage, lambda: squares(model)(x), crossing, values, seed
                 )
             losses.add((seed, float(loss.detach())))
     assert len(losses) == 2
