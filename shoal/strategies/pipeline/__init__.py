@@ -4,7 +4,7 @@
 
 1. Observe: `units.py` finds the modules that are called whole, `observed_units.py` runs the user's
    function on a sample with them, `unit_profile.py` measures each call.
-2. Partition: `plan.py` chooses the cuts by `balance.py`; `stage_map.py` says which call is whose.
+2. Partition: `plan.py` chooses the cuts; `stage_map.py` says which call is whose.
 3. Walk: `walk.py` runs the function for one stage. Other stages' values are absent: `absent.py`,
    `meta_call.py`, `output_forms.py`. `dry_run.py` finds what crosses each cut, `division.py` puts
    these together, `stage_trial.py` tries all stages before the first step, and
@@ -14,7 +14,7 @@
 6. Send: `stage_messages.py` says which message follows from which action, and has its header;
    `p2p.py` sends it, over a `p2p_link.py`.
 7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics,
-   `result_broadcast.py` tells all ranks what the last stage has.
+   `executor.py` tells all ranks what the last stage has.
 8. Restore: `tensor_places.py` makes the model whole on every rank, before it is divided anew.
 
 `schedule_timing.py` shows a table without running it.

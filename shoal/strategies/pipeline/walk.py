@@ -34,6 +34,8 @@ from shoal.platform.torch_private.subclasses import function_modes, pop_mode_tem
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
     GRADIENT_INSIDE,
+    HOOK_FUNCTIONS,
+    REQUIRES_GRAD,
     SHAPE_FUNCTIONS,
     AbsentTensor,
     ReceivedValues,
@@ -43,14 +45,10 @@ from shoal.strategies.pipeline.absent import (
     absent_of,
     filled,
     filled_nest,
-    tensors_in,
-)
-from shoal.strategies.pipeline.absent_gradients import (
-    HOOK_FUNCTIONS,
-    REQUIRES_GRAD,
     no_hook,
     note_gradients,
     seems_to_require_grad,
+    tensors_in,
 )
 from shoal.strategies.pipeline.meta_call import VALUE_FUNCTIONS, call_on_meta, written_target
 from shoal.strategies.pipeline.output_forms import DEVICE_FUNCTIONS, OutputForms, device_answer

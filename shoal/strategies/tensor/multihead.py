@@ -13,8 +13,7 @@ from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.errors import UsageError
 from shoal.platform.torch_private.kernels import safe_softmax
 from shoal.strategies.tensor.dropout_rng import dropout_factors
-from shoal.strategies.tensor.fused_qkv import regroup_qkv
-from shoal.strategies.tensor.linear import add_bias, row_parallel_matmul
+from shoal.strategies.tensor.linear import add_bias, regroup_qkv, row_parallel_matmul
 from shoal.strategies.tensor.region import Region, local_shard
 
 NESTED_TENSOR_MESSAGE = (

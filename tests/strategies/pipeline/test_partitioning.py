@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.balance import balanced
+from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.stage_module import collect, unused
 from shoal.strategies.pipeline.units import find_units
 from shoal.verification import matrix_cases

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
-from shoal.strategies.pipeline.balance import balanced
 from shoal.strategies.pipeline.observed_units import open_places
-from shoal.strategies.pipeline.plan import split_counts
+from shoal.strategies.pipeline.plan import balanced, split_counts
 from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
 from shoal.verification import matrix_cases
 
