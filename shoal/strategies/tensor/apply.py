@@ -19,7 +19,6 @@ from shoal.strategies.tensor import conv
 from shoal.strategies.tensor.candidates import CONVOLUTIONS, is_gpt2_conv1d
 from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.find_pairs import ColumnRowPair
-from shoal.strategies.tensor.head_layouts import HeadLayout, head_layouts
 from shoal.strategies.tensor.heads import HeadsRegion
 from shoal.strategies.tensor.linear import (
     ColumnParallelGPT2Conv1D,
@@ -173,16 +172,8 @@ class _TensorParallelizer:
         columns = [self.shard_column(name, attention.fused) for name in attention.columns]
         layers = [*columns, self.shard_row(attention.row)]
         owner = self.modules[attention.owner]
-        counts = [(owner, key) for key in attention.counts]
-        widths = [(owner, key) for key in attention.widths]
-        if attention.is_asked:
-            layouts = [HeadLayout(tuple(counts), False, attention.fused)]
-        else:
-            layouts = list(head_layouts(counts, widths, attention.fused))
         module = self.modules[attention.name]
-        region = HeadsRegion(
-            module, attention.name, self.mesh.tensor, layers, layouts, not attention.is_asked
-        )
+        region = HeadsRegion(module, owner, self.mesh.tensor, layers, attention)
         for layer in layers:
             layer.region = region
         module.forward = region

@@ -12,7 +12,7 @@ forward pass is compared with that of the full model: see `heads.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -23,7 +23,6 @@ from shoal.strategies.tensor.candidates import (
     width_in,
     width_out,
 )
-from shoal.strategies.tensor.head_layouts import width_attributes
 
 ATTENTION_LAYERS = (
     (("query", "key", "value"), "output"),  # shoal.models
@@ -67,6 +66,11 @@ HEAD_WIDTHS = (
     *("head_dim", "head_width", "attention_head_size", "key_value_proj_dim", "head_size"),
     *("d_k", "d_head", "dim_head"),
 )
+EMBEDDING_WIDTHS = (
+    *("n_embd", "n_embed", "embed_dim", "emb_dim", "embedding_dim", "embed_size", "hidden_size"),
+    *("hidden_dim", "d_model", "dim", "d_out", "width", "model_dim"),
+)
+"""Names of attributes that may be used as the width of all heads, if they are equal to it."""
 BIAS_OF_HEADS = "position_bias"
 """Argument of T5's attention: its first layer makes this bias and passes it to all others."""
 
@@ -94,6 +98,35 @@ class AttentionPlan:
     fused: int
     widths: tuple[str, ...] = ()
     is_asked: bool = False
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One way to run attention on this rank's heads. None changes what a rank stores.
+
+    Which numbers of the script must be 1/T is not told by names:
+
+          self.n_head   x.size(-1), self.n_embd     the script
+          1/T           full                        views by n_head and a width of a head
+          1/T           1/T                         C // self.n_head; split(self.n_embd)
+
+    Args:
+        is_narrowed: attributes that equal the width of all heads are 1/T, and inputs look as wide
+            as this rank's heads.
+        parts: matrices in a fused column layer: 3 for query, key and value one after the other, 1
+            where those of each head stand together.
+    """
+
+    is_narrowed: bool
+    parts: int
+
+
+def head_layouts(attention: AttentionPlan) -> list[HeadLayout]:
+    """Return the layouts that may be tried, the usual ones first."""
+    if attention.is_asked:
+        return [HeadLayout(False, attention.fused)]
+    parts = (3, 1) if attention.fused == 3 else (1,)
+    return [HeadLayout(is_narrowed, each) for each in parts for is_narrowed in (False, True)]
 
 
 def find_attention(model: nn.Module, candidates: Candidates) -> Iterator[AttentionPlan]:
@@ -215,3 +248,13 @@ def _int_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int):
             return value
     return None
+
+
+def width_attributes(owner: nn.Module, width: int, counts: Sequence[str]) -> tuple[str, ...]:
+    """Return attributes of a module that are equal to the width of all heads, beside `counts`."""
+    return tuple(
+        key
+        for key in EMBEDDING_WIDTHS
+        if key not in counts and type(getattr(owner, key, None)) is int
+        if getattr(owner, key) == width
+    )

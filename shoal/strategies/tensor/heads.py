@@ -3,7 +3,7 @@
 `find_attention.py` knows the layers of attention by their names only, and `user_plan.py` by the
 user's word. The code between these layers is not examined. So the first forward pass in training,
 and the first in evaluation, is also computed on every rank with the full parameters. The first
-layout of the heads that gives the same output is used (`head_layouts.py`). Where none does, every
+layout of the heads that gives the same output is used (`HeadLayout`). Where none does, every
 rank gathers the layers in each forward pass and computes all heads; for a plan of the user's that
 is an error.
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -39,8 +39,8 @@ from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.strategies.module_snapshot import restored_modules
 from shoal.strategies.tensor.candidates import width_in
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
+from shoal.strategies.tensor.find_attention import AttentionPlan, HeadLayout, head_layouts
 from shoal.strategies.tensor.gathered_parameters import gathered_parameter
-from shoal.strategies.tensor.head_layouts import HeadLayout
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 from shoal.strategies.tensor.narrowed_input import full_inputs, narrowed_inputs
 from shoal.strategies.tensor.region import Region
@@ -58,10 +58,11 @@ class HeadsRegion(Region):
     """A region whose first forward passes are compared with those of the full model.
 
     Args:
+        owner: the module with the numbers of heads.
         layers: the column and row parallel layers.
-        layouts: how the heads may be counted; the first one that gives the output is used.
-        may_gather: where no layout gives the output, the layers are gathered in each forward pass,
-            and every rank computes all heads. False: that is an error.
+        attention: the plan. Where no layout of heads gives the output, the layers are gathered in
+            each forward pass, and every rank computes all heads; if the user asked for the plan,
+            that is an error.
 
     Attributes:
         chosen: for training and for evaluation, after the first pass: the layout that is used;
@@ -75,21 +76,18 @@ class HeadsRegion(Region):
     def __init__(
         self,
         module: nn.Module,
-        name: str,
+        owner: nn.Module,
         axis: Axis,
         layers: list[Any],
-        layouts: Sequence[HeadLayout],
-        may_gather: bool,
+        attention: AttentionPlan,
     ) -> None:
-        super().__init__(module, name, axis)
+        super().__init__(module, attention.name, axis)
+        self.owner = owner
         self.layers = layers
-        self.layouts = list(layouts)
-        self.may_gather = may_gather
-        attributes = {attribute for layout in layouts for attribute in layout.attributes}
-        self.full_values = {
-            (owner, key): getattr(owner, key)
-            for owner, key in sorted(attributes, key=lambda attribute: attribute[1])
-        }
+        self.attention = attention
+        self.layouts = head_layouts(attention)
+        keys = (*attention.counts, *attention.widths)
+        self.full_values: dict[str, int] = {key: getattr(owner, key) for key in keys}
         self.chosen: dict[bool, HeadLayout | None] = {}
         self.output_dims: dict[bool, list[int | None]] = {}
         self.set_layout(self.layouts[0])
@@ -111,9 +109,12 @@ class HeadsRegion(Region):
 
     def set_layout(self, layout: HeadLayout | None) -> None:
         """Give each number its value for this rank's heads; for all heads if `layout` is None."""
-        divided = () if layout is None else layout.attributes
-        for (owner, key), value in self.full_values.items():
-            setattr(owner, key, value // self.axis.size if (owner, key) in divided else value)
+        divided: tuple[str, ...] = ()
+        if layout is not None:
+            widths = self.attention.widths if layout.is_narrowed else ()
+            divided = (*self.attention.counts, *widths)
+        for key, value in self.full_values.items():
+            setattr(self.owner, key, value // self.axis.size if key in divided else value)
         if layout is not None:
             for layer in self.layers:
                 layer.parts = layout.parts
@@ -139,7 +140,7 @@ class HeadsRegion(Region):
             else:
                 self.chosen[is_training] = layout
                 return expected
-        if not self.may_gather:
+        if self.attention.is_asked:
             raise errors[0]
         self.chosen[is_training] = None
         self.output_dims[is_training] = []
