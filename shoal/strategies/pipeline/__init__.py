@@ -6,7 +6,7 @@
    function on a sample with them, `unit_profile.py` measures each call.
 2. Partition: `plan.py` chooses the cuts; `stage_map.py` says which call is whose.
 3. Walk: `walk.py` runs the function for one stage. Other stages' values are absent: `absent.py`,
-   `meta_call.py`, `output_forms.py`. `dry_run.py` finds what crosses each cut, `division.py` puts
+   `meta_call.py`. `dry_run.py` finds what crosses each cut, `division.py` puts
    these together, `stage_trial.py` tries all stages before the first step, and
    `random_streams.py` makes random numbers independent of stages.
 4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.

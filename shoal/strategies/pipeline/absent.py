@@ -288,3 +288,9 @@ def no_hook(func: Any) -> RemovableHandle | None:
     a value that another stage computes, and in a pass without gradients that the script never made.
     """
     return RemovableHandle(OrderedDict()) if func is Tensor.register_hook else None
+
+
+def property_of(func: Any) -> str:
+    """Return the name of a property, such as `data`, that torch reads by `__get__`; else ""."""
+    is_read = getattr(func, "__name__", "") == "__get__"
+    return getattr(func.__self__, "__name__", "") if is_read else ""

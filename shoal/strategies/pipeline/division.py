@@ -17,7 +17,7 @@ from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import PURPOSE
 from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
 from shoal.strategies.pipeline.dry_run import DryRun
-from shoal.strategies.pipeline.output_forms import OutputForms, form_of
+from shoal.strategies.pipeline.meta_call import OutputForms, form_of
 from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed, seeded
 from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units, enclosing

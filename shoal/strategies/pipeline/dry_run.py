@@ -20,7 +20,7 @@ from shoal.strategies.pipeline.absent import (
     absent_of,
     tensors_of_result,
 )
-from shoal.strategies.pipeline.output_forms import OutputForms
+from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units
 from shoal.strategies.pipeline.walk import Walk

@@ -1,20 +1,29 @@
-"""Torch functions on absent tensors: computed on the meta device, where only shapes are.
+"""Results that another stage computes: their shapes and dtypes, without computing.
 
 y = x * mask       x is absent, mask follows from the batch      y is absent: x's meta * meta
+y = block(x)       a copy of the block without memory runs on the meta device (`OutputForms`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from shoal.data.seeds import preserve_rng_state
 from shoal.data.tree_map import SPARSE
-from shoal.platform.torch_private.pytree import tree_map
+from shoal.platform.torch_private.module_state import HOOKS
+from shoal.platform.torch_private.pytree import tree_flatten, tree_map, tree_unflatten
 from shoal.strategies.pipeline.absent import (
+    SHAPE_FUNCTIONS,
     AbsentTensor,
+    ReceivedValues,
     WalkRefusal,
     absent_of,
     mark_absent,
@@ -139,3 +148,200 @@ def _indices(index: tuple[Any, ...]) -> Iterator[Any]:
             yield from item.nonzero(as_tuple=True)
         else:
             yield item
+
+
+SHAPES_UNTIL_LIKENESS = 2
+_DEVICE_OF = Tensor.device.__get__
+_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+DEVICE_FUNCTIONS = frozenset((_DEVICE_OF, _IS_META, _IS_CPU, _IS_CUDA))
+MakeAbsent = Callable[[Tensor, torch.device], AbsentTensor]
+
+
+class _Leaf(NamedTuple):
+    """One leaf of a unit's results.
+
+    Attributes:
+        kind: "same": the argument itself; "like": a tensor as that argument; "as": this form.
+        value: the index of an argument; or a meta tensor, or any other value.
+    """
+
+    kind: str
+    value: Any
+
+
+class _Form(NamedTuple):
+    """The results of a unit."""
+
+    leaves: tuple[_Leaf, ...]
+    spec: Any
+
+    def is_like_arguments(self) -> bool:
+        """Return whether all tensors among the results look like arguments."""
+        return all(leaf.kind != "as" or not isinstance(leaf.value, Tensor) for leaf in self.leaves)
+
+
+class OutputForms:
+    """The results of units, as far as shapes tell them.
+
+    [1] A copy of the model without memory runs the unit on the meta device, once for each shape of
+        its arguments. It is made before other strategies divide layers or put wrappers around them.
+    [2] After two shapes for which all results look like an argument, as hidden states do, that is
+        taken for granted: for texts of changing length, [1] would cost more than a small unit.
+    [3] If [1] fails, because code inside looks at values, results are taken to be like the
+        arguments as they were on the sample.
+
+    Args: modules: name -> unit, with memory; a copy without memory is made.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        twin = _without_memory(model)
+        self._twins = {name: twin.get_submodule(name) for name in modules}
+        self._known: dict[Any, _Form] = {}
+        self._likeness: dict[str, _Form] = {}
+        self._agreed: Counter[str] = Counter()
+
+    def results(
+        self, name: str, args: Any, kwargs: Any, make_absent: MakeAbsent, device: torch.device
+    ) -> Any:
+        """Return what a unit gives for these arguments: absent tensors for tensors."""
+        leaves, spec = tree_flatten((args, kwargs))
+        module = self._modules[name]
+        key = (name, module.training, spec, tuple(form_of(leaf) for leaf in leaves))
+        form = self._known.get(key)
+        if form is None and self._agreed[name] >= SHAPES_UNTIL_LIKENESS:
+            form = self._likeness[name]
+        if form is None:
+            form = self._asked(name, leaves, spec, device)
+            if form.is_like_arguments() and form == self._likeness.get(name):
+                self._agreed[name] += 1
+        self._known[key] = form
+
+        def made(leaf: _Leaf) -> Any:
+            if leaf.kind == "same":
+                return leaves[leaf.value]
+            value = leaves[leaf.value] if leaf.kind == "like" else leaf.value
+            if not isinstance(value, Tensor):
+                return value
+            absent = absent_of(value)
+            meta = value.detach().to("meta") if absent is None else absent.meta
+            # A tensor of its own: two results may look like one argument.
+            return make_absent(meta.detach(), device)
+
+        return tree_unflatten([made(leaf) for leaf in form.leaves], form.spec)
+
+    def learn_likeness(self, name: str, leaves: list[Any], out: Any) -> None:
+        """Note how the results of a unit look like its arguments, in a run with memory."""
+        form = _form_of_results(leaves, out)
+        if form.is_like_arguments():
+            self._likeness[name] = form
+
+    def _asked(self, name: str, leaves: list[Any], spec: Any, device: torch.device) -> _Form:
+        """Run the unit without memory."""
+        twin = self._twins[name]
+        for inner, own in zip(twin.modules(), self._modules[name].modules(), strict=False):
+            inner.training = own.training
+        args, kwargs = tree_unflatten(leaves, spec)
+        try:
+            with preserve_rng_state([device]), _OnMeta(device):
+                return _form_of_results(leaves, twin.forward(*args, **kwargs))
+        except (WalkRefusal, Exception) as error:  # the unit's own code raises what it likes
+            if name in self._likeness:
+                return self._likeness[name]
+            raise WalkRefusal(
+                f"pipeline: the shapes that {name} returns cannot be told without computing it: "
+                f"{(str(error).splitlines() or [''])[0]}. Name the modules at which stages begin, "
+                "with cuts=NAME, so that it is divided or lies in the last stage."
+            ) from error
+
+
+class _OnMeta(TorchFunctionMode):
+    """Runs functions on the meta device if an argument is absent or has no memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self._received = ReceivedValues(None, ["it"])
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in DEVICE_FUNCTIONS:
+            return device_answer(func, args[0], self.device)
+        if func in SHAPE_FUNCTIONS:
+            return func(*args, **kwargs)
+        tensors = tensors_in((args, kwargs))
+        if not any(absent_of(x) is not None or _IS_META(x) for x in tensors):
+            return func(*args, **kwargs)
+        return call_on_meta(func, args, kwargs, self._make_absent, self.device)
+
+    def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
+        return AbsentTensor(meta, device, self._received)
+
+
+def device_answer(func: Any, tensor: Tensor, device: torch.device) -> Any:
+    """Tell the device of a tensor; `device` for one that has no memory on this rank.
+
+    Code that makes tensors `device=x.device` must not make them without memory.
+    """
+    if isinstance(tensor, AbsentTensor) or not _IS_META(tensor):
+        return func(tensor)
+    if func == _DEVICE_OF:
+        return device
+    return func != _IS_META and device.type == ("cpu" if func == _IS_CPU else "cuda")
+
+
+def form_of(value: Any) -> Any:
+    """Return what determines the shapes that follow from a value; hashable."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return type(value)
+
+
+def _form_of_results(leaves: list[Any], out: Any) -> _Form:
+    """Describe results by their likeness to the arguments, else as they are."""
+    results, spec = tree_flatten(out)
+    return _Form(tuple(_leaf_of(result, leaves) for result in results), spec)
+
+
+def _leaf_of(result: Any, leaves: list[Any]) -> _Leaf:
+    if not isinstance(result, Tensor):
+        for index, leaf in enumerate(leaves):
+            if leaf is result and not isinstance(result, (bool, int, float, str, type(None))):
+                return _Leaf("same", index)
+        return _Leaf("as", result)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and form_of(leaf) == form_of(result):
+            return _Leaf("like", index)
+    absent = absent_of(result)
+    return _Leaf("as", result.detach().to("meta") if absent is None else absent.meta)
+
+
+def _without_memory(model: nn.Module) -> nn.Module:
+    """Return a copy of a model whose tensors have shapes and no memory.
+
+    Raises: WalkRefusal: the model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    for module in model.modules():
+        for value in vars(module).values():  # a weight that a hook has computed has a graph
+            if isinstance(value, Tensor):
+                memo.setdefault(id(value), value.detach().to("meta"))
+    try:
+        twin = copy.deepcopy(model, memo)
+    except Exception as error:  # whatever an attribute of the model raises
+        raise WalkRefusal(
+            f"pipeline: {type(model).__name__} cannot be copied by copy.deepcopy, which the shapes "
+            f"between stages are found with: {error}. Keep what cannot be copied out of the model."
+        ) from error
+    for module in twin.modules():
+        for kind in HOOKS:  # they are for values, and belong to whoever registered them
+            getattr(module, kind).clear()
+    return twin

@@ -14,7 +14,7 @@ from shoal.errors import did_you_mean
 from shoal.strategies.full_model import ColocationRequest
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.output_forms import OutputForms
+from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.random_streams import check_host_draws
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile

@@ -24,7 +24,7 @@ from shoal.strategies.pipeline.absent import (
     WalkRefusal,
     tensors_in,
 )
-from shoal.strategies.pipeline.output_forms import OutputForms
+from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.units import UnitCall, Units
 
 

@@ -47,11 +47,18 @@ from shoal.strategies.pipeline.absent import (
     filled_nest,
     no_hook,
     note_gradients,
+    property_of,
     seems_to_require_grad,
     tensors_in,
 )
-from shoal.strategies.pipeline.meta_call import VALUE_FUNCTIONS, call_on_meta, written_target
-from shoal.strategies.pipeline.output_forms import DEVICE_FUNCTIONS, OutputForms, device_answer
+from shoal.strategies.pipeline.meta_call import (
+    DEVICE_FUNCTIONS,
+    VALUE_FUNCTIONS,
+    OutputForms,
+    call_on_meta,
+    device_answer,
+    written_target,
+)
 from shoal.strategies.pipeline.random_streams import draw_seed, may_draw, seeded
 from shoal.strategies.pipeline.stage_map import Crossing, StageMap
 from shoal.strategies.pipeline.units import Units
@@ -157,7 +164,7 @@ class Walk(TorchFunctionMode):
         label = getattr(func, "__name__", "")
         target = written_target(label, args, kwargs)
         self._check_target(target)
-        self._event(_property_of(func) or label, tensors)
+        self._event(property_of(func) or label, tensors)
         if func in HOOK_FUNCTIONS and not (self.is_computing and torch.is_grad_enabled()):
             return no_hook(func)
         seed = self._draw_seed() if may_draw(label) else None
@@ -170,7 +177,7 @@ class Walk(TorchFunctionMode):
             if label in VALUE_FUNCTIONS:
                 self._refuse_look(label)
             out = call_on_meta(func, args, kwargs, self._make_absent, self.units.device)
-            note_gradients(out, tensors, _property_of(func) or label)
+            note_gradients(out, tensors, property_of(func) or label)
         self._name_results(target if out is None else out)
         return out
 
@@ -337,9 +344,3 @@ class Walk(TorchFunctionMode):
 
     def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
         return AbsentTensor(meta, device, self.received)
-
-
-def _property_of(func: Any) -> str:
-    """Return the name of a property, such as `data`, that torch reads by `__get__`; else ""."""
-    is_read = getattr(func, "__name__", "") == "__get__"
-    return getattr(func.__self__, "__name__", "") if is_read else ""

@@ -22,7 +22,11 @@ from shoal.comm.mappings import gather_from_region
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.tensor_state import in_backward_pass, version
-from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS, LazyGatherTensor
+from shoal.strategies.tensor.lazy_gather import (
+    METADATA_FUNCTIONS,
+    LazyGatherTensor,
+    shares_memory,
+)
 
 TENSOR_PROPERTIES = {
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
@@ -88,7 +92,7 @@ class GatherParameters(TorchFunctionMode):
         self.exposed += [
             (full, version(full), self._name(tensor))
             for full, tensor in gathered
-            if any(_shares_memory(leaf, full) for leaf in tree_leaves(result))
+            if any(shares_memory(leaf, full) for leaf in tree_leaves(result))
         ]
         return result
 
@@ -212,8 +216,3 @@ def _is_write(name: str) -> bool:
     if is_operator or name in ("__setitem__", "set_data"):
         return name not in ("__invert__", "__index__", "__int__")
     return name.endswith("_") and not name.endswith("__")
-
-
-def _shares_memory(leaf: Any, full: Tensor) -> bool:
-    is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
-    return is_plain and leaf.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()

@@ -222,7 +222,7 @@ class LazyGatherTensor(Tensor):
         """Note the full tensor as exposed if `what` wrote into it or returned a view of it."""
         full = self.full_tensor
         has_view = any(
-            isinstance(leaf, Tensor) and _shares_memory(leaf, full) for leaf in tree_leaves(result)
+            isinstance(leaf, Tensor) and shares_memory(leaf, full) for leaf in tree_leaves(result)
         )
         is_noted = any(full is other for other, _ in self.views.exposed)
         if (self.written or has_view) and not is_noted:
@@ -248,7 +248,8 @@ def _full_tensors(nest: Any) -> Any:
     return tree_map_only(LazyGatherTensor, lambda item: item.full_tensor, nest)
 
 
-def _shares_memory(leaf: Tensor, full: Tensor) -> bool:
+def shares_memory(leaf: Any, full: Tensor) -> bool:
+    """Return True if `leaf` is a plain tensor in the memory of `full`."""
     is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
     return is_plain and leaf.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
