@@ -8,7 +8,6 @@ torch.distributed.init_process_group("cpu:shoal")
     group.py ── reduction_ops.py, movement_ops.py     the collectives as torch calls them
         │            └── dispatch.py                  shared memory or Gloo?
         │                    │
-        │                    ├── plain_calls.py       usual all-reduces and broadcasts: one C call
         │                    ├── call_queue.py        calls in order
         │                    │     ├── call_handles.py    their handles
         │                    │     ├── collectives.py     who writes and who reads in which phase

@@ -1,7 +1,4 @@
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-from torch.distributed.distributed_c10d import Work
+from collections.abc import Sequence
 
 VERSION: int
 
@@ -22,36 +19,3 @@ class NativeAllReduce:
     def advance(
         self, address: int, bytes: int, code: int, word: int, first: int, step: int, /
     ) -> int: ...
-
-class CompiledCalls:
-    def __init__(
-        self,
-        large_bytes: int,  # the first size of `large`
-        calls_at: int,  # index of the word CALLS
-        all_reduce_word: int,  # of a sum, without dtype and length
-        broadcast_word: int,  # without dtype, root and length
-        /,
-        *,
-        small: NativeAllReduce,
-        large: NativeAllReduce,
-        tensor: type,
-        strided: Any,
-        allreduce_options: type,
-        broadcast_options: type,
-        dtypes: Mapping[Any, int],
-        number_of_modes: Callable[[], int],
-        is_profiling: Callable[[], bool],
-        queue: Any,
-        jobs: Any,
-        acquire: Callable[..., bool],
-        release: Callable[[], None],
-        give_up: Callable[[BaseException], None],
-        completed: Work,
-        completed_work: Callable[[Any], Work],
-        writer: Any,
-        begin_progress: Callable[[int, int], None],
-        go_on: Callable[..., Work],
-    ) -> None: ...
-    def all_reduce(self, tensors: Any, opts: Any, /) -> Work | None: ...
-    def broadcast(self, *args: Any) -> Work | None: ...
-    def take_over(self) -> None: ...

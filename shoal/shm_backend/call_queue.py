@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -39,22 +38,19 @@ class CallQueue:
 
     Attributes:
         error: the exception of the first call that failed. No later call works.
-        turn: held by the thread that drives the board.
-        jobs: the calls that the thread is to make.
-        completed: the handle of all synchronous calls.
     """
 
     def __init__(self, waiter: Waiter, name: str) -> None:
         self._waiter = waiter
         self._name = name
         self._board = waiter.board
-        self.turn = threading.Lock()
+        self._turn = threading.Lock()
         self._changed = threading.Condition()
-        self.jobs: deque[QueuedCall] = deque()
+        self._jobs: deque[QueuedCall] = deque()
         self._thread: threading.Thread | None = None
         self._closed = False
         self.error: BaseException | None = None
-        self.completed = CompletedWork(())
+        self._completed = CompletedWork(())
 
     def call(
         self,
@@ -76,50 +72,18 @@ class CallQueue:
         """
         if self.error is not None:
             raise self._repeat_error()
-        if self.jobs or not self.turn.acquire(False):
+        if self._jobs or not self._turn.acquire(False):
             return self._enqueue(QueuedCall(call, word, start, results, opts), not opts.asyncOp)
-        return self._drive(call, word, start, results, opts, partial(self._board.begin, call, word))
-
-    def go_on(
-        self,
-        call: CallSignature,
-        word: int,
-        start: Callable[[], Steps],
-        results: Sequence[Tensor],
-        opts: Any,
-        take_over: Callable[[], object],
-    ) -> Work:
-        """Finish a call that compiled code has started. Arguments and errors as of `call`.
-
-        Args: take_over: called at once; from then on this queue releases the turn.
-        """
-
-        def begin() -> None:
-            take_over()
-            self._board.resume(call, word)
-
-        return self._drive(call, word, start, results, opts, begin)
-
-    def _drive(
-        self,
-        call: CallSignature,
-        word: int,
-        start: Callable[[], Steps],
-        results: Sequence[Tensor],
-        opts: Any,
-        begin: Callable[[], None],
-    ) -> Work:
-        """Make a call in this thread, which has the turn, or its first steps."""
         job: QueuedCall | None = None
         try:
-            begin()
+            self._board.begin(call, word)
             is_sync = not opts.asyncOp
             steps = start()
             if is_sync:
                 for condition, phase in steps:
                     if not condition(phase):
                         self._waiter.until(condition, phase, opts)
-                return self.completed
+                return self._completed
             for condition, phase in steps:
                 if not condition(phase) and not self._waiter.poll_for(
                     condition, phase, INLINE_WAIT_S
@@ -131,11 +95,11 @@ class CallQueue:
             else:
                 return CompletedWork(results)
         except BaseException as error:
-            self.give_up(error)
+            self._give_up(error)
             raise
         finally:
             if job is None:
-                self.turn.release()
+                self._turn.release()
         return self._enqueue(job, is_sync, has_turn=True)
 
     def close(self) -> bool:
@@ -163,10 +127,10 @@ class CallQueue:
         with self._changed:
             if has_turn:
                 # First append, then release: no other caller may drive the board in between.
-                self.jobs.appendleft(job)
-                self.turn.release()
+                self._jobs.appendleft(job)
+                self._turn.release()
             else:
-                self.jobs.append(job)
+                self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"shoal {self._name}", daemon=True
@@ -186,22 +150,22 @@ class CallQueue:
         """Drive the queued calls until the queue is closed. The thread's loop."""
         while True:
             with self._changed:
-                while not self.jobs and not self._closed:
+                while not self._jobs and not self._closed:
                     self._changed.wait()
-                if not self.jobs:
+                if not self._jobs:
                     return
             self._run_first()
 
     def _run_first(self) -> None:
         """Drive the first queued call to its end. In the thread alone."""
-        with self.turn:
-            job = self.jobs[0]
+        with self._turn:
+            job = self._jobs[0]
             try:
                 self._finish(job)
             except BaseException as error:  # noqa: BLE001 - the thread must outlive its calls
                 job.error = job.error or error
             # Not before: `call` looks at the queue, and a new call must come after this one.
-            self.jobs.popleft()
+            self._jobs.popleft()
         job.done.set()
         resolve_futures(job)
 
@@ -220,9 +184,9 @@ class CallQueue:
                     self._waiter.until_without_spinning(condition, phase, job.opts)
         except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
             job.error = error
-            self.give_up(error)
+            self._give_up(error)
 
-    def give_up(self, error: BaseException) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Store the first error, and publish it to the other ranks."""
         if self.error is None:
             self.error = error

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,6 @@ from shoal.shm_backend.reduce_kernels import can_reduce
 from shoal.shm_backend.tensor_utils import pairs, shares_memory, write_back
 from shoal.shm_backend.traced_work import trace_steps, trace_work
 from shoal.trace.recorder import InFlight, Recorder
-
-if TYPE_CHECKING:
-    from shoal.shm_backend import _native
 
 logger = logging.getLogger("shoal.comm")
 # The keys are the integers of the enum: a lookup by them takes half the time.
@@ -68,7 +65,6 @@ class CollectiveDispatch(Base):
     _board: PhaseBoard
     _inter_host: InterHost | None
     _native_calls: NativeCalls | None
-    _plain_calls: _native.CompiledCalls | None
 
     def _supports(
         self, tensor: Tensor, operation: str | None = None, over_hosts: bool = False

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from shoal.shm_backend.movement_ops import MovementOps
 from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard
-from shoal.shm_backend.plain_calls import plain_calls
 from shoal.shm_backend.reduction_ops import Reductions
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment
@@ -34,9 +33,6 @@ from shoal.shm_backend.visible_calls import visible
 from shoal.shm_backend.waiter import SPIN_S, Waiter
 from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
-
-if TYPE_CHECKING:
-    from shoal.shm_backend import _native
 
 logger = logging.getLogger("shoal.comm")
 GLOO = dist.ProcessGroup.BackendType.GLOO
@@ -84,7 +80,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
         self._native_calls: NativeCalls | None = None
-        self._plain_calls: _native.CompiledCalls | None = None
         self._host_ranks: Sequence[int] = ()
         if shared_memory:
             topology = rendezvous(PrefixStore("meeting", store), rank, size)
@@ -114,8 +109,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
             self._inter_host = InterHost(store, topology.hosts, self.rank(), self._timeout)
         waiter = Waiter(self._board, self._peers, self._timeout_s, spin_s)
         self._queue = CallQueue(waiter, f"{self._ranks}")
-        if self._native_calls is not None and self._inter_host is None:
-            self._plain_calls = plain_calls(self._queue, self._native_calls, self._board)
 
     def _join_board(
         self,
@@ -163,7 +156,7 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         """Finish the calls that have been made, and leave the group."""
         if self._queue is not None and self._queue.close():
             # Later calls are refused, so nothing reads this memory any more.
-            self._native_calls = self._plain_calls = None
+            self._native_calls = None
             self._board.close()
         if self._peers is not None:
             self._peers.close()

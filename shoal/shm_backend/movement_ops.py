@@ -27,16 +27,9 @@ from shoal.shm_backend.visible_calls import visible
 class MovementOps(CollectiveDispatch):
     """broadcast, all_gather, gather, scatter, all_to_all."""
 
-    def broadcast(self, *args: Any, **named: Any) -> Work:
-        if self._plain_calls is not None and self.recorder is None and not named:
-            work = self._plain_calls.broadcast(*args)
-            if work is not None:
-                return work
-        return self._broadcast(*args, **named)
-
     @with_direct_forms(Options.BroadcastOptions, {"tensors": 1}, ("root", "timeout"))
     @visible("broadcast_")
-    def _broadcast(self, tensors: Any, opts: Any) -> Work:
+    def broadcast(self, tensors: Any, opts: Any) -> Work:
         if not self._takes(tensors, opts.rootRank) or not self._supports(tensors[0]):
             return self._fall_back_to_gloo("broadcast", tensors, tensors, opts)
         flat, root = flattened(tensors[0]), opts.rootRank

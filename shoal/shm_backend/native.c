@@ -18,9 +18,10 @@
  * is in another call, it returns the step. Python then waits, checks that the others are alive, and
  * raises errors.
  */
-#include "native.h"
-
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
 #include <sched.h>
+#include <stdint.h>
 #include <string.h>
 #include <structmember.h>
 #include <time.h>
@@ -30,12 +31,31 @@
 #include <unistd.h>
 #endif
 
+#define VERSION 4 /* see native.py */
+#define MAX_RANKS 64
 #define CACHE_LINE_BYTES 64
 #define TESTS_PER_CLOCK 64 /* tests of a condition between two readings of the clock */
 #define GIL_BYTES 32768    /* up to here, to release the interpreter's lock costs more */
 
+/* The code of a call. A broadcast has the code BROADCAST + root. */
+enum { FLOAT_SUM, FLOAT_MEAN, DOUBLE_SUM, DOUBLE_MEAN, BROADCAST };
+
 /* Whom a step waits for: all ranks in any call, all in this call, or the root in this call. */
 enum { ANY_CALL, SAME_CALL, ROOT_IN_SAME_CALL };
+
+typedef struct {
+    PyObject_HEAD
+    int rank, size;
+    int yields; /* give the processor to other processes in a wait */
+    /* The layout of phase_board.py: indices of words, and sizes. */
+    int64_t phase_at, sleeps_at, ring_at, ring, slots, slot_bytes, max_phases_ahead;
+    int64_t slice_bytes, one_pass_bytes; /* the same on all ranks */
+    int64_t spin_ns;
+    int64_t *words[MAX_RANKS];    /* the words of each rank; only those of this rank are written */
+    char *slot_memory[MAX_RANKS]; /* the slots of each rank */
+    int64_t awaited_phase;        /* the phase of others that the next step needs */
+    int same_call;                /* must they be in this call there? */
+} NativeAllReduce;
 
 /* One call that is not complete. */
 typedef struct {
@@ -268,24 +288,6 @@ static int64_t take_steps(NativeAllReduce *self, const Call *call, int64_t step)
     return step < steps ? step : -1;
 }
 
-int64_t take_call_steps(NativeAllReduce *self, char *tensor, int64_t bytes, int code, int64_t word,
-                        int64_t first, int64_t step) {
-    int root = code >= BROADCAST ? code - BROADCAST : -1;
-    Call call = {.tensor = tensor,
-                 .bytes = bytes,
-                 .code = code,
-                 .word = word,
-                 .first = first,
-                 .slices = bytes ? (bytes + self->slice_bytes - 1) / self->slice_bytes : 1,
-                 .passes = root < 0 && bytes > self->one_pass_bytes ? 2 : 1,
-                 .root = root};
-    if (bytes <= GIL_BYTES) return take_steps(self, &call, step);
-    Py_BEGIN_ALLOW_THREADS
-    step = take_steps(self, &call, step);
-    Py_END_ALLOW_THREADS
-    return step;
-}
-
 /* --- the Python type */
 
 PyDoc_STRVAR(advance_doc,
@@ -308,8 +310,19 @@ static PyObject *advance(NativeAllReduce *self, PyObject *const *args, Py_ssize_
                             "no all-reduce has %lld bytes at %lld, code %lld and a step %lld",
                             (long long)bytes, (long long)values[0], (long long)code,
                             (long long)step);
-    step = take_call_steps(self, (char *)(intptr_t)values[0], bytes, (int)code, values[3],
-                           values[4], step);
+    int root = code >= BROADCAST ? (int)code - BROADCAST : -1;
+    Call call = {.tensor = (char *)(intptr_t)values[0],
+                 .bytes = bytes,
+                 .code = (int)code,
+                 .word = values[3],
+                 .first = values[4],
+                 .slices = bytes ? (bytes + self->slice_bytes - 1) / self->slice_bytes : 1,
+                 .passes = root < 0 && bytes > self->one_pass_bytes ? 2 : 1,
+                 .root = root};
+    if (bytes <= GIL_BYTES) return PyLong_FromLongLong(take_steps(self, &call, step));
+    Py_BEGIN_ALLOW_THREADS
+    step = take_steps(self, &call, step);
+    Py_END_ALLOW_THREADS
     return PyLong_FromLongLong(step);
 }
 
@@ -360,7 +373,7 @@ static PyMemberDef members[] = {
     {NULL},
 };
 
-PyTypeObject NativeAllReduceType = {
+static PyTypeObject NativeAllReduceType = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shoal.shm_backend._native.NativeAllReduce",
     .tp_doc = "The all-reduces of one rank in one group. The memory must outlive it.",
     .tp_basicsize = sizeof(NativeAllReduce),
@@ -376,7 +389,6 @@ static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size
 PyMODINIT_FUNC PyInit__native(void) {
     PyObject *made = PyModule_Create(&module);
     if (made && (PyModule_AddType(made, &NativeAllReduceType) < 0 ||
-                 PyModule_AddType(made, &CompiledCallsType) < 0 ||
                  PyModule_AddIntConstant(made, "VERSION", VERSION) < 0)) {
         Py_DECREF(made);
         return NULL;

@@ -39,7 +39,7 @@ else:
 
 # The version of what ranks write into their memory, and of the compiled module's arguments. Raise
 # it here and in native.c with every change of either.
-VERSION = 3
+VERSION = 4
 SLICE_BYTES = 1 << 15  # slices of all ranks stay in the processor's caches together
 # Tensors from LARGE_BYTES on have slices as large as a slot: ranks that lose their cores to other
 # processes now and then wait for each other less often.
@@ -103,33 +103,27 @@ class NativeCalls:
         return self._steps(self.small, tensor, BROADCAST + root)
 
     def _steps(self, native: compiled.NativeAllReduce, tensor: Tensor, code: int) -> Steps:
-        board, address, size_bytes = self._board, tensor.data_ptr(), tensor.nbytes
-        first = board.phase + 1
-        step = native.advance(address, size_bytes, code, board.word, first, 0)
+        board = self._board
+        call = tensor.data_ptr(), tensor.nbytes, code, board.word, board.phase + 1
+        step = native.advance(*call, 0)
         board.resync_phase()
-        if step < 0:
-            return ()
-        return self.remaining_steps(native, address, size_bytes, code, board.word, first, step)
+        return () if step < 0 else self._remaining_steps(native, call, step)
 
-    def remaining_steps(
-        self,
-        native: compiled.NativeAllReduce,
-        address: int,
-        size_bytes: int,
-        code: int,
-        word: int,
-        first: int,
-        step: int,
+    def _remaining_steps(
+        self, native: compiled.NativeAllReduce, call: tuple[int, int, int, int, int], step: int
     ) -> Steps:
-        """Yield the condition of each step that had to wait, then go on in C."""
+        """Yield the condition of each step that had to wait, then go on in C.
+
+        Args: call: address, bytes, code, word and first phase.
+        """
         board = self._board
         while step >= 0:
             if native.same_call == ROOT_IN_SAME_CALL:
-                yield board.has_reached, (native.awaited_phase, code - BROADCAST)
+                yield board.has_reached, (native.awaited_phase, call[2] - BROADCAST)
             else:
                 condition = board.all_reached if native.same_call else board.all_at_phase
                 yield condition, native.awaited_phase
-            step = native.advance(address, size_bytes, code, word, first, step)
+            step = native.advance(*call, step)
             board.resync_phase()
 
 

@@ -157,12 +157,6 @@ class PhaseBoard:
         if self.progress is not None:
             self.progress.begin(self.calls, word)
 
-    def resume(self, call: CallSignature, word: int) -> None:
-        """Go on with a call that compiled code has started."""
-        self.call = call
-        self.word = word
-        self.resync_phase()
-
     def slot_views(self, dtype: torch.dtype, length: int) -> SlotViews:
         """Return tensors in the slots, of at most SLOT_BYTES each."""
         last = self._last_views

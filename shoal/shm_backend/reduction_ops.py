@@ -28,16 +28,9 @@ from shoal.shm_backend.visible_calls import visible
 class Reductions(CollectiveDispatch):
     """all_reduce, reduce, reduce_scatter."""
 
-    def allreduce(self, *args: Any, **named: Any) -> Work:
-        if self._plain_calls is not None and self.recorder is None and not named:
-            work = self._plain_calls.all_reduce(*args)
-            if work is not None:
-                return work
-        return self._allreduce(*args, **named)
-
     @with_direct_forms(Options.AllreduceOptions, {"tensors": 1}, ("op", "timeout"))
     @visible("allreduce_")
-    def _allreduce(self, tensors: Any, opts: Any) -> Work:
+    def allreduce(self, tensors: Any, opts: Any) -> Work:
         operation = OPERATIONS.get(opts.reduceOp.op.value, "")
         if len(tensors) != 1 or not self._supports(tensors[0], operation, over_hosts=True):
             return self._fall_back_to_gloo("allreduce", tensors, tensors, opts)
