@@ -15,7 +15,7 @@ from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
 from shoal.watchdog.progress_word import COLLECTIVES
 
 KINDS = COLLECTIVES
-OPERATIONS = ("", "sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+OPERATIONS = ("", "sum", "avg", "product", "min", "max")
 MAX_RANKS = 1 << 10
 
 
@@ -51,14 +51,12 @@ class CallSignature(NamedTuple):
         """Describe this call for error messages, such as `all_reduce(1,000 x float32, sum)`."""
         if self.kind == "barrier":
             return "barrier()"
-        if self.kind == "gloo":
-            return f"a collective of {self.dtype} that Gloo makes"
         arguments = [str(self.dtype)]
         if self.length:
             arguments = [f"{self.length:,} x {str(self.dtype).removeprefix('torch.')}"]
         if self.operation:
             arguments.append(self.operation)
-        if self.kind in ("broadcast", "reduce", "gather", "scatter"):
+        if self.kind == "broadcast":
             arguments.append(f"root {self.root}")
         return f"{self.kind}({', '.join(arguments)})"
 

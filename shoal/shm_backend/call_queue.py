@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import Work
 
 from shoal.errors import CollectiveFailed, PeerLost
 from shoal.shm_backend.call import CallSignature
-from shoal.shm_backend.call_handles import CompletedWork, QueuedCall, ShmWork, resolve_futures
+from shoal.shm_backend.call_handles import CompletedWork, QueuedCall
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Waiter
 
@@ -141,10 +141,9 @@ class CallQueue:
             # A callback of a future calls: it holds up the thread that would make this call.
             while not job.done.is_set():
                 self._run_first()
-        handle = ShmWork(job)
         if is_sync:
-            handle.wait()
-        return handle
+            job.wait()
+        return job
 
     def _run(self) -> None:
         """Drive the queued calls until the queue is closed. The thread's loop."""
@@ -166,8 +165,7 @@ class CallQueue:
                 job.error = job.error or error
             # Not before: `call` looks at the queue, and a new call must come after this one.
             self._jobs.popleft()
-        job.done.set()
-        resolve_futures(job)
+        job.end()
 
     def _finish(self, job: QueuedCall) -> None:
         """Drive one call to its end, and store its error."""

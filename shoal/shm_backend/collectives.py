@@ -15,12 +15,9 @@ slice before it waits for this one, so it has work while it would wait:
 
                             writes                      reads
       all_reduce            all ranks                   all ranks: reduce
-      reduce, gather        all ranks                   the root: reduces, copies
       broadcast             the root                    all other ranks
-      scatter               the root, all rows          all ranks: their row
       all_gather            all ranks                   all ranks
       reduce_scatter        all ranks, all rows         all ranks: reduce their row
-      all_to_all            all ranks, all rows         all ranks: their row of each rank
       barrier               nothing                     nothing
 
 Tensors are flat and contiguous here. *Rows* are one flat tensor for each rank, all of one length.
@@ -31,7 +28,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-import torch
 from torch import Tensor
 
 from shoal.shm_backend.phase_board import MAX_PHASES_AHEAD, SLOT_BYTES, SLOTS, PhaseBoard, Steps
@@ -121,22 +117,6 @@ def all_reduce_in_one_pass(board: PhaseBoard, tensor: Tensor, operation: str) ->
             reduce_into(previous, terms, operation)
 
 
-def reduce(board: PhaseBoard, tensor: Tensor, operation: str, root: int) -> Steps:
-    """Reduce `tensor` over all ranks in the order of ranks, in place on the root."""
-    slices = slot_slices(tensor)
-
-    def read(index: int, slot: int) -> None:
-        out = slices[index]
-        reduce_into(out, board.slot_views(out.dtype, out.numel()).full[slot], operation)
-
-    return exchange_slices(
-        board,
-        len(slices),
-        _slice_writer(board, slices),
-        read if root == board.rank else None,
-    )
-
-
 def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
     """Copy the root's `tensor` into the `tensor` of all other ranks."""
     slices = slot_slices(tensor)
@@ -145,17 +125,9 @@ def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
     return exchange_slices(board, len(slices), None, _slice_reader(board, slices, root), root)
 
 
-def all_gather(
-    board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int | None = None
-) -> Steps:
-    """Copy the tensors of all ranks into `rows`.
-
-    With a root this is a gather: only the root has rows, and `rows` is None on the others.
-    """
+def all_gather(board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor]) -> Steps:
+    """Copy the tensors of all ranks into `rows`."""
     slices = slot_slices(tensor)
-    write = _slice_writer(board, slices)
-    if rows is None:
-        return exchange_slices(board, len(slices), write, None)
     readers = [_slice_reader(board, slot_slices(row), rank) for rank, row in enumerate(rows)]
     rows[board.rank].copy_(tensor)
 
@@ -164,24 +136,7 @@ def all_gather(
             if rank != board.rank:
                 read_row(index, slot)
 
-    return exchange_slices(board, len(slices), write, read)
-
-
-def scatter(board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor] | None, root: int) -> Steps:
-    """Copy row r of the root's `rows` into the `tensor` of rank r. Other ranks have no rows."""
-    bounds = row_bounds(tensor, board.size)
-    if rows is not None:
-        tensor.copy_(rows[board.rank])
-        write = _row_writer(board, rows, bounds, skipped=board.rank)
-        return exchange_slices(board, len(bounds), write, None)
-
-    def read(index: int, slot: int) -> None:
-        begin, end = bounds[index]
-        out = _part(tensor, begin, end)
-        slots = board.slot_views(out.dtype, (end - begin) * board.size).rows
-        out.copy_(slots[slot][root][board.rank])
-
-    return exchange_slices(board, len(bounds), None, read, root)
+    return exchange_slices(board, len(slices), _slice_writer(board, slices), read)
 
 
 def reduce_scatter(
@@ -210,37 +165,6 @@ def reduce_scatter(
 
     write = _row_writer(board, rows, bounds, skipped=rank if reads_local_row else None)
     return exchange_slices(board, len(bounds), write, read)
-
-
-def all_to_all(board: PhaseBoard, out_rows: Sequence[Tensor], rows: Sequence[Tensor]) -> Steps:
-    """Copy row s of rank r into row r of rank s's `out_rows`.
-
-    Rows may differ in length, so all ranks first gather the lengths.
-
-    Raises: CollectiveFailed: a rank sends more or less than this rank expects of it.
-    """
-    lengths = torch.tensor([row.numel() for row in rows])
-    table = torch.empty(board.size, board.size, dtype=torch.int64)
-    yield from all_gather(board, lengths, table.unbind())
-    board.check_lengths(table[:, board.rank].tolist(), out_rows)
-    out_rows[board.rank].copy_(rows[board.rank])
-    # A slot holds the slices for all ranks at once.
-    length = SLOT_BYTES // rows[0].element_size() // board.size
-    slots = board.slot_views(rows[0].dtype, length * board.size).rows
-    peers = [rank for rank in range(board.size) if rank != board.rank]
-
-    def write(index: int, slot: int) -> None:
-        for rank in peers:
-            values = rows[rank][index * length :][:length]
-            slots[slot][board.rank][rank][: len(values)].copy_(values)
-
-    def read(index: int, slot: int) -> None:
-        for rank in peers:
-            out = out_rows[rank][index * length :][:length]
-            out.copy_(slots[slot][rank][board.rank][: len(out)])
-
-    # All ranks make as many phases as the longest row of any rank needs.
-    yield from exchange_slices(board, -(-int(table.max()) // length), write, read)
 
 
 def all_reduce_in_two_passes(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:

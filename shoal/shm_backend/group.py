@@ -6,30 +6,23 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, Work
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.platform.cgroups import usable_cores
-from shoal.platform.torch_private.c10d import Options, add_backend, make_gloo, timeout_of
-from shoal.shm_backend import collectives
-from shoal.shm_backend.call import MAX_RANKS, CallSignature
+from shoal.platform.torch_private.c10d import add_backend, make_gloo, timeout_of
+from shoal.shm_backend.call import MAX_RANKS
 from shoal.shm_backend.call_queue import CallQueue
-from shoal.shm_backend.direct_forms import with_direct_forms
-from shoal.shm_backend.gloo_progress import GlooProgress
+from shoal.shm_backend.collective_ops import CollectiveOps
 from shoal.shm_backend.inter_host import InterHost
 from shoal.shm_backend.liveness import PeerLiveness
-from shoal.shm_backend.messages import Messages
-from shoal.shm_backend.movement_ops import MovementOps
 from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
 from shoal.shm_backend.native import NativeCalls
 from shoal.shm_backend.phase_board import PhaseBoard
-from shoal.shm_backend.reduction_ops import Reductions
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment
-from shoal.shm_backend.visible_calls import visible
 from shoal.shm_backend.waiter import SPIN_S, Waiter
 from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
@@ -38,10 +31,8 @@ logger = logging.getLogger("shoal.comm")
 GLOO = dist.ProcessGroup.BackendType.GLOO
 
 
-class ShoalGroup(Reductions, MovementOps, Messages):
+class ShoalGroup(CollectiveOps):
     """A process group on shared memory, with Gloo as its second backend.
-
-    The base class passes calls that are not implemented here to Gloo.
 
     Args:
         store: of this group alone.
@@ -50,9 +41,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         ranks: the global ranks of the group, for messages; empty for all ranks of the world.
         label: name of the group in traces, the same on all its ranks.
         shared_memory: False to leave all calls to Gloo.
-
-    Attributes:
-        recorder: records every call while a trace is taken, else None.
     """
 
     def __init__(
@@ -75,7 +63,8 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._signatures = {}
-        self._gloo_progress = GlooProgress(self._label, self._ranks)
+        self._gloo_progress = None
+        self._num_gloo_calls = 0
         self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
         self._inter_host: InterHost | None = None
@@ -136,21 +125,6 @@ class ShoalGroup(Reductions, MovementOps, Messages):
         Values are added in the order of ranks on a host, then in the order of hosts.
         """
         return self._queue is not None
-
-    @property
-    def on_one_host(self) -> bool:
-        """True if all ranks of the group use one phase board."""
-        return self._queue is not None and self._inter_host is None
-
-    @with_direct_forms(Options.BarrierOptions, {})
-    @visible("barrier")
-    def barrier(self, opts: Any) -> Work:
-        if not self.on_one_host:
-            return self._fall_back_to_gloo("barrier", (), opts)
-        call = self._signatures.setdefault(
-            (), (CallSignature("barrier"), CallSignature("barrier").encoded)
-        )
-        return self._run(call, lambda: collectives.barrier(self._board), (), (), (), opts)
 
     def shutdown(self) -> None:
         """Finish the calls that have been made, and leave the group."""

@@ -24,9 +24,10 @@ from shoal.errors import CollectiveFailed
 from shoal.platform.torch_private.c10d import make_gloo
 from shoal.shm_backend import collectives, full_duplex, pairwise_exchange
 from shoal.shm_backend.call import CallSignature, decode
-from shoal.shm_backend.gloo_progress import waiting_for_hosts
+from shoal.shm_backend.gloo_calls import counted_wait
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
 from shoal.shm_backend.reduce_kernels import reduce_into
+from shoal.watchdog.progress_writer import own_progress
 
 # Up to here each rank sends its full piece to all: the time of a message counts, not its bytes.
 ONE_MESSAGE_BYTES = 1 << 16
@@ -102,7 +103,7 @@ def all_reduce(board: PhaseBoard, inter_host: InterHost, tensor: Tensor, operati
         yield from collectives.reduce_scatter(board, piece, rows, summing)  # [1]
     else:
         piece.copy_(rows[0])
-    with waiting_for_hosts():
+    with counted_wait(own_progress().waiting()):
         inter_host.check_same(board.call)
         inter_host.reduce(piece, summing)  # [2]
     if operation == "avg":

@@ -10,7 +10,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shoal.platform.processes import process_state
 
@@ -38,17 +38,17 @@ class PeerLiveness:
         with self._lock:
             return [self._ranks[descriptor] for descriptor, _ in self._poll.poll(0)]
 
-    def has_ended(self, rank: int, limit_s: float) -> bool:
-        """Wait up to `limit_s` for a process to end; return True if it has.
+    def first_ended(self, ranks: Sequence[int], limit_s: float) -> int | None:
+        """Wait up to `limit_s` for one of these processes to end; return its rank, None if none.
 
         The connections of a process close a moment before the kernel reports its end.
         """
         end_s = time.monotonic() + limit_s
-        while rank not in self.dead():
-            if time.monotonic() > end_s:
-                return False
+        while True:
+            ended = [rank for rank in self.dead() if rank in ranks]
+            if ended or not ranks or time.monotonic() > end_s:
+                return next(iter(ended), None)
             time.sleep(1e-3)
-        return True
 
     def state(self, rank: int) -> str:
         """Return the state of a process as the end of a sentence, such as "is alive"."""

@@ -240,16 +240,6 @@ class PhaseBoard:
             "order, with as many numbers of the same type. Nothing was reduced."
         )
 
-    def check_lengths(self, lengths: Sequence[int], out_rows: Sequence[Tensor]) -> None:
-        """Raise CollectiveFailed unless each rank sends as many values as are expected here."""
-        for rank, (sent, out) in enumerate(zip(lengths, out_rows, strict=True)):
-            if sent != out.numel():
-                raise CollectiveFailed(
-                    f"all_to_all: rank {self.names[rank]} sends {sent:,} numbers to rank "
-                    f"{self.names[self.rank]}, which expects {out.numel():,}. What one rank's "
-                    "input_split_sizes say of another, that one's output_split_sizes must say."
-                )
-
     def fail(self, text: str) -> None:
         """Publish that this rank gives up. `text` is the reason; only the first one is stored."""
         data = text.encode()[:TEXT_BYTES]

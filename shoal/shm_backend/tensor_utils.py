@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,23 +40,6 @@ def _normal(data: Tensor) -> Tensor:
     return normal.set_(data.untyped_storage(), data.storage_offset(), (data.numel(),), (1,))
 
 
-def flattened_apart(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Flatten tensors; each that overlaps an earlier one in memory becomes a copy.
-
-    A reduction in place of one then leaves the values of the others as they were.
-    """
-    flats: list[Tensor] = []
-    taken: list[tuple[int, int]] = []
-    for tensor in tensors:
-        flat = flattened(tensor)
-        begin, end = flat.data_ptr(), flat.data_ptr() + flat.nbytes
-        if any(begin < other_end and other < end for other, other_end in taken):
-            flat = flat.clone()
-        taken.append((flat.data_ptr(), flat.data_ptr() + flat.nbytes))
-        flats.append(flat)
-    return flats
-
-
 def write_back(flat: Tensor, tensor: Tensor) -> None:
     """Copy `flat`, made by `flattened(tensor)`, into `tensor`."""
     # Only in inference mode may an inference tensor be written.
@@ -84,33 +66,8 @@ def is_flat_contiguous(tensor: Tensor) -> bool:
     )
 
 
-class FlatRows(tuple[Tensor, ...]):
-    """Rows that are flat because the buffer is flat of which they are views."""
-
-    __slots__ = ()
-
-
 def rows_of(tensor: Tensor, size: int) -> Sequence[Tensor]:
     """Divide a flat buffer into `size` rows; no rows if it cannot be divided evenly."""
     if tensor.numel() % size or not tensor.is_contiguous():
         return ()
-    flat = flattened(tensor)
-    if shares_memory(flat, tensor):
-        return FlatRows(flat.tensor_split(size))
     return tensor.data.view(size, tensor.numel() // size).unbind()
-
-
-def flattened_rows(rows: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Flatten each row, unless `rows_of` has: a small call copies in less time than it checks."""
-    return rows if type(rows) is FlatRows else [flattened(row) for row in rows]
-
-
-def split_for(tensor: Tensor, sizes: Sequence[int], size: int) -> Sequence[Tensor]:
-    """Split dimension 0 into one part for each of `size` ranks; equal parts if `sizes` is empty."""
-    rows: Sequence[Tensor] = tensor.data.split(list(sizes) or [len(tensor) // size] * size)
-    return rows
-
-
-def pairs(first: Sequence[Any], second: Sequence[Any]) -> zip[tuple[Any, Any]]:
-    """Iterate over two sequences of the same length together."""
-    return zip(first, second, strict=True)

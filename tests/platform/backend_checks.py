@@ -1,8 +1,7 @@
-"""Checks of private names about backends of a group, and about futures of their calls."""
+"""Checks of private names about backends of a group."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -11,14 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
-from torch.futures import Future
-from torch.nn.parallel import DistributedDataParallel
 
-from shoal.platform.torch_private import mixed_backends, typed_futures
+from shoal.platform.torch_private import mixed_backends
 from shoal.platform.torch_private.c10d import (
-    add_backend,
     backend_for,
     num_collectives,
     timeout_of,
@@ -100,107 +95,6 @@ def _makes_each_kind() -> bool:
     return is_gloo and same and plain == [store, 0, 1, FIRST] and all_told and extended[1] is chosen
 
 
-class _Work(dist.Work):
-    """The handle of a call that is complete, with a future that a test has chosen."""
-
-    def __init__(self, future: Any) -> None:
-        super().__init__()
-        self._future = future
-
-    def wait(self, timeout: timedelta = FIRST) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        return self._future
-
-
-class _Group(dist.ProcessGroup):
-    """A group in Python whose calls have the futures that `make` makes of their tensors."""
-
-    def __init__(self, make: Callable[[list[Tensor]], Any]) -> None:
-        super().__init__(dist.get_rank(), dist.get_world_size())
-        self._make = make
-        self._gloo = backend_for(dist.new_group(backend="gloo"), CPU)
-        add_backend(self, CPU, dist.ProcessGroup.BackendType.GLOO, self._gloo)
-
-    def allreduce(self, tensors: Any, opts: Any) -> dist.Work:
-        self._gloo.allreduce(tensors, opts).wait()
-        return _Work(self._make(tensors))
-
-
-def _compressed_gradient(make: Callable[[list[Tensor]], Any]) -> float:
-    """The gradient that DDP's own FP16_COMPRESS hook makes of ones and twos on two ranks."""
-    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=_Group(make))
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-    model(torch.full((1, 1), 1.0 + dist.get_rank())).sum().backward()
-    gradient = model.module.weight.grad
-    assert gradient is not None
-    return gradient.item()
-
-
-def _needs_type() -> bool:
-    """The hook of DDP sends tensors for which a future needs a type."""
-    sent = []
-
-    def make(tensors: list[Tensor]) -> Any:
-        sent.append(typed_futures.needs_type(tensors))
-        return typed_futures.completed(tensors)
-
-    _compressed_gradient(make)
-    others = ([torch.ones(1)], [torch.ones(1, dtype=torch.bfloat16)], [])
-    return sent == [True] and not any(map(typed_futures.needs_type, others))
-
-
-def _completed() -> bool:
-    tensors = [torch.ones(1), torch.zeros(2)]
-    future = typed_futures.completed(tensors)
-    found = future.wait()
-    same = future.done() and all(a is b for a, b in zip(found, tensors, strict=True))
-    return same and _compressed_gradient(typed_futures.completed) == 1.5
-
-
-def _started() -> tuple[Any, Any]:
-    """A future of Python, and one of C++ that completes after it with the same outcome."""
-    base: Any = Future()
-
-    def outcome(done: Any) -> Tensor:
-        if (error := done.value()) is not None:
-            raise error
-        return torch.zeros(1)
-
-    return base, base.then(outcome)
-
-
-def _completed_after() -> bool:
-    def make(tensors: list[Tensor]) -> Any:
-        base, done = _started()
-        base.set_result(None)
-        return typed_futures.completed_after(done, tensors)
-
-    base, done = _started()
-    future = typed_futures.completed_after(done, tensors := [torch.ones(1), torch.ones(2)])
-    early = future.done()
-    base.set_result(None)
-    found = future.wait()
-    same = all(a is b for a, b in zip(found, tensors, strict=True))
-    base, done = _started()
-    future = typed_futures.completed_after(done, tensors)
-    base.set_result(ValueError("rank 3 is gone"))
-    with pytest.raises(RuntimeError, match="rank 3 is gone"):
-        future.wait()
-    return not early and same and _compressed_gradient(make) == 1.5
-
-
-def _continues_without_a_warning(continuation: Any) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        start = continuation.__wrapped__()
-    base, done = _started()
-    future = start(done, [torch.ones(1)])
-    base.set_result(None)
-    return len(future.wait()) == 1 and continuation() is continuation()
-
-
 def _counts_messages() -> bool:
     """The default group here is Shoal's, which does not count; then the sum says so."""
     group = dist.new_group(backend="gloo")
@@ -223,8 +117,4 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "mixed_backends.configured_backends": _over(2, _configured_backends),
     "mixed_backends.add_other_backends": _over(2, _adds_other_backends),
     "mixed_backends._make": _over(1, _makes_each_kind),
-    "typed_futures.needs_type": _over(2, _needs_type),
-    "typed_futures.completed": _over(2, _completed),
-    "typed_futures.completed_after": _over(2, _completed_after),
-    "typed_futures._continuation": _continues_without_a_warning,
 }

@@ -80,18 +80,6 @@ def _add_backend() -> bool:
     return backend_for(group, torch.device("cpu")) is gloo and total.item() == 2.0
 
 
-def _source_rank() -> bool:
-    from shoal.platform.torch_private.c10d import source_rank
-
-    group, tensor = dist.new_group(backend="gloo"), torch.zeros(1)
-    if dist.get_rank() == 1:
-        dist.send(tensor, 0, group=group)
-        return True
-    work: Any = group.recv_anysource([tensor], 0)
-    work.wait()
-    return source_rank(work) == 1
-
-
 class _OneOrTwo(nn.Module):
     """Uses its second layer if asked to."""
 
@@ -255,7 +243,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "c10d.add_backend": _over(2, _add_backend),
     "c10d.ALL_GATHER_FLAT": lambda name: callable(getattr(dist.ProcessGroupGloo, name)),
     "c10d.REDUCE_SCATTER_FLAT": lambda name: callable(getattr(dist.ProcessGroupGloo, name)),
-    "c10d.source_rank": _over(2, _source_rank),
     "c10d.check_reducer_finalized": _over(2, _check_reducer_finalized),
     "fsdp.StridedShard": _cuts_in_strides,
     "fsdp.pre_forward": _over(2, _runs_a_unit_without_calling_it),

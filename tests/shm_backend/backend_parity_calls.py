@@ -10,6 +10,8 @@ from torch import Tensor
 
 from shoal.shm_backend.group import ShoalGroup
 
+# What Gloo makes also on one host.
+GLOOS = {"all_reduce_coalesced", "reduce", "gather", "scatter", "all_to_all_single"}
 Plan = Sequence[tuple[str, int]]  # kind of call and a seed for all that is random in it
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
@@ -161,28 +163,6 @@ def reduce_scatter_single(group: Any, ranks: list[int], chance: random.Random) -
     return [out]
 
 
-def all_to_all(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]:
-    dtype, lengths = chance.choice(ANY), _lengths(chance, ranks)
-    at = ranks.index(dist.get_rank())
-    rows = [_tensor(chance, dtype, length) for length in lengths[at]]
-    outs = [torch.zeros(each[at], dtype=dtype) for each in lengths]
-    if isinstance(group, ShoalGroup):
-        _call(chance, dist.all_to_all, outs, rows, group=group)
-    else:  # Gloo has this form only
-        out = torch.zeros(sum(map(len, outs)), dtype=dtype)
-        _call(
-            chance,
-            dist.all_to_all_single,
-            out,
-            torch.cat(rows),
-            [*map(len, outs)],
-            [*map(len, rows)],
-            group=group,
-        )
-        outs = list(out.split([*map(len, outs)]))
-    return outs
-
-
 def all_to_all_single(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]:
     dtype, lengths, columns = chance.choice(ANY), _lengths(chance, ranks), chance.choice(((), (3,)))
     at = ranks.index(dist.get_rank())
@@ -231,7 +211,6 @@ CALLS: dict[str, Callable[[Any, list[int], random.Random], list[Tensor]]] = {
             scatter,
             reduce_scatter,
             reduce_scatter_single,
-            all_to_all,
             all_to_all_single,
             barrier,
             strided,

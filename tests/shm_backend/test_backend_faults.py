@@ -142,23 +142,6 @@ def _leave_early() -> str | bool:
     return said
 
 
-def test_lists_of_tensors_are_compared_one_by_one() -> None:
-    assert world.run(2, _differ_in_a_list) == [True, True]
-
-
-def _differ_in_a_list() -> bool:
-    group, lengths = (
-        dist.new_group(timeout=timedelta(seconds=10)),
-        (3, 5) if dist.get_rank() else (5, 3),
-    )
-    tensors = [torch.ones(length) for length in lengths]
-    options = torch._C._distributed_c10d.AllreduceCoalescedOptions()
-    options.asyncOp = False
-    with pytest.raises(CollectiveFailed, match=" calls "):
-        group.allreduce_coalesced(tensors, options)
-    return all((tensor == 1).all().item() for tensor in tensors)
-
-
 @pytest.mark.parametrize("wrong", ["length", "type", "operation", "kind"])
 def test_ranks_that_differ_in_their_calls_get_an_error_at_once(wrong: str) -> None:
     texts = world.run(3, _differ, wrong)

@@ -1,16 +1,13 @@
 """DistributedDataParallel on the backend "shoal" with torch's own communication hooks."""
 
-import time
 from collections.abc import Callable
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.errors import CollectiveFailed
 from shoal.testing import world
 
 Register = Callable[[DistributedDataParallel], None]
@@ -47,10 +44,6 @@ def _train(register: Register, group: dist.ProcessGroup | None) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-def _builtin_float16(model: DistributedDataParallel) -> None:
-    model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
-
-
 def _builtin_all_reduce(model: DistributedDataParallel) -> None:
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
 
@@ -65,28 +58,4 @@ def _power_sgd(model: DistributedDataParallel) -> None:
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
 
-HOOKS: tuple[Register, ...] = (
-    _builtin_float16,
-    _builtin_all_reduce,
-    _python_float16,
-    _power_sgd,
-)
-
-
-def test_a_future_of_float16_carries_the_error_of_its_call() -> None:
-    assert world.run(2, _fail_with_a_future) == [True, True]
-
-
-def _fail_with_a_future() -> bool:
-    group = dist.new_group()
-    tensor = torch.ones(3 + dist.get_rank(), dtype=torch.float16)
-    if dist.get_rank():
-        time.sleep(0.2)
-        with pytest.raises(CollectiveFailed, match=" calls "):
-            dist.all_reduce(tensor, group=group)
-        return True
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    assert work is not None
-    with pytest.raises(RuntimeError, match=" calls "):
-        work.get_future().wait()
-    return True
+HOOKS: tuple[Register, ...] = (_builtin_all_reduce, _python_float16, _power_sgd)

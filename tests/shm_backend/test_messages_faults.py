@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from process_exit import wait_for_the_end
 
 from shoal.errors import CollectiveFailed, PeerLost
 from shoal.shm_backend.group import ShoalGroup
-from shoal.shm_backend.messages import MessageSignature
 from shoal.testing import world
 
 TIMEOUT_S = {signal.SIGSTOP: 3.0, signal.SIGKILL: 60.0}  # who is slow for so long counts as stopped
@@ -55,15 +55,15 @@ def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:
 
 def _fall(steps: int, number: int) -> None:
     """Send a signal to this rank after a number of messages."""
-    posted, start = [0], ShoalGroup._start
+    posted, message = [0], ShoalGroup._message
 
-    def struck(self: ShoalGroup, message: MessageSignature) -> dist.Work:
+    def struck(self: ShoalGroup, *args: Any) -> dist.Work:
         posted[0] += 1
         if posted[0] > steps:
             os.kill(os.getpid(), number)
-        return start(self, message)
+        return message(self, *args)
 
-    ShoalGroup._start = struck  # type: ignore[method-assign]
+    ShoalGroup._message = struck  # type: ignore[method-assign]
 
 
 def _talk(chance: random.Random, group: ShoalGroup) -> None:
@@ -123,3 +123,19 @@ def _send_and_leave() -> bool:
         assert (into == number).all()
     dist.barrier()
     return True
+
+
+def test_a_rank_that_ends_in_a_collective_of_gloo_is_named() -> None:
+    with world.start(3, _gather_without_one) as running:
+        assert running.wait() == [0, 0, 0], running.failures
+
+
+def _gather_without_one() -> None:
+    if dist.get_rank() == 1:
+        os._exit(0)
+    if dist.get_rank() == 0:
+        rows = [torch.zeros(3) for _ in range(3)]
+        expected = r"rank 1 \(process \d+\) has ended while rank 0 waited for it in gather by Gloo"
+        with pytest.raises(PeerLost, match=expected):
+            dist.gather(torch.ones(3), rows, dst=0)
+    os._exit(0)

@@ -60,7 +60,7 @@ def _all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[
 
 @given(
     st.integers(2, 4),
-    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 2000)), max_size=6),
+    st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2000)), max_size=6),
     Turns,
     st.data(),
 )
@@ -89,29 +89,23 @@ def _any_call(
     """Return one rank's call, and a check of its result. made[rank][row] are the inputs."""
     size, length = made[0].shape
     own, out, at = made[e.rank].clone(), torch.full((size, length), -1), e.rank
-    kind = ("broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")[number]
+    kind = ("broadcast", "all_gather", "reduce_scatter")[number]
     starts: list[Callable[[], Steps]] = [
         lambda: collectives.broadcast(e, out[0].copy_(own[0]), root),
         lambda: collectives.all_gather(e, own[0], out.unbind()),
-        lambda: collectives.all_gather(e, own[0], out.unbind() if at == root else None, root),
-        lambda: collectives.scatter(e, out[0], own.unbind() if at == root else None, root),
         lambda: collectives.reduce_scatter(e, out[0], own.unbind(), "sum"),
-        lambda: collectives.all_to_all(e, out.unbind(), own.unbind()),
     ]
     expected = [
         lambda: torch.equal(out[0], made[root][0]),
         lambda: torch.equal(out, torch.stack([rows[0] for rows in made])),
-        lambda: at != root or torch.equal(out, torch.stack([rows[0] for rows in made])),
-        lambda: torch.equal(out[0], made[root][at]),
         lambda: torch.equal(out[0], sum(rows[at] for rows in made)),
-        lambda: torch.equal(out, torch.stack([rows[at] for rows in made])),
     ]
 
     def check() -> None:
         assert expected[number](), kind
 
     return (
-        CallSignature(kind, torch.int64, 0 if kind == "all_to_all" else length, root=root),
+        CallSignature(kind, torch.int64, length, root=root),
         starts[number],
         check,
     )
@@ -163,19 +157,6 @@ def test_a_rank_that_calls_something_else_is_named_and_nothing_is_summed(
         for rank, r in enumerate(results)
         if rank != wrong
     )
-
-
-def test_an_all_to_all_of_sizes_that_do_not_fit_is_refused() -> None:
-    ranks = meet(2)
-    rows = [[torch.ones(3), torch.ones(4)], [torch.ones(5), torch.ones(6)]]
-    outs = [[torch.ones(3), torch.ones(5)], [torch.ones(9), torch.ones(6)]]
-    call = CallSignature("all_to_all", torch.float32)
-    programs = [
-        [(call, lambda e=e, o=o, r=r: collectives.all_to_all(e, o, r))]
-        for e, o, r in zip(ranks, outs, rows, strict=True)
-    ]
-    with pytest.raises(CollectiveFailed, match="rank 0 sends 4 numbers to rank 1, which expects 9"):
-        drive(ranks, programs, [])
 
 
 @given(

@@ -65,7 +65,7 @@ def all_reduce(
         leaders: the leaders of all hosts; None on other ranks.
     """
     if host_group is not None:
-        dist.reduce(tensor, group=host_group, group_dst=0)  # [1]
+        dist.all_reduce(tensor, group=host_group)  # [1]
     if leaders is not None:
         ring.all_reduce(tensor, leaders)  # [2]
     if host_group is not None:

@@ -15,7 +15,6 @@ names.
     c10d                process groups and stores
     dispatch_state      what watches or replaces operators: modes, profilers, fake tensors
     mixed_backends      groups that have another backend for each kind of device
-    typed_futures       futures whose value C++ can read
     fsdp                FSDP2's forward pass, and shards of slices
     pipelining          the first half of a backward pass
 

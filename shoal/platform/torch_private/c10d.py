@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import GradBucket as _GradBucket
 from torch.distributed import distributed_c10d
-from torch.distributed.distributed_c10d import Store, Work
+from torch.distributed.distributed_c10d import Store
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -114,15 +114,6 @@ def add_backend(group: dist.ProcessGroup, device: torch.device, kind: Any, backe
     """
     group._register_backend(device, kind, backend)
     group._set_default_backend(kind)
-
-
-def source_rank(work: Work) -> int:
-    """Return the rank that a received message came from.
-
-    Why: `recv` from any rank asks a Work by this name, so one that stands around another hands it
-    on. Without: such a `recv` would fail while a trace is made. Checked: 2.11, 2.13, 2.15.
-    """
-    return int(work._source_rank())
 
 
 def check_reducer_finalized(engine: DistributedDataParallel) -> None:
