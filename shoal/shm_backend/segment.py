@@ -32,7 +32,33 @@ LINK = f"/memfd:{NAME} (deleted)"  # where a descriptor of such memory leads to,
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 
-class SharedSegment:
+class _Segment:
+    """Mapped memory that begins with a token. Positions count from the end of the token.
+
+    Args: head: a mapping of the first page, in which a futex is the same for all processes.
+    """
+
+    def __init__(self, mapped: mmap.mmap, head: mmap.mmap) -> None:
+        self._map = mapped
+        self._head = head
+
+    def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
+        """Return a flat tensor in this memory.
+
+        Raises: ValueError: it would not fit.
+        """
+        return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
+
+    def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
+        """Return the same memory as bytes."""
+        return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
+
+    def head_address(self, at_bytes: int) -> int:
+        """Return the address of a byte of the first page in this process."""
+        return np.frombuffer(self._head, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
+
+
+class SharedSegment(_Segment):
     """Memory of this process, zeros at first.
 
     On systems that cannot share it, the memory works and `description` is empty.
@@ -46,7 +72,8 @@ class SharedSegment:
         if hasattr(os, "memfd_create"):
             self._descriptor = os.memfd_create(NAME)
             os.ftruncate(self._descriptor, size_bytes)
-        self._map = mmap.mmap(self._descriptor, size_bytes)
+        mapped = mmap.mmap(self._descriptor, size_bytes)
+        super().__init__(mapped, mapped)
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
         self._map[:TOKEN_BYTES] = self._token.encode()
         self._map_bytes = size_bytes
@@ -63,18 +90,6 @@ class SharedSegment:
             "token": self._token,
         }
 
-    def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in this memory."""
-        return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
-
-    def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
-        """Return the same memory as bytes."""
-        return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
-
-    def head_address(self, at_bytes: int) -> int:
-        """Return the address of a byte in this process."""
-        return np.frombuffer(self._map, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
-
     def release_pages(self, at_bytes: int, length_bytes: int) -> None:
         """Return full pages of a range to the system. They read as zeros from now on."""
         begin = -(-(TOKEN_BYTES + at_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -89,30 +104,8 @@ class SharedSegment:
             self._descriptor = -1
 
 
-class AttachedSegment:
-    """The segment of another process, for reading.
-
-    Attributes: head: a second mapping of the first page, at `head_address`, for a futex.
-    """
-
-    def __init__(self, mapped: mmap.mmap, head: mmap.mmap) -> None:
-        self._map = mapped
-        self.head = head
-
-    def head_address(self, at_bytes: int) -> int:
-        """Return the address of a byte of the first page in this process."""
-        return np.frombuffer(self.head, np.uint8).ctypes.data + TOKEN_BYTES + at_bytes
-
-    def tensor(self, at_bytes: int, length: int, dtype: torch.dtype) -> Tensor:
-        """Return a flat tensor in this memory.
-
-        Raises: ValueError: it would not fit.
-        """
-        return torch.frombuffer(self._map, dtype=dtype, count=length, offset=TOKEN_BYTES + at_bytes)
-
-    def raw(self, at_bytes: int, length_bytes: int) -> memoryview:
-        """Return the same memory as bytes."""
-        return memoryview(self._map)[TOKEN_BYTES + at_bytes : TOKEN_BYTES + at_bytes + length_bytes]
+class AttachedSegment(_Segment):
+    """The segment of another process, for reading."""
 
 
 def attach(description: Mapping[str, Any]) -> AttachedSegment | None:
