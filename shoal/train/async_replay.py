@@ -161,8 +161,7 @@ class _ReplayedRun:
             self._step,
         ).run()
         load_random_state(self.workers[0].random, self.workers[0].run.device)
-        tensors, _, _ = self.workers[0].run.state()
-        return tensors
+        return self.workers[0].run.state()[0]
 
     def _step(self, worker: int, step: int) -> ReplayStep:
         """Take step `step` of a worker. Return what it pushed.
@@ -273,7 +272,7 @@ class Worker:
             for index, batch in enumerate(self.loader, start=first):
                 epochs = epoch + index / epoch_steps[epoch]
                 of_run = self.job, self.run, self.optimizer, self.compute_loss
-                take_step(*of_run, batch, epochs, step / total)
+                take_step(*of_run, batch, epochs, progress=step / total)
                 step += 1
                 yield
 
@@ -285,12 +284,8 @@ def _strategies(job: Job, partitions: list[PartitionState]) -> list[Strategy]:
         for strategy in build_strategies(parse_line(job.strategy))
     ]
     compiled: list[Strategy] = [Compile()] if job.model.compile else []
-    return [
-        Precision(job.train.precision, None),
-        *compiled,
-        *chosen,
-        Accumulate(job.train.accumulate),
-    ]
+    last = Accumulate(job.train.accumulate)
+    return [Precision(job.train.precision, None), *compiled, *chosen, last]
 
 
 class _ReplayStrategy(Strategy):
