@@ -58,6 +58,7 @@ def main() -> None:
         found["peak_flops"] = peak
         result["tasks"][task.name] = found
         print(task.name, {k: round(min(v) * 1e3, 2) for k, v in found["step_s"].items()})
+        options.out.write_text(json.dumps(result, indent=1) + "\n")  # the next may not fit
     if options.timm is not None:
         result["timm"] = by_timm(options.timm)
     options.out.write_text(json.dumps(result, indent=1) + "\n")

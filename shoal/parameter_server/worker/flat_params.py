@@ -25,6 +25,8 @@ COUNTERS = ("step", "mu_product", "eta", "mu")
 scalar parameter has the same shape, so the name must tell them apart.
 """
 
+_DATA: Any = Tensor.data
+
 
 class FlatParams:
     """Flat CPU memory for the values and for the gradients of some parameters.
@@ -95,7 +97,8 @@ class FlatParams:
         """Copy the values to the parameters on a device."""
         for name in names if self.on_device else ():
             # The windows are not pinned, and are overwritten by the next pull: wait for the copy.
-            self.parameters[name].copy_(self.windows[name])
+            # By `.data`, whose version is its own: a script that writes to weights is found by it.
+            _DATA.__get__(self.parameters[name]).copy_(self.windows[name])
 
     def gather(self, name: str, kept: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
         """Join the optimizer state of one parameter from its segments: tensors in its shape,

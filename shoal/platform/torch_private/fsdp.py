@@ -25,7 +25,8 @@ def pre_forward(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
     Checked: 2.11, 2.13, 2.15.
     """
     engine: Any = unit
-    _, found = engine._get_fsdp_state()._pre_forward(unit, (), options)
+    # A root on a GPU moves its inputs there, and fails if there are none.
+    _, found = engine._get_fsdp_state()._pre_forward(unit, (None,), options)
     return dict(found)
 
 
