@@ -48,5 +48,5 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
-    own = [name for name in sys.modules if name.startswith("shoal.")]
-    preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *TOOLS, *own)
+    found = [name for name in sys.modules if name in TOOLS or name.startswith("shoal.")]
+    preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *found)
