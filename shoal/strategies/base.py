@@ -231,7 +231,7 @@ class LocalModel:
     """Compute the forward and backward passes of a batch; fills `.grad`. The first argument is the
     forward function to use, so that a caller can wrap it.
     """
-    trainable_params: Mapping[str, nn.Parameter]
+    trainable_params: dict[str, nn.Parameter]
     """Parameters that this rank's optimizer steps, by name. This rank *owns* them."""
     reduce_gradients: Callable[[], None] = no_op
     """Turn the gradients of owned parameters into global means, or wait until they are."""
@@ -259,6 +259,16 @@ class LocalModel:
         There is no `.grad` on this rank after a backward pass then. None if this rank steps.
         """
         return self.strategy_state.remote_optimizer
+
+    def replace_params(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """Put parameters in the place of those that a later strategy has divided; return them.
+
+        All local models share the dict. Later ones refer to earlier ones, which would hold the
+        memory of whole parameters.
+        """
+        self.trainable_params.clear()
+        self.trainable_params.update(parameters)
+        return self.trainable_params
 
     @property
     def is_partial(self) -> bool:

@@ -129,7 +129,8 @@ class TensorParallel(TensorOptions, Strategy):
             free_other_params(full_model.model, module)
 
         aliases = model.pipeline.tied_names
-        params = {aliases.get(name, name): each for name, each in module.named_parameters()}
+        named = {aliases.get(name, name): each for name, each in module.named_parameters()}
+        params = model.replace_params({name: named[name] for name in model.trainable_params})
         step = TensorParallelStep(model, mesh)
         whole_models = partial(former.whole, mesh.tensor) if full_model is None else None
         outside = replace(
@@ -139,7 +140,7 @@ class TensorParallel(TensorOptions, Strategy):
             model,
             forward=step.forward,
             run=step.run,
-            trainable_params={name: params[name] for name in model.trainable_params},
+            trainable_params=params,
             reduce_gradients=step.reduce_gradients,
             outside_step=outside,
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),

@@ -118,7 +118,7 @@ class ShardedStep:
             name: self.replicated.get(name, parameters[name])
             for name in self.model.trainable_params
         }
-        return self.sharded
+        return self.model.replace_params(self.sharded)
 
     def whole_models(self) -> AbstractContextManager[bool]:
         """Return a context as `OutsideStep.whole_models`. Collective."""
