@@ -22,6 +22,7 @@ def test_the_public_names_are_these_and_only_these() -> None:
 def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
     public = [name for name in dir(shoal.Run) if not name.startswith("_")]
     names = [
+        "backward",
         "check_replicas",
         "clip_gradients",
         "edit",
@@ -34,6 +35,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "is_synchronous",
         "layout_of",
         "load_state",
+        "microbatches",
         "outside_step",
         "parameters",
         "prepare",
@@ -44,6 +46,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "save",
         "share",
         "state",
+        "step",
         "stopping",
         "synchronize",
         "to_device",
