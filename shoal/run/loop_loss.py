@@ -75,6 +75,9 @@ UNKNOWN = (
 class LoopLoss:
     """Facts about a loop that computes its loss: the calls of models, and the micro-batch.
 
+    Attributes:
+        refuses_global_draws: False under `shoal verify`, which asks for them in any script.
+
     Args:
         autocast: dtype of the forward pass under mixed precision; None without.
         announce: prints a note, on one rank of all.
@@ -87,6 +90,7 @@ class LoopLoss:
         autocast: torch.dtype | None,
         announce: Callable[[str], None],
     ) -> None:
+        self.refuses_global_draws = True
         self._prepared = prepared
         self._phase = guards.phase
         self._autocast = autocast
@@ -223,7 +227,7 @@ class LoopLoss:
             )
         if mesh.pipeline.size > 1:
             raise StrategyRefused(PIPELINE)
-        if settings.draws == "global" and mesh.data.size > 1:
+        if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
             raise UsageError(GLOBAL_DRAWS)
         if settings.accumulate == 1:
             return

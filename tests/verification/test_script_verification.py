@@ -41,6 +41,18 @@ def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(tmp_path: Pa
     ]
 
 
+def test_a_loss_that_the_loop_computes_is_proved_exact_or_named_with_its_line() -> None:
+    script = SCRIPTS / "loss_in_the_loop.py"
+    report = shoal.verify_script(script, ranks=2, strategy="zero3")
+    assert report.verdict == "exact", report
+    wrong = shoal.verify_script(script, ["weights"], ranks=2, strategy="ddp")
+    assert wrong.verdict == "differs"
+    assert wrong.first is not None
+    assert wrong.first.line == "loss_in_the_loop.py:24"
+    assert wrong.cause is not None
+    assert wrong.cause.kind == "weights of samples"
+
+
 def test_a_scale_planted_in_a_loop_without_shoal_is_named_with_the_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

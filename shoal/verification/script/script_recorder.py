@@ -123,6 +123,7 @@ class ScriptRecorder:
             self._preparing = False
         if self._run is None:
             self.record.by_shoal = True
+        run._loop.refuses_global_draws = False
         self._run = ShoalValues(run)
         self.record.axes = self._run.axes()
         root = self._run.root()
