@@ -58,6 +58,10 @@ NOT_CALLED = (
     "{precision} around its forward pass. Calls of a compiled model and of methods are not seen. "
     "Give the loss as a function: run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)."
 )
+NO_GRADIENT = (
+    "run.backward was given a loss that depends on no trainable parameter: is it detached, made of "
+    "numbers, or computed under no_grad?"
+)
 ROWS = (
     "run.backward: the number of samples on this rank is not clear from the inputs of the models "
     "({why}). Say it: run.backward(loss, rows=len(x))."
@@ -204,7 +208,6 @@ class LoopLoss:
         A loop may call them with other tensors too, such as a choice of the samples.
         """
         sizes, ranks = self._prepared.sizes, self._prepared.mesh.data.size
-        error = UsageError()
         for inputs in reversed(calls):
             try:
                 found = sizes.resolve(inputs, rows, ranks)
@@ -212,7 +215,9 @@ class LoopLoss:
             except UsageError as one:
                 error = one
         else:
-            raise UsageError(ROWS.format(why=error)) from error
+            shapes = [str(tuple(t.shape)) for inputs in calls for t in first_tensors(inputs)]
+            why = f"of shapes {', '.join(shapes)}" if shapes else "no call with tensors was seen"
+            raise UsageError(ROWS.format(why=why)) from error
         lengths = {len(t) for inputs in calls for t in first_tensors(inputs)}
         if rows is None and not found.is_known and len(lengths) > 1:
             raise UsageError(ROWS.format(why=f"their lengths are {sorted(lengths)}"))
@@ -227,6 +232,8 @@ class LoopLoss:
             )
         if mesh.pipeline.size > 1:
             raise StrategyRefused(PIPELINE)
+        if isinstance(loss, Tensor) and not loss.requires_grad:
+            raise UsageError(NO_GRADIENT)
         if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
             raise UsageError(GLOBAL_DRAWS)
         if settings.accumulate == 1:

@@ -175,6 +175,8 @@ def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)
             run.backward(loss)
+        elif form == "detached":
+            run.backward(F.cross_entropy(model(x), y).detach())
         elif form == "layers":
             run.backward(F.cross_entropy(model(x), y))
             run.backward(F.cross_entropy(model[2](model[0](x)), y))
@@ -194,6 +196,7 @@ def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
         ("ddp", {"accumulate": 2}, "loop", r"for x, y in run\.microbatches\(\(x, y\)\)"),
         ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
         ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
+        ("ddp", {}, "detached", "is it detached, made of numbers"),
         ("ddp", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
         ("zero3", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
         ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
