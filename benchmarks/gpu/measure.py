@@ -61,7 +61,7 @@ def main() -> None:
         options.out.write_text(json.dumps(result, indent=1) + "\n")  # the next may not fit
     if options.timm is not None:
         result["timm"] = by_timm(options.timm)
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
     dist.destroy_process_group()
 
 

@@ -4,14 +4,13 @@
           loss = F.cross_entropy(model(x), y)     the inputs of the first call tell the rows
           run.backward(loss)                      a step whose function returns that loss
 
-Hooks on the models note their calls. They go in the first step whose loss comes from a function.
+Hooks on the models note their calls. They go where the first loss of a run comes from a function.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -27,6 +26,7 @@ from shoal.strategies import base
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.microbatch import split_microbatches
 
+FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
 MOST_CALLS = 16
 """Calls of models whose inputs are kept until the backward pass."""
 NOTE = (
@@ -36,13 +36,11 @@ NOTE = (
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
-    "other, so the loss must be a function of the batch: loss = run.forward_backward("
-    "lambda x, y: loss_fn(model(x), y), x, y)."
+    f"other, so the loss must be a function of the batch: loss = {FUNCTION}."
 )
 GLOBAL_DRAWS = (
     'run.backward: draws="global" draws for the global batch inside of a step, and the loop has '
-    "drawn before it. Give the loss as a function: loss = run.forward_backward("
-    'lambda x, y: loss_fn(model(x), y), x, y), or use draws="rank".'
+    f'drawn before it. Give the loss as a function: loss = {FUNCTION}, or use draws="rank".'
 )
 IN_PARTS = (
     "run.backward: accumulate={parts} computes each batch in {parts} micro-batches. Go through "
@@ -56,7 +54,12 @@ COUNTED = (
 NOT_CALLED = (
     "run.backward: no call of a prepared model was seen since the last step, so nothing has put "
     "{precision} around its forward pass. Calls of a compiled model and of methods are not seen. "
-    "Give the loss as a function: run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)."
+    f"Give the loss as a function: {FUNCTION}."
+)
+AFTER_FUNCTION = (
+    "run.backward: the losses before came from functions, so the calls of this one were not "
+    f"watched, as shards and mixed precision need. Give it as a function too: {FUNCTION}; or let "
+    "run.backward take the first loss of the run."
 )
 NO_GRADIENT = (
     "run.backward was given a loss that depends on no trainable parameter: is it detached, made of "
@@ -81,6 +84,7 @@ class LoopLoss:
 
     Attributes:
         refuses_global_draws: False under `shoal verify`, which asks for them in any script.
+        watches: calls of the models are noted.
 
     Args:
         autocast: dtype of the forward pass under mixed precision; None without.
@@ -99,8 +103,10 @@ class LoopLoss:
         self._phase = guards.phase
         self._autocast = autocast
         self._announce = announce
+        self.watches = False
         self._hooks: dict[nn.Module, list[Any]] = {}
-        self._contexts = ExitStack()
+        # Of the calls that are under way; None without autocast.
+        self._contexts: list[torch.autocast | None] = []
         # Inputs of the calls of models since the last step.
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
         self._microbatch: base.LocalBatch | None = None
@@ -108,6 +114,7 @@ class LoopLoss:
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""
+        self.watches = True
         self._prepared.local_model().outside_step.hold(True)
         for model in self._prepared.models:
             if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
@@ -116,15 +123,22 @@ class LoopLoss:
                     model.register_forward_hook(CallHook(self, "after"), always_call=True),
                 ]
 
-    def rest(self) -> None:
-        """Note no calls: the loss of this run comes from a function. Collective at first."""
-        if self._hooks:
-            self._prepared.local_model().outside_step.hold(False)
+    def before_function(self) -> None:
+        """End what calls of models have begun: this loss comes from a function. Collective.
+
+        If no loss of the run was the loop's, calls are noted no longer.
+        """
+        outside_step = self._prepared.local_model().outside_step
+        outside_step.hold(False)
+        self._calls.clear()
+        if self._is_noted:
+            outside_step.hold(True)
+            return
+        self.watches = False
         for hooks in self._hooks.values():
             for hook in hooks:
                 hook.remove()
         self._hooks = {}
-        self._calls.clear()
 
     def make_batch(
         self, loss: Any, prepared: Prepared, *, rows: int | None, stop_requested: bool, **_: Any
@@ -139,7 +153,9 @@ class LoopLoss:
             StrategyRefused, UsageError: the loss must be a function here.
         """
         self._check(loss)
-        if self._autocast is not None and not self._calls and self._is_noted:
+        calls = [*self._calls]
+        self._calls.clear()
+        if self._autocast is not None and self.watches and not calls:
             raise UsageError(NOT_CALLED.format(precision=self._autocast))
         prepared.watch.end()
         prepared.watch.skip()
@@ -156,7 +172,7 @@ class LoopLoss:
                 is_last_microbatch=True,
                 stop_requested=stop_requested,
             )
-        return self._batch(compute_loss, rows, [*self._calls] or [()])
+        return self._batch(compute_loss, rows, calls or [()])
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
@@ -188,7 +204,6 @@ class LoopLoss:
         data = prepared.mesh.data
         prepared.sizes.check_shared(data)
         found = self._sizes(rows, calls)
-        self._calls.clear()
         window = row_window(found.global_rows, data.rank, data.size)
         return base.LocalBatch(
             compute_loss,
@@ -224,41 +239,52 @@ class LoopLoss:
         return found
 
     def _check(self, loss: Any) -> None:
-        mesh, settings = self._prepared.mesh, self._prepared.settings
+        """Raise if `loss` is none, or must be a function under these settings."""
         if not isinstance(loss, Tensor | Counted) or (isinstance(loss, Tensor) and loss.dim()):
             raise UsageError(
                 f"run.backward takes a loss, a scalar tensor with a gradient or shoal.counted(sum, "
                 f"count), and was given {_kind(loss)}."
             )
+        mesh, settings = self._prepared.mesh, self._prepared.settings
         if mesh.pipeline.size > 1:
             raise StrategyRefused(PIPELINE)
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise UsageError(NO_GRADIENT)
+        is_divided = self._prepared.local_model().has_sharded_params
+        if not self.watches and (self._autocast is not None or is_divided):
+            raise UsageError(AFTER_FUNCTION)
         if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
             raise UsageError(GLOBAL_DRAWS)
-        if settings.accumulate == 1:
-            return
+        if settings.accumulate > 1:
+            self._check_part(loss, settings.accumulate)
+
+    def _check_part(self, loss: Any, parts: int) -> None:
+        """Raise UsageError if `loss` is of no micro-batch, or has a count of its own."""
         if self._microbatch is None:
-            raise UsageError(IN_PARTS.format(parts=settings.accumulate))
+            raise UsageError(IN_PARTS.format(parts=parts))
         if isinstance(loss, Counted):
             raise UsageError(COUNTED)
 
     def before(self, args: Any, kwargs: Any) -> None:
         """Note a call of a model, and begin autocast."""
-        if self._phase.in_passes or not torch.is_grad_enabled():
-            return
-        self._prepared.watch.end()  # of what the loop does before it calls a model
-        self._calls.append((*args, *kwargs.values()))
-        if self._autocast is not None:
-            device = self._prepared.mesh.device.type
-            self._contexts.enter_context(torch.autocast(device, self._autocast))
+        is_of_loop = not self._phase.in_passes and torch.is_grad_enabled()
+        context = None
+        if is_of_loop:
+            self._prepared.watch.end()  # of what the loop does before it calls a model
+            self._calls.append((*args, *kwargs.values()))
+        if is_of_loop and self._autocast is not None:
+            context = torch.autocast(self._prepared.mesh.device.type, self._autocast)
+            context.__enter__()
+        self._contexts.append(context)
 
     def after(self, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""
-        if self._autocast is None or self._phase.in_passes or not torch.is_grad_enabled():
+        # Empty in a call that has begun before calls were noted.
+        context = self._contexts.pop() if self._contexts else None
+        if context is None:
             return output
-        self._contexts.close()
-        return tree_map(_in_float32, output)
+        context.__exit__(None, None, None)
+        return output if any(self._contexts) else tree_map(_in_float32, output)
 
 
 class CallHook:

@@ -73,7 +73,6 @@ class Run(StatefulRun):
         self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
         self._loop = LoopLoss(prepared, guards, settings.autocast, announce)
-        self._has_function = False
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -95,7 +94,7 @@ class Run(StatefulRun):
         arguments = sort_arguments(things)
         with self._first_failure.shared("run.prepare"):
             loaders = iter(self._prepared.add(arguments))
-            if self._prepared.models and not self._has_function:
+            if self._prepared.models:
                 self._loop.watch()
         results = [
             next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
@@ -136,9 +135,8 @@ class Run(StatefulRun):
         """
         checks.check_compute_loss(compute_loss, batch)
         checks.check_step_options(rows, reduction)
-        if not self._has_function:
-            self._has_function = True
-            self._loop.rest()
+        if self._loop.watches:
+            self._loop.before_function()
         with self._first_failure.shared("run.forward_backward"):
             return self._forward_backward(
                 partial(make_batch, compute_loss, batch, named_batch), rows, reduction
@@ -168,7 +166,6 @@ class Run(StatefulRun):
                 outside of `microbatches`; draws="global".
         """
         checks.check_step_options(rows, "rows")
-        self._has_function = False
         with self._first_failure.shared("run.backward"):
             mean: Tensor = self._forward_backward(
                 partial(self._loop.make_batch, loss), rows, "rows", is_computed=True

@@ -254,3 +254,88 @@ def unclear_rows() -> None:
     model = nn.Linear(4, 1)
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     run.backward(model(torch.ones(3, 4)).mean() + model(torch.ones(2, 4)).mean())
+
+
+class Around(nn.Module):
+    """A model whose last layer comes after another prepared model."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = [inside]  # prepared by itself
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inside[0](x))
+
+
+def dtypes_around() -> list[torch.dtype]:
+    """Return the dtypes of the outer model's last layer, and of what it returns to the loop."""
+    run = shoal.init("ddp", precision="bf16", announce=lambda _: None)
+    inside = nn.Linear(8, 4)
+    outside = Around(inside)
+    optimizer = torch.optim.SGD([*inside.parameters(), *outside.parameters()], lr=0.1)
+    inside, outside, optimizer = run.prepare(inside, outside, optimizer)
+    seen: list[torch.dtype] = []
+    outside.head.register_forward_hook(lambda _m, _i, output: seen.append(output.dtype))
+    output = outside(torch.ones(4, 8))
+    run.backward(output.mean())
+    return [*seen, output.dtype]
+
+
+def test_a_model_within_another_does_not_end_its_mixed_precision() -> None:
+    assert world.run(2, dtypes_around) == [[torch.bfloat16, torch.float32]] * 2
+
+
+def train_in_both_forms(strategy: str) -> Any:
+    """Take the first loss and every other one from the loop, the rest from a function."""
+    run, model, optimizer, loader, _ = prepared(strategy)
+    losses = []
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        if number % 2 == 0:
+            loss = run.backward(loss)
+        else:  # what the call of the model has begun never ends
+            loss = run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        optimizer.step()
+        losses.append(float(loss))
+    return losses, run.weights()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_both_forms_may_take_turns(strategy: str) -> None:
+    (expected,) = world.run(1, train_in_both_forms, "single")
+    for found in world.run(2, train_in_both_forms, strategy):
+        assert_equal(found, expected)
+
+
+def loop_after_function(strategy: str) -> str:
+    run, model, _, loader, _ = prepared(strategy)
+    x, y = next(iter(loader))
+    run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+    with pytest.raises(UsageError) as error:
+        run.backward(F.cross_entropy(model(x), y))
+    return str(error.value)
+
+
+def test_a_loss_of_the_loop_after_those_of_functions_is_refused_on_shards() -> None:
+    for text in world.run(2, loop_after_function, "zero3"):
+        assert "let run.backward take the first loss of the run" in text
+
+
+def fails_in_the_model(strategy: str) -> Any:
+    run, model, optimizer, loader, _ = prepared(strategy)
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        if number == 1:
+            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+                model(x[:, :3])
+        run.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    return [], run.weights()
+
+
+def test_a_loop_may_go_on_after_an_error_in_a_model() -> None:
+    (expected,) = world.run(1, fails_in_the_model, "single")
+    for found in world.run(2, fails_in_the_model, "zero3"):
+        assert_equal(found, expected)

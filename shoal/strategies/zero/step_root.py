@@ -112,13 +112,13 @@ class StepRoot(nn.Module):
     def _on_call(self, module: nn.Module, _inputs: Any) -> None:
         if self.is_open or self.in_step:
             return
+        self._opened_by = module
         if self.begin_loss is not None and module.training and torch.is_grad_enabled():
             self.begin_loss()
             self._open(LOOP)
             self._held = True
-            return
-        self._open("")
-        self._opened_by = module
+        else:
+            self._open("")
 
     def _on_return(
         self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
@@ -126,6 +126,8 @@ class StepRoot(nn.Module):
         if self._opened_by is not module:
             return None
         self._opened_by = None
+        if self._held:
+            return None
         output = self._close(output)
         # Else an optimizer could step the shards of weights that are read whole afterwards.
         release()
