@@ -84,6 +84,13 @@ def headline(hang: Hang, source: RankSet) -> str:
         doing = f"waits in {describe_call(late)}, and no rank that it waits for comes"
         if late.word.kind == SERVERS:
             doing = "waits for the parameter servers, which do not answer"
+        elif hang.waiter is not None and hang.progress[hang.waiter].word.waits:
+            other = describe_call(hang.progress[hang.waiter])
+            doing = (
+                f"waits in {describe_call(late)}, and rank {hang.waiter} in {other}, which are not "
+                "the same call. All ranks must make the same calls in the same order: none may "
+                "leave a loop, or call run or a sharded model, by a condition of its own"
+            )
         return f"hangs: it {doing}"
     doing = PHASE_NAMES[Phase(late.word.phase)]
     if hang.waiter is None:

@@ -7,6 +7,11 @@ A rank that waits is never called late while another one that it waits for goes 
 silent for its own limit yet. If all wait for each other, they make different calls, or the network
 carries nothing: then the one that is in the earliest call is named.
 
+    rank 0   waits in call 7 of group A, which rank 1 has not begun ──> rank 1
+    rank 1   waits in call 3 of group B, which rank 0 has not begun ──> rank 0
+
+Such a cycle cannot end, so it has a short limit.
+
 Silence is the time between the looks at a rank, see `look_clock`. No clocks of two hosts are
 compared.
 """
@@ -33,6 +38,8 @@ code of the user's between steps.
 """
 STEP_FACTOR = 3.0
 """No rank is late before it has been silent for so many times its longest step."""
+CYCLE_LIMIT_S = 5.0
+"""The limit for ranks that wait for each other in collectives that the other has not begun."""
 SLOWEST_BYTES_PER_S = 10e6
 """A collective may take the time of its bytes at this speed, besides the limit."""
 NUMBER_BYTES = 8
@@ -95,6 +102,10 @@ class HangDetector:
         return self._judge(progress)
 
     def _judge(self, progress: Mapping[int, RankProgress]) -> Hang | None:
+        if cycle := self._cycle(progress):
+            late, waiter = cycle[:2]
+            silent_s = self._silent_s[late]
+            return Hang(late, waiter, silent_s, CYCLE_LIMIT_S, True, dict(progress))
         longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
         limits = {rank: self._limit_s(each, longest_s) for rank, each in progress.items()}
         silent = {rank for rank in progress if self._silent_s[rank] >= limits[rank]}
@@ -113,6 +124,18 @@ class HangDetector:
                 silent_s = self._silent_s[late]
                 return Hang(late, waiter, silent_s, limits[late], is_deadlock, dict(progress))
         return None
+
+    def _cycle(self, progress: Mapping[int, RankProgress]) -> list[int]:
+        """Return ranks each of which waits in a collective that the next has not begun, or none."""
+        limit_s = min(self.limit_s, CYCLE_LIMIT_S)
+        silent = sorted(rank for rank in progress if self._silent_s[rank] >= limit_s)
+        for rank in silent:
+            path = [rank]
+            while behind := [r for r in silent if r in _has_not_begun(path[-1], progress)]:
+                if behind[0] in path:
+                    return path[path.index(behind[0]) :]
+                path.append(behind[0])
+        return []
 
     def _limit_s(self, progress: RankProgress, longest_step_s: float) -> float:
         word = progress.word
@@ -153,6 +176,19 @@ def waits_for(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
         for member in _members(own, group, progress)
         if progress[member].calls.get(group, 0) < calls
     }
+
+
+def _has_not_begun(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
+    """Return the ranks that have not begun the collective in which the main thread of one waits.
+
+    None where another thread of the rank waits too: it may bring the main thread on.
+    """
+    own = progress[rank]
+    word = own.word
+    if word.flags & (WAITS | THREAD_WAITS) != WAITS or word.kind in (SEND, RECV, SERVERS):
+        return set()
+    members = _members(own, word.group, progress)
+    return {m for m in members if progress[m].calls.get(word.group, 0) < word.call}
 
 
 def _members(own: RankProgress, group: int, progress: Mapping[int, RankProgress]) -> set[int]:

@@ -7,13 +7,19 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.watchdog.hang_detector import SLOW_FACTOR, Hang, HangDetector
+from shoal.watchdog.hang_detector import (
+    CYCLE_LIMIT_S,
+    SLOW_FACTOR,
+    Hang,
+    HangDetector,
+)
 from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_word import (
     FIRST,
     NO_KIND,
     RECV,
     SERVERS,
+    THREAD_WAITS,
     WAITS,
     GroupMembers,
     Phase,
@@ -25,6 +31,7 @@ from shoal.watchdog.progress_word import (
 
 LIMIT_S = 60.0
 WORLD = group_id("world", range(3))
+OTHER = group_id("other", range(3))
 
 
 @dataclass
@@ -72,7 +79,10 @@ class SimulatedRank:
             0,
             0,
         )
-        groups = {WORLD: GroupMembers("world", self.ranks)}
+        groups = {
+            WORLD: GroupMembers("world", self.ranks),
+            OTHER: GroupMembers("other", self.ranks),
+        }
         return RankProgress(word, dict(self.calls), groups, self.steps)
 
 
@@ -167,6 +177,26 @@ def test_ranks_that_wait_for_each_other_are_told_as_such() -> None:
     hang = run.passes(LIMIT_S + 5)
     assert hang is not None
     assert hang.is_deadlock
+
+
+def test_ranks_in_collectives_that_the_other_has_not_begun_wait_for_nothing() -> None:
+    run = Simulation(2)
+    run.ranks[0].waits_in_call()
+    run.ranks[1].calls[OTHER] = 1
+    run.ranks[1].writes(group=OTHER, flags=WAITS)
+    assert run.passes(CYCLE_LIMIT_S - 2) is None
+    hang = run.passes(4)
+    assert hang is not None
+    assert (hang.late, hang.waiter, hang.is_deadlock) == (0, 1, True)
+
+
+def test_another_thread_that_waits_may_bring_a_rank_on() -> None:
+    run = Simulation(2)
+    run.ranks[0].flags = THREAD_WAITS
+    run.ranks[0].waits_in_call()
+    run.ranks[1].calls[OTHER] = 1
+    run.ranks[1].writes(group=OTHER, flags=WAITS)
+    assert run.passes(LIMIT_S - 2) is None
 
 
 def test_servers_that_do_not_answer_are_told_as_such() -> None:
