@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import hashlib
 import io
 import os
 import pickle
+import random
 import tempfile
 import threading
 import time
@@ -15,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +31,8 @@ from tests.scripts.script import Result, Script, script_named
 
 FORM = "SHOAL_TEST_FORM"
 """Set to "loop": scripts compute their losses in the loop and call `run.backward`."""
+CHECKS = "SHOAL_TEST_CHECKS"
+"""Set to "off": runs have no guards and no trials."""
 SCRIPT_S = float(os.environ.get("SCRIPT_S", "40"))
 """A script that takes longer hangs: it takes a tenth of a second on an idle machine."""
 OTHER_RANKS_S = 5.0
@@ -79,6 +84,7 @@ class Outcome(NamedTuple):
     weights: dict[str, Tensor] | None = None
     notes: tuple[str, ...] = ()
     secondary: bool = False  # of a refusal: it only says that another rank has gone
+    generators: str = ""  # digest of the states of torch's, NumPy's and Python's generators
 
 
 class Cell(NamedTuple):
@@ -95,12 +101,20 @@ class Cell(NamedTuple):
 
 
 def judge_all(names: Sequence[str], layout: Layout) -> dict[str, Cell]:
-    """Run scripts under a layout, and return the verdict of each.
+    """Run scripts under a layout, and return the verdict of each."""
+    return {
+        name: judge(script_named(name), reference(name), outcomes)
+        for name, outcomes in run_all(names, layout).items()
+    }
+
+
+def run_all(names: Sequence[str], layout: Layout) -> dict[str, list[Outcome]]:
+    """Run scripts under a layout, and return the outcomes of each on all ranks.
 
     Scripts share a world as long as all goes well; after anything else the next one gets a new
     world.
     """
-    cells: dict[str, Cell] = {}
+    found: dict[str, list[Outcome]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         remaining = list(names)
@@ -108,10 +122,11 @@ def judge_all(names: Sequence[str], layout: Layout) -> dict[str, Cell]:
             lost = _run_world(remaining, layout, folder)
             done = [name for name in remaining if any(folder.glob(f"{name}.*"))] or remaining[:1]
             for name in done:
-                outcomes = [_read(folder / f"{name}.{rank}", lost) for rank in range(layout.ranks)]
-                cells[name] = judge(script_named(name), reference(name), outcomes)
-            remaining = [name for name in remaining if name not in cells]
-    return cells
+                found[name] = [
+                    _read(folder / f"{name}.{rank}", lost) for rank in range(layout.ranks)
+                ]
+            remaining = [name for name in remaining if name not in found]
+    return found
 
 
 def _run_world(names: Sequence[str], layout: Layout, folder: Path) -> str:
@@ -186,7 +201,11 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
     torch.manual_seed(0)
     try:
         run = shoal.init(
-            layout.strategy, accumulate=layout.accumulate, precision="fp64", announce=notes.append
+            layout.strategy,
+            accumulate=layout.accumulate,
+            precision="fp64",
+            announce=notes.append,
+            guards=os.environ.get(CHECKS) != "off",
         )
         if os.environ.get(FORM) == "loop":
             run.forward_backward = partial(_backward, run)  # type: ignore[method-assign]
@@ -194,7 +213,7 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
         copies = {key: value.detach().clone() for key, value in weights.items()}
         values = tuple(torch.as_tensor(loss).item() for loss in losses)
         notes = [line for line in notes if line.startswith("note: ")]
-        return Outcome("ran", "", values, copies, tuple(notes))
+        return Outcome("ran", "", values, copies, tuple(notes), generators=generator_digest())
     except ShoalError as error:
         secondary = isinstance(error, CollectiveFailed)
         text = f"{type(error).__name__}: {error}"
@@ -203,6 +222,12 @@ def _run_script(name: str, layout: Layout, file: Path) -> Outcome:
         return Outcome(FOREIGN, traceback.format_exc())
     finally:
         watchdog.cancel()
+
+
+def generator_digest() -> str:
+    """Return a digest of the states of all generators of this process."""
+    states = torch.get_rng_state().numpy().tobytes(), np.random.get_state(), random.getstate()
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def _backward(

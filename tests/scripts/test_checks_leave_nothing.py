@@ -1,0 +1,64 @@
+"""Scripts with all checks and without any: equal losses, weights and generators, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from tests.scripts.runner import CHECKS, Layout, Outcome, run_all
+from tests.scripts.script import catalog
+from tests.scripts.test_scripts import EVERYDAY
+
+
+def differences(names: Sequence[str], layout: Layout, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what differs in scripts that end well with checks."""
+    checked = run_all(names, layout)
+    ran = [name for name, outcomes in checked.items() if all(o.kind == "ran" for o in outcomes)]
+    assert ran
+    monkeypatch.setenv(CHECKS, "off")
+    unchecked = run_all(ran, layout)
+    return [
+        f"{name}, rank {rank}: {difference}"
+        for name in ran
+        for rank, pair in enumerate(zip(checked[name], unchecked[name], strict=True))
+        for difference in apart(*pair)
+    ]
+
+
+def apart(one: Outcome, other: Outcome) -> Iterator[str]:
+    """Yield what differs between two outcomes."""
+    if other.kind != "ran":
+        yield f"{other.kind} without checks: {other.text[-300:]}"
+        return
+    if one.losses != other.losses:
+        yield f"losses {one.losses} and {other.losses}"
+    assert one.weights is not None
+    assert other.weights is not None
+    same = [torch.equal(one.weights[name], other.weights[name]) for name in one.weights]
+    if not all(same):
+        yield f"{same.count(False)} of {len(same)} weights"
+    if one.generators != other.generators:
+        yield "random numbers"
+
+
+def test_checks_leave_a_handful_of_scripts_as_they_are(monkeypatch):
+    assert differences(EVERYDAY, Layout("ddp", 2), monkeypatch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout("ddp", 2),
+        Layout("ddp", 2, 2),
+        Layout("zero3", 2),
+        Layout("tensor=2", 2),
+        Layout("pipeline=2", 2),
+        Layout("local=2", 2),
+    ],
+    ids=str,
+)
+def test_checks_leave_every_script_as_it_is(layout, monkeypatch):
+    assert differences([*catalog()], layout, monkeypatch) == []
