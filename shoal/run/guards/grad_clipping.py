@@ -2,8 +2,9 @@
 
 every rank has whole gradients   torch's own
 shards, all or some              the norm over all ranks; torch's loop over single tensors
-stages of a pipeline             an error that names `run.clip_gradients`
-servers                          the same, by `absent_gradient.py`
+stages of a pipeline             each stage clips values; of a norm, an error that names
+                                 `run.clip_gradients`
+servers                          the same error, by `absent_gradient.py`
 """
 
 from __future__ import annotations
@@ -81,9 +82,12 @@ def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _make_uses_lists(_: ProcessWidePatch, original: Callable[..., bool]) -> Any:
     def uses_lists(tensors: Sequence[Any], device: Any) -> bool:
-        for tensor in tensors:
-            if isinstance(tensor, AbsentGradient):  # before any other gradient is clipped
-                raise tensor.refusal("clipping")
+        absent = [tensor for tensor in tensors if isinstance(tensor, AbsentGradient)]
+        for gradient in absent:
+            if not gradient.is_in_other_stage:  # before any other gradient is clipped
+                raise gradient.refusal("clipping")
+        if absent:
+            return False
         meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}
         # torch takes no lists that mix tensors of several meshes, and plain ones.
         return len(meshes) == 1 and original(tensors, device)

@@ -289,7 +289,7 @@ STAGES = REFUSED | {
     "clip_norm": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
     "clip_largest": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
     "clip_groups": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
-    **dict.fromkeys(("own_norm", "own_numbers", "clip_values"), ABSENT),
+    **dict.fromkeys(("own_norm", "own_numbers"), ABSENT),
     "model_state": r"another rank's stage.*run\.save",
     "optimizer_state": r"its own stage.*run\.state",
     "other_weights": r"functional_call.*Use ddp",
