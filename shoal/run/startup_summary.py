@@ -36,6 +36,13 @@ def lines(
         ranks, gpus = mesh.place.local_world, torch.cuda.device_count()
         summary.append(f"note: {ranks} ranks on this machine and {gpus} GPUs: training on the CPU")
     notes = [note for strategy in strategies for note in strategy.deviations]
+    if size is not None and size < mesh.data.size:
+        notes.append(
+            f"batch_size={size} is smaller than the {mesh.data.size} data ranks, so "
+            f"{mesh.data.size - size} of them compute nothing. It is the global one; where each "
+            "sample of the loader is a batch of its own, as with collate_fn=lambda b: b[0], "
+            f"give each rank one: batch_size={mesh.data.size}, and a collate_fn that joins them."
+        )
     return summary + [
         f"note: {note}"
         for note in [*differences(model, mesh.data.size, accumulate, strategies), *notes]

@@ -1,6 +1,10 @@
 import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
 from shoal.run.startup_summary import spell_batch
+from shoal.testing import world
 
 
 @pytest.mark.parametrize(
@@ -17,3 +21,19 @@ def test_the_global_batch_is_spelled_out(
     batch: int, ranks: int, accumulate: int, text: str
 ) -> None:
     assert spell_batch(batch, ranks, accumulate) == text
+
+
+def summary(batch_size: int) -> list[str]:
+    told: list[str] = []
+    run = shoal.init("ddp", announce=told.append)
+    net = torch.nn.Linear(3, 1)
+    data = DataLoader(TensorDataset(torch.randn(6, 3)), batch_size=batch_size)
+    run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data)
+    return told
+
+
+def test_ranks_that_no_batch_has_a_sample_for_are_told() -> None:
+    first, *_ = world.run(2, summary, 1)
+    assert any("1 of them compute nothing" in line for line in first)
+    first, *_ = world.run(2, summary, 2)
+    assert not any("compute nothing" in line for line in first)
