@@ -103,9 +103,8 @@ class HangDetector:
 
     def _judge(self, progress: Mapping[int, RankProgress]) -> Hang | None:
         if cycle := self._cycle(progress):
-            late, waiter = cycle[:2]
-            silent_s = self._silent_s[late]
-            return Hang(late, waiter, silent_s, CYCLE_LIMIT_S, True, dict(progress))
+            silent_s = self._silent_s[cycle[0]]
+            return Hang(cycle[0], cycle[1], silent_s, CYCLE_LIMIT_S, True, dict(progress))
         longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
         limits = {rank: self._limit_s(each, longest_s) for rank, each in progress.items()}
         silent = {rank for rank in progress if self._silent_s[rank] >= limits[rank]}

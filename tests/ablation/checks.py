@@ -20,11 +20,13 @@ class Check(NamedTuple):
         files: modules that only this check needs.
         decides: what it finds or mends.
         off: replaces it by nothing in this process.
+        planted_in: the file of tests, below tests/, that plants what it looks for.
     """
 
     files: tuple[str, ...]
     decides: str
     off: Callable[[], None]
+    planted_in: str
 
 
 def replaced(path: str, value: Any) -> Callable[[], None]:
@@ -82,26 +84,31 @@ CHECKS = {
         (TRIAL, f"{RUN}.step_trials"),
         "a loss that is no mean over samples",
         replaced(f"{RUN}.step_trials:StepTrials.before_step", _same),
+        planted_in="trial/test_losses.py",
     ),
     "later trials": Check(
         (f"{TRIAL}.recorded_outputs",),
         "a loss that becomes coupled after the first step",
         replaced(f"{TRIAL}.loss_trial:LossTrial._watching", lambda self, b, _: b.compute_loss),
+        planted_in="trial/test_loss_trial.py",
     ),
     "trial in float64": Check(
         (f"{TRIAL}.float64_models",),
         "rounding that looks like coupling",
         replaced(f"{TRIAL}.judge_loss:_judged_in_float64", _nothing),
+        planted_in="trial/test_float64_models.py",
     ),
     "trial of bounded gradients": Check(
         (f"{TRIAL}.bounded_gradients",),
         "hooks that clamp gradients by an absolute number",
         replaced(f"{TRIAL}.judge_loss:bounded_leaves", lambda *_: set()),
+        planted_in="strategies/test_bounded_gradients.py",
     ),
     "trial of stages": Check(
         (f"{TRIAL}.staged_outputs",),
         "a loss under a pipeline that becomes coupled",
         replaced(f"{RUN}.step_trials:StepTrials._try_stages", _nothing),
+        planted_in="trial/test_trials_in_stages.py",
     ),
     "watch of the loop": Check(
         (
@@ -110,6 +117,7 @@ CHECKS = {
         ),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
+        planted_in="run/test_loop_watch.py",
     ),
     "note on draws in the loop": Check(
         (f"{TRIAL}.loop_draws",),
@@ -118,86 +126,127 @@ CHECKS = {
             replaced(f"{RUN}.loop_watch:DRAWN", ""),
             replaced(f"{RUN}.loop_watch:HOST_DRAWN", ""),
         ),
+        planted_in="run/test_loop_watch.py",
     ),
     "captured batch": Check(
         (f"{RUN}.captured_batch",),
         "a tensor of the whole batch that the loss reads from around it: the words of the error",
         replaced(f"{RUN}.run:explained_error", lambda error, *_: error),
+        planted_in="run/test_captured_batch.py",
     ),
     "notes of the first step": Check(
         (f"{RUN}.first_step_notes",),
         "random numbers and buffers of layers",
         replaced(f"{RUN}.training_step:noting_first_step", _no_notes),
+        planted_in="run/test_buffer_notes.py",
     ),
     "given weights": Check(
-        (), "load_state_dict of full weights on shards", without_guard("cut_given_weights")
+        (),
+        "load_state_dict of full weights on shards",
+        without_guard("cut_given_weights"),
+        planted_in="run/guards/test_loaded_values.py",
     ),
     "given optimizer state": Check(
-        (), "load_state_dict of optimizers", without_guard("cut_given_optimizer_state")
+        (),
+        "load_state_dict of optimizers",
+        without_guard("cut_given_optimizer_state"),
+        planted_in="run/guards/test_loaded_values.py",
     ),
     "state requests": Check(
         (f"{GUARDS}.full_state",),
         "state_dict() of a part",
         without_guard("guard_state_requests"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "saved modules": Check(
         (f"{GUARDS}.saved_modules",),
         "torch.save(model)",
         without_guard("guard_saved_modules"),
+        planted_in="run/test_saved_modules.py",
     ),
     "clipping": Check(
         (f"{GUARDS}.grad_clipping",),
         "torch's clipping of gradients",
         without_guard("guard_clipping"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "loss scaling": Check(
-        (f"{GUARDS}.grad_scaling",), "torch's GradScaler", without_guard("guard_grad_scalers")
+        (f"{GUARDS}.grad_scaling",),
+        "torch's GradScaler",
+        without_guard("guard_grad_scalers"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
-    "partial numbers": Check((), "norms of parts by hand", without_guard("guard_partial_numbers")),
+    "partial numbers": Check(
+        (),
+        "norms of parts by hand",
+        without_guard("guard_partial_numbers"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
+    ),
     "mixed shards": Check(
         (f"{GUARDS}.mixed_shards",),
         "arithmetic of shards and whole tensors",
         without_guard("guard_mixed_shards"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "new tensors": Check(
         (f"{GUARDS}.new_tensors",),
         "new_zeros of a shard",
         without_guard("guard_new_tensors"),
+        planted_in="run/guards/test_new_tensors.py",
     ),
     "drawn shards": Check(
-        (f"{GUARDS}.drawn_shards",), "randn_like of a shard", without_guard("guard_drawn_shards")
+        (f"{GUARDS}.drawn_shards",),
+        "randn_like of a shard",
+        without_guard("guard_drawn_shards"),
+        planted_in="run/guards/test_new_tensors.py",
     ),
-    "copies of models": Check((), "deepcopy of shards", without_guard("guard_model_copies")),
+    "copies of models": Check(
+        (),
+        "deepcopy of shards",
+        without_guard("guard_model_copies"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
+    ),
     "absent weights": Check(
         (f"{GUARDS}.absent_weights",),
         "weights of other stages",
         without_guard("guard_absent_weights"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "borrowed weights": Check(
         (f"{GUARDS}.borrowed_weights",),
         "functional_call",
         without_guard("guard_functional_call"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "foreign optimizers": Check(
-        (), "optimizers that were not prepared", without_guard("guard_foreign_optimizers")
+        (),
+        "optimizers that were not prepared",
+        without_guard("guard_foreign_optimizers"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "copies of optimizers": Check(
-        (), "deepcopy of an optimizer", without_guard("guard_optimizer_copies")
+        (),
+        "deepcopy of an optimizer",
+        without_guard("guard_optimizer_copies"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "groups of stages": Check(
         (f"{GUARDS}.stage_groups",),
         'group["params"] under a pipeline',
         without_guard("guard_stage_groups"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "backward passes": Check(
         (f"{GUARDS}.backward_hooks",),
         "loss.backward() outside of a step",
         without_guard("guard_backward"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "agreement of ranks": Check(
         (),
         "learning rates, batches, loaded values and weights that differ between ranks",
         without_guard("guard_group_numbers"),
+        planted_in="run/guards/test_loaded_values.py",
     ),
     "equal weights": Check(
         (f"{GUARDS}.equal_weights",),
@@ -206,6 +255,7 @@ CHECKS = {
             replaced(f"{GUARDS}.optimizer_guards:check_equal_weights", _nothing),
             replaced(f"{GUARDS}.guards:check_equal_weights", _nothing),
         ),
+        planted_in="run/guards/test_equal_weights.py",
     ),
     "absent gradients": Check(
         (f"{GUARDS}.absent_gradient",),
@@ -220,21 +270,25 @@ CHECKS = {
                 },
             ),
         ),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "written weights": Check(
         (f"{GUARDS}.weight_writes",),
         "weights written under servers",
         replaced(f"{GUARDS}.guards:WeightWatch", _NoWatch),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "optimizer state": Check(
         (f"{GUARDS}.optimizer_state",),
         "optimizer.state where others hold it",
         replaced(f"{GUARDS}.guards:OptimizerStates", _NoWatch),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "watch of the loss": Check(
         (f"{GUARDS}.loss_watch",),
         "a loss that is NaN",
         replaced(f"{GUARDS}.loss_watch:LossWatch.look", _nothing),
+        planted_in="run/test_nonfinite_steps.py",
     ),
 }
 

@@ -1,8 +1,9 @@
 """`python -m tests.ablation.report docs/checks.md`: what becomes of scripts without each check.
 
 `make ablation` calls it. Scripts of the catalog, and loops that leave out what Shoal must be told,
-run with all checks and then without each in turn. Never edit the page by hand, nor checks.json
-beside it. Names of checks restrict what is measured; the rest stays as it is.
+run with all checks, then without several checks at once, and then, where a cell has changed,
+without each of them. Never edit the page by hand, nor checks.json beside it. Names of checks
+restrict what is measured; the rest stays as it is.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ LAYOUTS = [
     Layout("server=1", 2),
 ]
 ALL = "all checks"
+GROUP = 10
+"""Checks that are switched off together at first: most of them decide no cell."""
 GRADES = {EXACT: 0, BY_DESIGN: 1, "unchecked": 1, REFUSED: 2}
 """Verdicts from good to bad; a defect is worse than all of them."""
 
@@ -39,11 +42,12 @@ Cells = dict[str, Cell]
 PAGE = """\
 # Checks
 
-Every check of a run, and what becomes of scripts without it: {scripts} scripts in {layouts}. Each
-check is switched off in turn. **Silent** are cells whose numbers then differ without a word;
-**worse** are cells that end in an error of torch, hang, or are refused where they were exact.
-**Better** are cells that only this check refuses or notes, and that are exact without it. A check
-without silent and worse cells has to go, or to name the fault that these scripts do not have.
+Every check of a run, and what becomes of scripts without it: {scripts} scripts in {layouts}. Checks
+are switched off ten at a time, and where a cell changes, one by one. **Silent** are cells whose
+numbers then differ without a word; **worse** are cells that end in an error of torch, hang, or are
+refused where they were exact. **Better** are cells that only this check refuses or notes, and that
+are exact without it. A check without silent and worse cells looks for a fault that none of these
+scripts has: the tests beside it plant the fault.
 
 {table}
 
@@ -71,13 +75,27 @@ def main() -> None:
     if data.exists():
         stored = json.loads(data.read_text())
         found = {k: {n: Cell(*c) for n, c in cells.items()} for k, cells in stored.items()}
-    for check in options.only or [ALL, *CHECKS]:
-        cells = in_a_process_without(check, options.page, options.scripts or ())
-        found[check] = {**found.get(check, {}), **cells}
+    if ALL not in found or not options.only:
+        found[ALL] = in_a_process_without("", options.page, options.scripts or ())
+    for group in groups(options.only or [*CHECKS]):
+        together = in_a_process_without("+".join(group), options.page, options.scripts or ())
+        changed = {n.partition(",")[0] for n, c in together.items() if _changes(found, n, c)}
+        for check in group:
+            cells = together
+            if len(group) > 1:
+                cells = changed and in_a_process_without(check, options.page, [*changed])
+            found[check] = found[ALL] | (cells or {})
         known = {name: found[name] for name in (ALL, *CHECKS) if name in found}
         data.write_text(as_json(known))
         options.page.write_text(page(known))
-        print(check, flush=True)
+        print(*group, sep=", ", flush=True)
+
+
+def groups(checks: Sequence[str]) -> list[list[str]]:
+    """Return checks in groups that are switched off together; the first one decides most alone."""
+    rest = [check for check in checks if check != "trial of the loss"]
+    alone = [[check] for check in checks if check == "trial of the loss"]
+    return [*alone, *(rest[i : i + GROUP] for i in range(0, len(rest), GROUP))]
 
 
 def names(wanted: Collection[str] = ()) -> list[str]:
@@ -93,7 +111,7 @@ def names(wanted: Collection[str] = ()) -> list[str]:
 def in_a_process_without(check: str, page: Path, scripts: Sequence[str]) -> Cells:
     """Return all cells without a check, from a process of its own with a fork server of its own."""
     file = page.with_suffix(".part")
-    variables = {**os.environ, WITHOUT: "" if check == ALL else check}
+    variables = {**os.environ, WITHOUT: check}
     command = [sys.executable, "-m", "tests.ablation.report", str(page), "--measure", str(file)]
     command += ["--scripts", *scripts] if scripts else []
     subprocess.run(command, env=variables, check=True)
@@ -126,7 +144,10 @@ def _changes(found: Mapping[str, Cells], name: str, cell: Cell) -> bool:
 
 def page(found: Mapping[str, Cells]) -> str:
     """Return the page in Markdown."""
-    rows = ["| check | lines | decides | silent | worse | better |", "|---|--:|---|--:|--:|--:|"]
+    rows = [
+        "| check | lines | decides | silent | worse | better | tests |",
+        "|---|--:|---|--:|--:|--:|---|",
+    ]
     changes = []
     for check, cells in found.items():
         if check == ALL:
@@ -138,7 +159,9 @@ def page(found: Mapping[str, Cells]) -> str:
         better = {n: p for n, p in rest.items() if n not in worse}
         lines, decides = lines_of(check), CHECKS[check].decides
         counts = f"{len(silent)} | {len(worse)} | {len(better)}"
-        rows.append(f"| {check} | {lines} | {decides} | {counts} |")
+        file = CHECKS[check].planted_in
+        tests = f"[{Path(file).stem}](../tests/{file})"
+        rows.append(f"| {check} | {lines} | {decides} | {counts} | {tests} |")
         changes += [
             f"- {check}: `{name}`: {before.verdict} -> {after.verdict}"
             for name, (before, after) in {**silent, **worse, **better}.items()
