@@ -39,7 +39,7 @@ test-slow: $(VENV)/.test  ## Run the tests that take minutes, in TESTS (default:
 	$(BIN)/python -m tests.harness.run -m slow $(TESTS)
 
 # Some of them: make test-anywhere SETTINGS="sums one-core"
-test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, and write the table: hours.
+test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, and write the table, in minutes.
 	$(BIN)/python -m tests.harness.anywhere $(SETTINGS)
 
 test-real: $(VENV)/.test  ## Run the tests on real ssh servers, Slurm and Open MPI. As root.
@@ -107,10 +107,10 @@ scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script unde
 mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds into docs/proof.md: a minute or two on two idle cores.
 	$(BIN)/python -m tests.mutants.report docs/mutants.json
 
-# Some of them: make ablation CHECKS="'kept numbers'" (hours for all)
+# Some of them: make ablation CHECKS="'kept numbers'"
 CHECKS ?=
 
-ablation: $(VENV)/.test  ## Switch each check off in turn, run all scripts, and write docs/checks.md: hours.
+ablation: $(VENV)/.test  ## Switch each check off in turn, run all scripts, and write docs/checks.md, in minutes.
 	$(BIN)/python -m tests.ablation.report docs/checks.md $(CHECKS)
 
 house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
