@@ -31,7 +31,6 @@ def compute_loss(x, y):  # shoal
 
 for epoch in range(5):
     for x, y in loader:
-        x, y = x.to(run.device), y.to(run.device)
         optimizer.zero_grad()
         loss = run.forward_backward(compute_loss, x, y)  # shoal
         optimizer.step()

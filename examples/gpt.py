@@ -38,7 +38,6 @@ def compute_loss(x, target):
 
 
 for step, (x, y) in enumerate(loader, start=1):
-    x, y = x.to(run.device), y.to(run.device)
     optimizer.zero_grad()
     loss = run.forward_backward(compute_loss, x, y)
     run.clip_gradients(1.0)

@@ -20,7 +20,7 @@ from shoal.data.batch_shards import BatchShard
 from shoal.data.collate_probe import needs_whole_batch
 from shoal.data.index_batches import IndexBatch, IndexBatches
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.data.tree_map import take_rows, tensors_in
+from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.trace.recorder import Recorder
 
@@ -87,17 +87,6 @@ class DistributedBatchLoader(ShardedLoader):
         it from epoch to epoch.
         """
         return self._indices.count(epoch)
-
-    def first(self, samples: int) -> Any:
-        fetch = BatchFetcher(self._loader, self.seed, 0, 1, self._indices.are_ready)
-        if self.batch_size is not None:
-            samples = min(samples, len(self.dataset))
-            return fetch[IndexBatch(0, samples, tuple(range(samples)))][0]
-        batch = next(self._indices.remaining(0, 0))
-        if not self._indices.are_ready:
-            return fetch[batch._replace(indices=batch.indices[:samples])][0]
-        rows, count, _ = fetch[batch]
-        return take_rows(rows, slice(0, samples), count)
 
     def holds_samples(self, length: int) -> bool | None:
         batch = self._last_batch
@@ -169,8 +158,7 @@ class DistributedBatchLoader(ShardedLoader):
                 f"collate_fn has made rows of shape {before} and {now}. If it pads to the longest "
                 "of its samples, each rank pads its own, and a loss or model that does not ignore "
                 "padding gives other numbers than one device. For the same numbers: pad to a fixed "
-                "length, or collate_fn=Collate(collate_fn, whole_batch=True) of "
-                "shoal.data.batch_fetcher."
+                "length, or collate_fn=shoal.Collate(collate_fn, whole_batch=True)."
             )
             self._announce = None
 

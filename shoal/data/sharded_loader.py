@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import torch
+
 from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
 from shoal.data.fingerprint import Fingerprint
+from shoal.data.tree_map import to_device
 from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
@@ -54,6 +57,7 @@ class ShardedLoader(ABC):
         watch: is told of each batch.
         has_stepped: a step was taken since the last loop began.
         announce: prints a note; None for nobody.
+        device: to which the tensors of each batch are moved; None to leave them where they are.
     """
 
     batch_size: int | None = None
@@ -71,6 +75,7 @@ class ShardedLoader(ABC):
         self.watch = YieldWatch()
         self.has_stepped = False
         self.announce: Callable[[str], None] | None = None
+        self.device: torch.device | None = None
         self._recorder = recorder
         self._open: list[object] = []
         """Loops that have begun and not ended; none of those before `load_state_dict`."""
@@ -88,6 +93,7 @@ class ShardedLoader(ABC):
         self._open.append(loop)
         try:
             for share, batch in self._timed(self._batches()):
+                batch = batch if self.device is None else to_device(batch, self.device)
                 self.share = share
                 self.position = share.stop
                 self.yielded.remember(batch, share)
@@ -126,10 +132,6 @@ class ShardedLoader(ABC):
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: each remaining sample of its epoch comes exactly once."""
-
-    @abstractmethod
-    def first(self, samples: int) -> Any:
-        """Return the first samples of the data, collated, without moving the position."""
 
     def holds_samples(self, length: int) -> bool | None:
         """Return True if lists of dicts of this length hold samples, False if they hold columns.

@@ -22,7 +22,6 @@ from shoal.data.stream_reader import (
     StartReader,
     StreamReaders,
 )
-from shoal.data.tree_map import take_rows
 from shoal.errors import UsageError
 from shoal.trace.recorder import Recorder
 
@@ -78,18 +77,6 @@ class StreamLoader(ShardedLoader):
         if self._loader is not None:
             raise TypeError("iterable data has no length before its end")
         return len(self.dataset)
-
-    def first(self, samples: int) -> Any:
-        if isinstance(self.dataset, Iterator):
-            raise UsageError(
-                "a generator gives each batch once, and this strategy needs the first one twice. "
-                "Use a list, or an object whose iter() starts again."
-            )
-        readers = self._readers(0, 0, 1, self._fresh_states())
-        batch = next(readers.read(0), None)
-        if batch is None:
-            raise UsageError("the loader gives no batch.")
-        return take_rows(batch.batch, slice(0, samples), batch.rows)
 
     def holds_samples(self, length: int) -> bool | None:
         is_default = self._loader is not None and self._loader.collate_fn is default_collate

@@ -72,6 +72,19 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
         yield from tensors_in(item)
 
 
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a nest with its tensors on `device`; those that are there already stay the same.
+
+    Other values that have a method `to`, such as a PackedSequence, are asked to move themselves.
+    """
+    if isinstance(value, Tensor):
+        # Towards the CPU, a copy that nobody waits for would be read before it is there.
+        return value.to(device, non_blocking=device.type != "cpu")
+    if callable(getattr(value, "to", None)):
+        return value.to(device)
+    return tree_map(value, lambda item: to_device(item, device))
+
+
 def in_dtype(value: Any, dtype: torch.dtype) -> Any:
     """Return a nest with its floating point tensors converted to `dtype`."""
     if isinstance(value, Tensor):

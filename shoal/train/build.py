@@ -141,7 +141,7 @@ def take_step(
     progress: float,
 ) -> float:
     """Train on a batch. Collective. Return the learning rate; `epochs`, `progress` as `factor`."""
-    inputs, target = run.to_device(batch)
+    inputs, target = batch
     rate = set_learning_rate(optimizer, factor(job.schedule, epochs, progress))
     optimizer.zero_grad()
     run.forward_backward(compute_loss, inputs, target)

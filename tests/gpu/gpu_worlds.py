@@ -138,8 +138,7 @@ def by_strategy(
     loader = DataLoader(samples(name, dtype), BATCH, pin_memory=ON == "cuda")
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     losses = []
-    for batch in loader:
-        x, y = run.to_device(batch)
+    for x, y in loader:
         optimizer.zero_grad()
         losses.append(run.forward_backward(supervised(loss_of, model), x, y))
         optimizer.step()

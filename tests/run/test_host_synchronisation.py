@@ -64,9 +64,8 @@ def test_a_step_needs_no_number_of_its_tensors(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.randn(12, 4), torch.zeros(12, dtype=torch.int64))
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, 6))
-    for batch in loader:
+    for x, y in loader:
         optimizer.zero_grad()
-        x, y = run.to_device(batch)
         found = run.forward_backward(supervised(LOSSES[loss], model), x, y)
         norm = run.clip_gradients(1.0)
         optimizer.step()
