@@ -13,15 +13,14 @@ Shoal is named by its class, `my_module:MyStrategy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import yaml
-
+from shoal.config.yaml_subset import plain_value
 from shoal.errors import ConfigError, did_you_mean
-from shoal.strategies import options
+from shoal.strategies import foreign_words, options
 from shoal.strategies.model_parallel_options import PipelineOptions, TensorOptions
 from shoal.strategies.server_options import ServerOptions
 
@@ -131,12 +130,14 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     specs: list[StrategySpec] = []
     problems = []
     for word in (word.strip() for word in text.split(",")):
-        name, equals, value = word.partition("=")
+        name, value = _name_and_value(word)
         if ":" in name and (problem := _problem_of_class_path(name)):
             problems.append(problem)
         elif name in STRATEGIES or ":" in name:
-            specs.append(StrategySpec(name, value if equals else None, ()))
-        elif specs and equals:  # an option of the strategy before it
+            specs.append(StrategySpec(name, value, ()))
+        elif instead := foreign_words.instead_of(name):
+            problems.append(f"'{name}' is no strategy: {instead}")
+        elif specs and value is not None:  # an option of the strategy before it
             last = specs.pop()
             specs.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
         else:
@@ -146,6 +147,26 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     if not any(map(_splits_batch, names)):
         specs.append(StrategySpec("ddp", None, ()))
     return _in_order(specs)
+
+
+def _name_and_value(word: str) -> tuple[str, str | None]:
+    name, equals, value = word.partition("=")
+    return foreign_words.read_word(name, value if equals else None)
+
+
+def text_of(strategies: Mapping[str, Any]) -> str:
+    """Return strategies and their options, such as {"tensor": 2, "zero": 1}, as a text.
+
+    True is a strategy without a value, or an option; None, and False for a strategy, leave it out.
+    """
+    words = []
+    for name, value in strategies.items():
+        is_strategy = _name_and_value(f"{name}={value}")[0] in STRATEGIES
+        if value is None or (is_strategy and value is False):
+            continue
+        text = str(value).lower() if isinstance(value, bool) else value
+        words.append(f"{name}" if is_strategy and value is True else f"{name}={text}")
+    return ",".join(words)
 
 
 def _clashes(names: Sequence[str]) -> Iterator[str]:
@@ -296,7 +317,8 @@ def _instantiate(
     if spec.value is not None and options_class.value:
         given.insert(0, (options_class.value, spec.value))
     elif spec.value is not None:
-        problems.append(f"{spec.name} takes no value; it is '{spec.value}'")
+        ranks = "; the number of ranks is -n" if spec.value.isdecimal() else ""
+        problems.append(f"{spec.name} takes no value; it is '{spec.value}'{ranks}")
     values = {}
     for key, text in given:
         if key not in types:
@@ -325,11 +347,10 @@ def _option_types(options_class: type) -> dict[str, type]:
 
 
 def _parse_value(text: str, expected: type) -> Any:
-    """Parse an option's text as YAML. Return the text itself for a string, or if it is no YAML."""
+    """Return an option's text in its type, as settings are read; of another type if it is not."""
     if expected is str:
         return text
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    value = plain_value(text)
+    if expected is int and type(value) is float and value.is_integer():
+        return int(value)
     return float(value) if expected is float and type(value) is int else value
