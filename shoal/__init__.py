@@ -3,7 +3,7 @@
 run = shoal.init()
 model, optimizer, loader = run.prepare(model, optimizer, loader)
 loss = run.forward_backward(compute_loss, x, y)  # compute_loss(x, y) calls the model
-run.save("model.pt")
+run.save("model.safetensors")
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from shoal.shm_backend.registration import register
 
 if TYPE_CHECKING:
     from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
+    from shoal.data.batch_fetcher import Collate
+    from shoal.data.source import Source
     from shoal.errors import ShoalError
     from shoal.run import Run, init
+    from shoal.strategies.base import Strategy
     from shoal.strategies.loss_terms import counted, summed
     from shoal.train.checkpoint import Checkpoints
     from shoal.verification import Verdict, verify
@@ -24,8 +27,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
+    "Collate",
     "Run",
     "ShoalError",
+    "Source",
+    "Strategy",
     "Verdict",
     "allgather",
     "allreduce",
@@ -52,6 +58,9 @@ _HOMES = {
     "allgather": "shoal.comm.arrays",
     "broadcast": "shoal.comm.arrays",
     "barrier": "shoal.comm.arrays",
+    "Collate": "shoal.data.batch_fetcher",
+    "Source": "shoal.data.source",
+    "Strategy": "shoal.strategies.base",
 }
 
 
@@ -60,8 +69,10 @@ register()  # the backend "shoal" of torch.distributed
 
 def __getattr__(name: str) -> Any:
     # Loaded at first use: `shoal --help` imports this package too, and must not wait for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
     from importlib import import_module
 
+    if name == "optim":
+        return import_module("shoal.optim")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)

@@ -19,12 +19,13 @@ from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
 from shoal.launch.environment import STARTED_BY_RANK, own_place
 from shoal.run.guards import Guards
+from shoal.run.line_log import log_line
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
 from shoal.run.tracing import Tracing
-from shoal.strategies import base, build_strategies, parse_line
+from shoal.strategies import base, build_strategies, parse_line, text_of
 from shoal.strategies.options import mesh_sizes
 from shoal.strategies.transforms.accumulate import Accumulate
 from shoal.strategies.transforms.compile import Compile
@@ -39,7 +40,7 @@ LIMIT = 2**63
 
 
 def init(
-    strategy: str = "ddp",
+    strategy: str | Mapping[str, Any] = "ddp",
     *,
     seed: int = 0,
     accumulate: int = 1,
@@ -53,7 +54,7 @@ def init(
     nonfinite: Nonfinite = "skip",
     max_nonfinite: int = 10,
     guards: bool = True,
-    announce: Callable[[str], None] = print,
+    announce: Callable[[str], None] = log_line,
     overrides: bool = True,
 ) -> Run:
     """Join the ranks that a launcher has started, and return the run. Collective: call it first.
@@ -63,8 +64,8 @@ def init(
     Seeds torch, Python and NumPy alike on every rank, so that every rank builds the same model.
 
     Args:
-        strategy: the way to train one model on several ranks, e.g. "ddp"; `shoal launch --strategy`
-            overrides it.
+        strategy: the way to train one model on several ranks, such as "tensor=2,zero1", or as a
+            dict {"tensor": 2, "zero": 1}; `shoal launch --strategy` overrides it.
         seed: decides the order of samples, augmentation and dropout.
         accumulate: micro-batches of each rank's share of a batch; more of them save memory.
         precision: "bf16" and "fp16" run the forward pass under autocast.
@@ -88,7 +89,8 @@ def init(
         guards: False leaves out the checks that cost time in each step: of backward passes outside
             of `forward_backward`, of weights written between steps, of ranks whose learning rates
             differ, and of gradients that are not on this rank.
-        announce: is called with each line of the startup summary, on rank 0 only.
+        announce: is called with each line of the startup summary and each note, on rank 0 only; by
+            default `logging.getLogger("shoal")` is, which prints them.
         overrides: variables such as SHOAL_STRATEGY, which `shoal launch` sets, override arguments.
             False for a program whose settings are complete, such as `shoal train`, which also
             compares weights of ranks itself.
@@ -99,6 +101,7 @@ def init(
             step_in_backward was given with accumulate or fp16.
     """
     variables: Mapping[str, str] = os.environ if overrides else {}
+    strategy = text_of(strategy) if isinstance(strategy, Mapping) else strategy
     strategy = variables.get("SHOAL_STRATEGY", strategy)
     accumulate = _integer_from(variables, "SHOAL_ACCUMULATE", accumulate)
     precision = variables.get("SHOAL_PRECISION", precision)  # type: ignore[assignment]

@@ -205,7 +205,7 @@ def optimizer_state(
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} under '{key}' for "
                     f"{name}; only plain tensors and numbers can be saved without pickle. For "
-                    "8-bit states use AdamW8bit of shoal.optim.adamw8bit."
+                    "8-bit states use shoal.optim.AdamW8bit."
                 )
     return tensors, scalars
 

@@ -5,7 +5,7 @@ Every method that says *Collective* must be called by all ranks, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.tree_map import tree_map
+from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.captured_batch import explained_error
@@ -43,8 +43,6 @@ class Run(StatefulRun):
     """One training run, as one rank sees it. `shoal.init` makes it.
 
     Attributes:
-        rank, world: the number of this process, and the number of processes.
-        device: the device of this rank's model and batches.
         totals: sums over all ranks of the last step, (TOTALS_LENGTH,): loss sum, count, stop
             requests, summed values; see `shoal.strategies.base`. None before the first step.
     """
@@ -61,10 +59,7 @@ class Run(StatefulRun):
     ) -> None:
         guards = guards or Guards(announce=announce)
         prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing, guards)
-        super().__init__(mesh, prepared, guards, loss_scale)
-        self.rank = mesh.rank
-        self.world = mesh.size
-        self.device = mesh.device
+        super().__init__(mesh, prepared, guards, loss_scale, announce)
         self.totals: Tensor | None = None
         self._settings = settings
         self._tracing = tracing
@@ -298,6 +293,21 @@ class Run(StatefulRun):
         checks.check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
         return clip_gradients(local_model, max_norm)
 
+    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
+        """Scale gradients as `torch.nn.utils.clip_grad_norm_` does. Collective.
+
+        Of all trainable parameters it is `clip_gradients`, and right under every strategy. Of some
+        of them, it is torch's own, which a pipeline and servers refuse.
+
+        Returns: the norm before, a scalar tensor.
+        """
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        trained = self._local_model().trainable_params.values()
+        if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in given}:
+            return self.clip_gradients(max_norm)
+        checks.check_max_norm(max_norm)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm)
+
     def gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the full gradients of all trainable parameters, by name. Collective."""
         reason = "they have been used and freed"
@@ -377,8 +387,7 @@ class Run(StatefulRun):
         """
         if not isinstance(batch, Tensor):
             return tree_map(batch, self.to_device)
-        # Towards the CPU, a copy that nobody waits for would be read before it is there.
-        on_device = batch.to(self.device, non_blocking=self.device.type != "cpu")
+        on_device = to_device(batch, self.device)
         self._prepared.sizes.track(batch, on_device)
         return on_device
 

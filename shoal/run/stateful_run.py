@@ -14,26 +14,37 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
-from shoal.run import train_state
+from shoal.run import pretrained, train_state
 from shoal.run.checks import check_path, check_state
 from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
+from shoal.run.run_checkpoints import RunCheckpoints
+from shoal.run.this_rank import ThisRank
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
+from shoal.train.checkpoint import Checkpoints
 
 
-class StatefulRun:
+class StatefulRun(ThisRank):
     """A run whose state can be read, saved and loaded.
 
-    Args: loss_scale: None without fp16.
+    Args:
+        loss_scale: None without fp16.
+        announce: prints a note, on rank 0.
     """
 
     def __init__(
-        self, mesh: Mesh, prepared: Prepared, guards: Guards, loss_scale: LossScale | None
+        self,
+        mesh: Mesh,
+        prepared: Prepared,
+        guards: Guards,
+        loss_scale: LossScale | None,
+        announce: Callable[[str], None],
     ) -> None:
-        self.mesh = mesh
+        super().__init__(mesh)
+        self._announce = announce
         self._prepared = prepared
         self._run_guards = guards
         self._loss_scale = loss_scale
@@ -82,10 +93,11 @@ class StatefulRun:
         return self._local_model().strategy_state.synchronize()
 
     def save(self, path: str | Path) -> None:
-        """Write the full model's `state_dict`, as `torch.save` does. Collective.
+        """Write the full model's `state_dict` to a file. Collective.
 
-        The file has the model's own names, and is replaced in one piece or not at all. Read it with
-        `torch.load(path, weights_only=True)`.
+        The file has the model's own names, and is replaced in one piece or not at all. A path that
+        ends in .safetensors is written in that format, for `safetensors.torch.load_file(path)`; any
+        other as `torch.save` does, for `torch.load(path, weights_only=True)`.
 
         Raises: CheckpointError: on every rank, if it cannot be written.
         """
@@ -95,6 +107,62 @@ class StatefulRun:
             self.synchronize()
             self._run_guards.check_equal_weights()
             train_state.save_model(local_model, self.mesh, path)
+
+    def save_pretrained(
+        self, directory: str | Path, model: nn.Module | None = None, **options: Any
+    ) -> None:
+        """Write a model of transformers, peft or their kind in its library's form. Collective.
+
+        Rank 0 calls `model.save_pretrained(directory, state_dict=..., **options)` with the whole
+        weights, and `Class.from_pretrained(directory)` reads them.
+
+        Args:
+            model: a prepared model; needed where several have a method `save_pretrained`.
+            options: for that method, such as `max_shard_size="2GB"`.
+
+        Raises:
+            UsageError: no prepared model has the method, or it takes no `state_dict`.
+            CheckpointError: on every rank, if it failed.
+        """
+        check_path("run.save_pretrained", directory)
+        local_model = self._local_model()
+        prefix, chosen = pretrained.choose(self._prepared.models, model)
+        with self._first_failure.at("run.save_pretrained"):
+            self.synchronize()
+            self._run_guards.check_equal_weights()
+            pretrained.save(chosen, prefix, local_model, self.mesh, directory, options)
+
+    def checkpoint(self, directory: str | Path, keep: int = 3, **objects: Any) -> RunCheckpoints:
+        """Return the checkpoints of this run in a directory that all ranks can reach.
+
+            checkpoint = run.checkpoint("checkpoints", keep=3, scheduler=scheduler)
+            step = checkpoint.resume()  # 0 in the first run
+            ...
+            checkpoint.save(step)  # all ranks
+
+        Args:
+            keep: the newest checkpoints that stay.
+            objects: the script's own objects whose state belongs to the run, by name; each has
+                `state_dict` and `load_state_dict`, and the same state on every rank.
+
+        Raises: UsageError: an object has no such methods; `keep` is below 1.
+        """
+        check_path("run.checkpoint", directory)
+        checkpoints = Checkpoints(Path(directory), keep)
+        return RunCheckpoints(self, checkpoints, objects, self._announce)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `state` returns, as one dict. Collective."""
+        tensors, info, private = self.state()
+        return {"tensors": tensors, "info": info, "private": private}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned. Collective; call it after `prepare`.
+
+        Raises: as `load_state`.
+        """
+        parts: list[Any] = [state.get(name) for name in ("tensors", "info", "private")]
+        self.load_state(*parts)
 
     def state(
         self, copies: bool = True

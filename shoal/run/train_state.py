@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,10 @@ from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
 from shoal.run.optimizer_groups import params_of
 from shoal.run.state_access import access_by_shoal
+from shoal.run.tensor_digest import as_bytes
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
+from shoal.train.checkpoint import shard_format
 
 
 @dataclass(frozen=True)
@@ -219,6 +221,12 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
 
     Raises: CheckpointError: on every rank, if it cannot be written.
     """
+    state = whole_on_rank_zero(local_model, mesh)
+    write_on_rank_zero(mesh, path, lambda: _write_file(state, Path(path)))
+
+
+def whole_on_rank_zero(local_model: LocalModel, mesh: Mesh) -> dict[str, Tensor]:
+    """Return the full model's `state_dict` on rank 0, and less on others. Collective."""
     mesh.data.broadcast_buffers(local_model.module)
     state = {}
     if local_model.is_partial:
@@ -229,11 +237,19 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
             full = full_tensor(value)
             if mesh.rank == 0:
                 state[name] = full.cpu() if full is not value else value
+    return state
+
+
+def write_on_rank_zero(mesh: Mesh, path: str | Path, write: Callable[[], None]) -> None:
+    """Write files on rank 0. Collective.
+
+    Raises: CheckpointError: on every rank, if it failed.
+    """
     outcome = ""
     if mesh.rank == 0:
         try:
-            _write_file(state, Path(path))
-        except (OSError, ValueError) as error:  # the other ranks wait
+            write()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
             outcome = (error.strerror if isinstance(error, OSError) else None) or str(error)
     if outcome := mesh.all_gather_str(outcome)[0]:
         raise CheckpointError(f"the model was not saved in {path}: {outcome}")
@@ -267,7 +283,22 @@ def _broadcast_copies(tensors: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Te
 def _write_file(state: dict[str, Tensor], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target, survives="file") as file:
-        torch.save(state, file)
+        if target.suffix == ".safetensors":
+            _write_safetensors(state, file)
+        else:
+            torch.save(state, file)
+
+
+def _write_safetensors(state: Mapping[str, Tensor], file: IO[bytes]) -> None:
+    """Write tensors one after the other, without a copy of all; tied ones under each name."""
+    unknown = {value.dtype for value in state.values()} - shard_format.NAMES.keys()
+    if unknown:
+        raise ValueError(f"the safetensors format does not know {', '.join(map(str, unknown))}")
+    shapes = {name: (value.dtype, value.shape) for name, value in state.items()}
+    head, starts, _ = shard_format.header(shapes, {"format": "pt"})
+    file.write(head)
+    for name in starts:
+        file.write(as_bytes(state[name].detach().cpu()).numpy().data)
 
 
 def _strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

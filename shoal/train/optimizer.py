@@ -66,7 +66,7 @@ def _optimizer_class(name: str) -> Any:
             ]
         )
     if name == "AdamW8bit":
-        from shoal.optim.adamw8bit import AdamW8bit  # imports torchao, an extra
+        from shoal.optim import AdamW8bit  # imports torchao, an extra
 
         return AdamW8bit
     if name not in names:

@@ -1,11 +1,16 @@
+import pytest
+
 import shoal
 
 
 def test_the_public_names_are_these_and_only_these() -> None:
     names = [
         "Checkpoints",
+        "Collate",
         "Run",
         "ShoalError",
+        "Source",
+        "Strategy",
         "Verdict",
         "allgather",
         "allreduce",
@@ -24,7 +29,10 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
     names = [
         "backward",
         "check_replicas",
+        "checkpoint",
+        "clip_grad_norm_",
         "clip_gradients",
+        "device",
         "edit",
         "end_trace",
         "evaluate",
@@ -35,22 +43,37 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "is_synchronous",
         "layout_of",
         "load_state",
+        "load_state_dict",
+        "local_rank",
+        "main_first",
         "microbatches",
         "outside_step",
         "parameters",
         "prepare",
+        "print",
+        "rank",
         "remote",
         "report",
         "request_stop",
         "rows",
         "save",
+        "save_pretrained",
         "share",
         "state",
+        "state_dict",
         "step",
         "stopping",
         "synchronize",
         "to_device",
         "wait",
         "weights",
+        "world",
+        "world_size",
     ]
     assert sorted(public) == names
+
+
+def test_optimizers_are_reached_from_the_top() -> None:
+    assert shoal.optim.__all__ == ["AdamW8bit"]
+    with pytest.raises(AttributeError, match="no attribute 'Adam8bit'"):
+        _ = shoal.optim.Adam8bit

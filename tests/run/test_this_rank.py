@@ -1,0 +1,124 @@
+"""What a script asks of its own process: its place, lines of rank 0, and who goes first."""
+
+import logging
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from minimal_script import parts, quiet
+from torch import nn
+
+import shoal
+from shoal.errors import LaunchError
+from shoal.run.line_log import LOGGER
+from shoal.testing import world
+
+
+def place() -> tuple[int, int, int, int]:
+    run = quiet()
+    return run.rank, run.local_rank, run.world_size, run.world
+
+
+def test_each_rank_knows_its_place() -> None:
+    assert world.run(3, place) == [(0, 0, 3, 3), (1, 1, 3, 3), (2, 2, 3, 3)]
+
+
+def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    run = quiet()
+    run.print("a", 1, sep="-", end="!")
+    assert capsys.readouterr().out == "a-1!"
+    run.mesh = run.mesh.__class__(rank=1, size=2, device=run.device, place=run.mesh.place)
+    run.print("b")
+    assert capsys.readouterr().out == ""
+
+
+def download(directory: Path, local: bool) -> str:
+    run = quiet()
+    file = directory / "data.txt"
+    with run.main_first(local=local):
+        if run.rank == 0:
+            time.sleep(0.3)
+            file.write_text("whole")
+        return file.read_text()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_the_others_find_what_rank_zero_has_made(tmp_path: Path, local: bool) -> None:
+    assert world.run(3, download, tmp_path, local) == ["whole"] * 3
+
+
+def failing_download() -> None:
+    run = quiet()
+    with run.main_first():
+        assert run.rank == 0, "the others must not enter"
+        raise OSError("the server does not answer")
+
+
+def test_an_error_of_rank_zero_ends_the_others_with_its_reason() -> None:
+    with pytest.raises(LaunchError, match="the server does not answer"):
+        world.run(2, failing_download)
+
+
+def clipped(strategy: str, all_of_them: bool) -> tuple[float, float]:
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)).double()
+    model, _, loader = run.prepare(*parts(model, batch_size=10))
+    for x, y in loader:
+        run.forward_backward(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
+    chosen = list(model.parameters()) if all_of_them else model[0].parameters()
+    norm = run.clip_grad_norm_(chosen, 1e-3)
+    squares = [g.square().sum() for g in run.gradients().values() if g is not None]
+    return float(norm), float(torch.stack(squares).sum().sqrt())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2", "pipeline=2"])
+def test_all_gradients_are_clipped_as_on_one_device(strategy: str) -> None:
+    expected = clipped("single", True)
+    assert expected[1] == pytest.approx(1e-3, rel=1e-2)
+    for found in world.run(2, clipped, strategy, True):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_gradients_of_some_parameters_are_clipped_by_torch_or_refused() -> None:
+    expected = clipped("single", False)
+    for found in world.run(2, clipped, "ddp", False):
+        assert found == pytest.approx(expected, rel=1e-10)
+    with pytest.raises(LaunchError, match=r"run\.clip_gradients"):
+        world.run(2, clipped, "pipeline=2", False)
+
+
+@pytest.fixture
+def logger() -> logging.Logger:
+    """The logger of Shoal, as a script finds it; put back afterwards."""
+    before = LOGGER.handlers[:], LOGGER.level, LOGGER.propagate
+    LOGGER.handlers[:], LOGGER.propagate = [], True
+    LOGGER.setLevel(logging.NOTSET)
+    yield logging.getLogger("shoal")
+    LOGGER.handlers[:], LOGGER.propagate = before[0], before[2]
+    LOGGER.setLevel(before[1])
+
+
+def test_lines_are_printed_until_the_script_says_otherwise(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shoal.init().prepare(*parts())
+    assert "global batch 4 = 1 rank x 4\n" in capsys.readouterr().out
+    logger.setLevel(logging.WARNING)
+    shoal.init().prepare(*parts())
+    assert capsys.readouterr().out == ""
+
+
+def test_a_handler_of_the_script_gets_lines_and_notes_with_their_levels(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    shoal.init().prepare(*parts())
+    assert capsys.readouterr().out == ""
+    assert [record.levelname for record in records] == ["INFO"]
