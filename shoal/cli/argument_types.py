@@ -66,8 +66,19 @@ def tolerance(text: str) -> float:
     return value
 
 
-class RemovedOption(argparse.Action):
-    """An option of earlier versions. Its `const` says what to do in its place."""
+def json_argument(parser: argparse.ArgumentParser, what: str = "object") -> None:
+    """Add --json, which prints one JSON value to stdout and nothing else."""
+    parser.add_argument("--json", action="store_true", help=f"print one JSON {what}")
 
-    def __call__(self, *arguments: object) -> NoReturn:
-        raise UsageError(f"{self.option_strings[0]}: {self.const}")
+
+class OptionInstead(argparse.Action):
+    """An option of earlier versions, or of another program. Its `const` says what to do."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> NoReturn:
+        raise UsageError(f"{option_string}: {self.const}")

@@ -39,7 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("clusters", "See docs/clusters.md.")
     group.add_argument(
         "--kubernetes",
-        action=argument_types.RemovedOption,
+        action=argument_types.OptionInstead,
         nargs=0,
         const="Shoal renders no JobSet. Put your command into the manifest of "
         "docs/clusters.md#kubernetes, and give it to kubectl",

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-HELP = "look at this machine: versions, devices, backends, and what is missing for which strategy"
+from shoal.cli import argument_types
+
+HELP = "look at this machine: what it has, and what is missing"
 EXAMPLES = """\
   shoal doctor
   shoal doctor --json                           all facts, for a bug report or a script
@@ -15,7 +17,7 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    argument_types.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

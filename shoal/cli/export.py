@@ -6,11 +6,13 @@ It runs in one process and reads the shards of a checkpoint one tensor at a time
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
 from pathlib import Path
 
 from shoal.cli import argument_types
 
-HELP = "write a run's whole model to one safetensors file, whatever strategy has trained it"
+HELP = "write a run's whole model to one safetensors file"
 EXAMPLES = """\
   shoal export runs/digits                           the newest checkpoint, as model.safetensors
   shoal export runs/digits --checkpoint best -o best.safetensors
@@ -32,12 +34,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="latest",
         help="which one (default: latest)",
     )
+    argument_types.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from shoal.train.weight_export import export
 
     result = export(options.run, options.output, options.checkpoint)
+    if options.json:
+        print(json.dumps({"file": str(options.output), **asdict(result)}))
+        return 0
     weights = "moving average of the weights" if result.from_ema else "weights"
     print(
         f"{options.output}: {weights} of step {result.step}, {result.tensors} tensors, "

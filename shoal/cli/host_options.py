@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from shoal.launch.hosts.remote_work import HostsOptions
 
 ALONE = ("env", "address", "interface", "min_hosts", "log_dir")
+WITH_VALUE = (
+    *("--hosts", "--hostfile", "--env", "--address", "--interface", "--min-hosts", "--log-dir"),
+)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import argparse
 from shoal.cli import argument_types, train
 from shoal.errors import UsageError
 
-HELP = "train an experiment from the weights in a file: .safetensors, or a state dict of torch's"
+HELP = "train an experiment from the weights in a file"
 EXAMPLES = """\
   shoal import model.safetensors digits -n 2             train on from a file of weights
   shoal import resnet18.pt my.yaml --train.epochs 5      a state dict of torch

@@ -159,4 +159,9 @@ def _read_settings(
         raise UsageError(
             f"one NAME_OR_YAML is needed; {given}. Built in: {', '.join(config.builtin_names())}"
         )
+    if options.source[0].endswith(".py"):
+        raise UsageError(
+            f"{options.source[0]} is a script, and this takes an experiment. A script of your own: "
+            f"shoal launch -n 2 {options.source[0]}"
+        )
     return config.read(options.source[0], flags), []

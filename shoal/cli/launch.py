@@ -7,7 +7,11 @@ Shoal runs too: its ranks have RANK, WORLD_SIZE and the other variables of `env:
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +24,7 @@ from shoal.cli import (
     job_options,
     trace_flag,
 )
-from shoal.config import trace_window
+from shoal.config import builtin_names, trace_window
 from shoal.errors import ConfigError, UsageError
 from shoal.watchdog import hang_limit
 
@@ -33,9 +37,12 @@ HELP = "run your own script on several processes"
 EXAMPLES = """\
   shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
   shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
+  shoal launch -n 4 -m package.train            a module
   shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
+FLAGS = ("-n", "--processes", "--strategy", "--accumulate", "--allreduce", "--hosts", "--slurm")
+"""Flags of which there is a note where they stand behind the script."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,11 +78,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     job_options.hang_limit_argument(parser, "end the run")
     cluster_options.arguments(parser)
-    parser.add_argument("script", type=argument_types.path, help="Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the script")
+    parser.add_argument(
+        "-m",
+        "--module",
+        action="store_true",
+        help="SCRIPT is the name of a module, as in `python -m package.train`",
+    )
+    parser.add_argument("script", type=argument_types.path, metavar="SCRIPT", help="Python file")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own words")
 
 
 def run(options: argparse.Namespace) -> int:
+    for note in flags_behind_script(options):
+        print(f"note: {note}", file=sys.stderr)
     if cluster_options.is_asked(options):
         from shoal.cli import cluster_jobs
 
@@ -92,42 +107,47 @@ def run(options: argparse.Namespace) -> int:
     hosts = host_options.read(options)
     if hosts is None and options.processes is None:
         raise UsageError(
-            "-n: how many processes? For example -n 4; on several hosts --hosts, on a cluster "
-            "--slurm"
+            f"-n: how many processes? For example: shoal launch -n 4 {options.script}; on several "
+            "hosts --hosts, on a cluster --slurm"
         )
     if hosts is not None and hosts.min_hosts is not None:
         raise UsageError("--min-hosts: shoal launch starts a script once. Leave it out")
     world = options.processes if hosts is None else hosts.processes
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
-    if problems := [*_problems(options, line, world), *_script_problems(options)]:
+    script = Script.of(options)
+    if problems := [*_problems(options, line, world), *script.problems]:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     if hosts is not None:
-        return _run_on_hosts(options, hosts, environment)
+        return _run_on_hosts(options, script, hosts, environment)
     return run_script(
-        str(options.script), options.arguments, options.processes, environment, options.output
+        script.file,
+        options.arguments,
+        options.processes,
+        environment,
+        options.output,
+        module=script.module,
     )
 
 
 def _run_on_hosts(
-    options: argparse.Namespace, hosts: HostsOptions, environment: dict[str, str]
+    options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
     from shoal.launch.hosts.host_facts import FactsRequest
     from shoal.launch.hosts.hosts_job import run_on_hosts
     from shoal.launch.hosts.remote_work import RemoteWork
     from shoal.launch.local import script_preload
 
-    script = str(options.script)
-    arguments = [script, list(options.arguments)]
+    arguments = [script.module or script.file, list(options.arguments)]
     work = RemoteWork(
-        target="shoal.launch.rank:script",
+        target=f"shoal.launch.rank:{'module' if script.module else 'script'}",
         arguments=arguments,
         again=arguments,
         environment=environment,
         output=options.output,
-        preload=script_preload(script),
-        request=FactsRequest(host_options.working_directory(), script=script),
+        preload=script_preload(script.file),
+        request=FactsRequest(host_options.working_directory(), script=script.file),
     )
     return run_on_hosts(hosts, work)
 
@@ -145,10 +165,11 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         problems += error.problems
     except UsageError as error:
         problems.append(str(error))
-    problems += _script_problems(options)
+    script = Script.of(options)
+    problems += script.problems
     return ClusterWork(
         name=options.script.stem,
-        words=(str(options.script), *options.arguments),
+        words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
         environment=environment,
         needs_rank_variables=True,
         output=options.output,
@@ -181,10 +202,62 @@ def _problems(options: argparse.Namespace, line: StrategyLine | None, ranks: int
     return found
 
 
-def _script_problems(options: argparse.Namespace) -> list[str]:
-    """Return a line if there is no script."""
-    script = Path(options.script)
-    return [] if script.is_file() else [f"there is no script {script} in {Path.cwd()}"]
+@dataclass(frozen=True)
+class Script:
+    """The script of a command.
+
+    Attributes:
+        file: its file.
+        module: the name of the module, with -m; else None.
+        problems: a line if there is no script.
+    """
+
+    file: str
+    module: str | None
+    problems: tuple[str, ...]
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Script:
+        """Find the script of a command, without running any of it but parent packages."""
+        name = str(options.script)
+        if not options.module:
+            return Script(name, None, tuple(_problems_of_file(name)))
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
+        try:
+            spec = importlib.util.find_spec(name)
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{name}.__main__")
+        except (ImportError, ValueError) as error:
+            return Script(name, name, (f"-m {name}: {error}",))
+        finally:
+            sys.path.pop(0)
+        if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+            return Script(name, name, (f"-m {name}: there is no such module in {Path.cwd()}",))
+        return Script(os.path.relpath(spec.origin), name, ())
+
+
+def _problems_of_file(name: str) -> Iterator[str]:
+    if name.endswith((".yaml", ".yml")):
+        yield f"{name} is an experiment: shoal train {name} -n 2"
+    elif Path(name).is_file():
+        return
+    elif name in builtin_names():
+        yield f"{name} is a built-in experiment: shoal train {name} -n 2"
+    elif Path(f"{name.replace('.', '/')}.py").is_file():
+        yield f"there is no script {name} in {Path.cwd()}; a module is -m {name}"
+    else:
+        yield f"there is no script {name} in {Path.cwd()}"
+
+
+def flags_behind_script(options: argparse.Namespace) -> list[str]:
+    """Return a note for each flag of `shoal launch` that stands behind the script."""
+    words = [word.partition("=")[0] for word in options.arguments]
+    return [
+        f"{flag} stands behind {options.script}, so it goes to the script. For shoal launch it "
+        f"stands before: shoal launch {flag} ... {options.script}"
+        for flag in FLAGS
+        if flag in words
+    ]
 
 
 def _strategy_line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:

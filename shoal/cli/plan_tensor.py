@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from shoal.cli import argument_types, job_options
 from shoal.errors import ConfigError
 
-HELP = "list which module of a model tensor=T cuts how, and what stays whole"
+HELP = "list which module of a model tensor=T slices how"
 EXAMPLES = """\
   shoal plan-tensor stdlib_gpt -t 4
   shoal plan-tensor my.yaml --strategy tensor=2,sequence=true
@@ -23,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="ranks in a tensor group (default: those of --strategy, or 2)",
     )
+    argument_types.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,5 +47,9 @@ def run(options: argparse.Namespace) -> int:
     degree = options.tensor or tensor_options.degree
     strategy = TensorParallel(**vars(replace(tensor_options, degree=degree)))
     model = build(settings.job, torch.device("cpu")).model
-    print("\n".join(describe(tensor_plan(model, strategy), strategy.sequence)))
+    plan = tensor_plan(model, strategy)
+    if options.json:
+        print(json.dumps({"tensor": degree, "modules": plan.parallel_styles()}))
+        return 0
+    print("\n".join(describe(plan, strategy.sequence)))
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn, Protocol
 
 from shoal import __version__
@@ -15,6 +16,7 @@ from shoal.cli import (
     doctor,
     evaluate,
     export,
+    foreign_flags,
     import_weights,
     job_options,
     launch,
@@ -31,16 +33,7 @@ from shoal.cli import (
 )
 from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean, printable
 
-EPILOG = f"""\
-{job_options.SETTINGS}
-`shoal VERB --help` has the options of a verb, and examples.
-
-  shoal train digits -n 2                       a built-in experiment on two processes
-  shoal train my.yaml --train.batch_size 512    a file of your own
-  shoal launch -n 4 train.py                    your own script
-  shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
-  shoal scale runs/digits 4                     four processes from now on, while it trains
-"""
+DESCRIPTION = "Train one PyTorch model on many devices, and get the numbers of one device."
 
 
 class Verb(Protocol):
@@ -76,13 +69,75 @@ VERBS: dict[str, Verb] = {
 TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")
 
 
+HIDDEN = ("agent",)
+"""Verbs that only Shoal itself calls."""
+GROUPS = {
+    "Run": ("train", "launch", "verify", "eval"),
+    "Look": ("doctor", "config", "trace", "plot"),
+    "While it trains": ("scale", "servers"),
+}
+"""Verbs by what they are for; all others are for models."""
+EPILOG = """\
+  shoal train digits -n 2                       a built-in experiment on two processes
+  shoal launch -n 4 --strategy zero3 train.py   your own script
+  shoal verify train.py -n 2                    is it right? your own script, unchanged
+
+`shoal VERB --help` has the options of a verb, and examples."""
+RARE = ("several hosts, by ssh", "clusters")
+"""Groups of options of which the short help shows only those that name the hosts."""
+SHOWN = ("--hosts", "--slurm", "--nodes")
+
+
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in two lines: the usage and the error."""
+    """A parser that reports an error in one line, and where the options are listed."""
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
         print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
+        print(f"the options: {self.prog} --help", file=sys.stderr)
         raise SystemExit(2)
+
+
+class VerbParser(Parser):
+    """The parser of a verb, whose --help leaves out what --help-all has."""
+
+    def format_usage(self) -> str:
+        with self._short():
+            return super().format_usage()
+
+    def format_help(self) -> str:
+        with self._short():
+            return super().format_help()
+
+    def format_help_all(self) -> str:
+        """Return the help with every option."""
+        return super().format_help()
+
+    @contextmanager
+    def _short(self) -> Iterator[None]:
+        groups = [group for group in self._action_groups if group.title in RARE]
+        rare = [
+            action
+            for group in groups
+            for action in group._group_actions
+            if not set(action.option_strings) & set(SHOWN)
+        ]
+        before = [(action, action.help) for action in rare]
+        for action in rare:
+            action.help = argparse.SUPPRESS
+        try:
+            yield
+        finally:
+            for action, help in before:
+                action.help = help
+
+
+class HelpAll(argparse.Action):
+    """Print the help with every option, and exit."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        assert isinstance(parser, VerbParser)
+        print(parser.format_help_all(), end="")
+        raise SystemExit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -96,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if words and not words[0].startswith("-") and words[0] not in VERBS:
-            raise UsageError(f"there is no verb '{words[0]}'; {did_you_mean(words[0], VERBS)}")
+            known = did_you_mean(words[0], VERBS.keys() - HIDDEN)
+            hint = foreign_flags.instead_of_verb(words[0]) or known
+            raise UsageError(f"there is no verb '{words[0]}'; {hint}")
         raise SystemExit(_run(words))
     except ShoalError as error:
         print(f"shoal: {printable(str(error))}", file=sys.stderr)
@@ -133,17 +190,37 @@ def _run(words: list[str]) -> int:
 def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     """Return the program's parser, and those of its verbs by name."""
     formatter = argparse.RawDescriptionHelpFormatter  # keeps the line breaks of the examples
-    description = (
-        "Train one PyTorch model on many devices, by any strategy, with the numbers of one device."
+    parser = Parser(
+        prog="shoal",
+        usage="shoal VERB ...",
+        description=f"{DESCRIPTION}\n\n{_listed_verbs()}",
+        epilog=EPILOG,
+        formatter_class=formatter,
     )
-    parser = Parser(prog="shoal", description=description, epilog=EPILOG, formatter_class=formatter)
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
-    subparsers = parser.add_subparsers(dest="verb", metavar="VERB")
+    subparsers = parser.add_subparsers(
+        dest="verb", metavar="VERB", help=argparse.SUPPRESS, parser_class=VerbParser, prog="shoal"
+    )
     verb_parsers: dict[str, argparse.ArgumentParser] = {}
     for name, verb in VERBS.items():
         epilog = f"examples:\n{verb.EXAMPLES}"
-        verb_parsers[name] = subparsers.add_parser(
-            name, help=verb.HELP, description=verb.HELP, epilog=epilog, formatter_class=formatter
+        parser_of_verb = verb_parsers[name] = subparsers.add_parser(
+            name, description=verb.HELP, epilog=epilog, formatter_class=formatter
         )
-        verb.arguments(verb_parsers[name])
+        verb.arguments(parser_of_verb)
+        if "-n" in parser_of_verb._option_string_actions:
+            foreign_flags.arguments(parser_of_verb)
+        if any(group.title in RARE for group in parser_of_verb._action_groups):
+            help = "every option, those for several hosts and clusters too"
+            parser_of_verb.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
     return parser, verb_parsers
+
+
+def _listed_verbs() -> str:
+    """Return the verbs in groups, one a line."""
+    named = {name for names in GROUPS.values() for name in (*names, *HIDDEN)}
+    groups = GROUPS | {"Models": tuple(name for name in VERBS if name not in named)}
+    return "\n".join(
+        f"{title}:\n" + "\n".join(f"    {name:<12} {VERBS[name].HELP}" for name in names)
+        for title, names in groups.items()
+    )

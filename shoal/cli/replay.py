@@ -7,7 +7,7 @@ import json
 
 from shoal.cli import argument_types
 
-HELP = "do a recorded run of parameter servers again in one process, and compare bit for bit"
+HELP = "repeat a run of stale parameter servers, bit for bit"
 EXAMPLES = """\
   shoal train digits -n 2 --strategy server=2,staleness=async --record
   shoal replay runs/digits                      take the same steps again, and compare all bits
@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="go as far as the checkpoint of step N, not the newest",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    argument_types.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

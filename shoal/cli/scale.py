@@ -7,11 +7,12 @@ that the processes stop and save, then that the new ones have started.
 from __future__ import annotations
 
 import argparse
+import json
 
 from shoal.cli import argument_types
 from shoal.errors import LaunchError
 
-HELP = "change the number of processes of a run while it trains, under any strategy"
+HELP = "change the number of processes of a run while it trains"
 EXAMPLES = """\
   shoal train digits -n 2                       in one terminal
   shoal scale runs/digits 4                     in another: four processes from now on
@@ -33,6 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="processes from now on. Of a run with --hosts: of all hosts together. They are filled "
         "in the order of the list, each up to its number there",
     )
+    argument_types.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,6 +43,11 @@ def run(options: argparse.Namespace) -> int:
 
     job_of(options.run)  # reports a directory without a run
     for answer in request(options.run, scale=options.processes):
+        if options.json:
+            if "stopping" in answer:
+                continue
+            print(json.dumps({"processes": answer["processes"], "step": answer["step"]}))
+            return 0
         if "stopping" in answer:
             print(f"{options.run}: {answer['stopping']} processes stop and save", flush=True)
         else:

@@ -9,7 +9,7 @@ import argparse
 
 from shoal.cli import argument_types
 
-HELP = "draw a schedule of a pipeline: what each rank computes when, and how long it is idle"
+HELP = "draw what each rank of a pipeline computes when"
 EXAMPLES = """\
   shoal schedule 1f1b -p 4 -m 8
   shoal schedule zero-bubble -p 4 -m 8 -o zero-bubble.png

@@ -12,7 +12,7 @@ import json
 from shoal.cli import argument_types
 from shoal.errors import UsageError
 
-HELP = "list a running job's parameter servers, add one, or remove one, while it trains"
+HELP = "list, add or remove the parameter servers of a run"
 EXAMPLES = """\
   shoal servers runs/digits                     which server owns what
   shoal servers runs/digits add                 one more, while it trains

@@ -11,9 +11,7 @@ import json
 
 from shoal.cli import argument_types
 
-HELP = (
-    "say where the time of traced steps went: compute, communication, waiting for the slowest, data"
-)
+HELP = "say where the time of traced steps went, on each rank"
 EXAMPLES = """\
   shoal train digits -n 2 --trace               or: shoal launch -n 2 --trace train.py
   shoal trace runs/digits --json
@@ -29,11 +27,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="directory of a run trained with --trace, or a trace file",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    argument_types.json_argument(parser)
     parser.add_argument(
         "-o",
         "--output",
-        action=argument_types.RemovedOption,
+        action=argument_types.OptionInstead,
         const="Shoal draws no traces. Open RUN/trace.json in https://ui.perfetto.dev",
         help=argparse.SUPPRESS,
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from shoal.cli import cluster_options
+from shoal.cli import cluster_options, foreign_flags, host_options
 from shoal.config import trace_window
 
 # Options of `launch` that take a value.
 LAUNCH_OPTIONS = (
     *("-n", "--processes", "--strategy", "--accumulate", "--output", "--trace-to"),
-    "--hang-limit",
+    *("--allreduce", "--hang-limit"),
     *cluster_options.WITH_VALUE,
+    *host_options.WITH_VALUE,
+    *foreign_flags.WITH_VALUE,
 )
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from shoal.launch.variables import RankInfo
     from shoal.strategies import StrategyLine
 
-HELP = "train an experiment, on one process or many; the same command again resumes it"
+HELP = "train an experiment; the same command again resumes it"
 EXAMPLES = """\
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own, with another setting

@@ -14,7 +14,7 @@ from shoal.cli import argument_types, job_options
 from shoal.config.setting_fields import is_path
 from shoal.errors import ConfigError, ShoalError, UsageError, printable
 
-HELP = "prove that a strategy trains a model as one process does, in float64 on the CPU"
+HELP = "prove that a strategy trains as one process does, in float64"
 EXAMPLES = """\
   shoal verify digits --strategy zero3 -n 2
   shoal verify my.yaml --strategy tensor=2,pipeline=2 -n 4
@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-10,
         help="relative (default: 1e-10)",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    argument_types.json_argument(parser)
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
         "--precision",

@@ -6,6 +6,7 @@ Nothing here imports torch, because login nodes of clusters have none.
 from shoal.config.config_files import builtin_names
 from shoal.config.distribuuuu import translate
 from shoal.config.explain import explain, to_yaml
+from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
 from shoal.config.job_differences import differences
 from shoal.config.read import Settings, read
@@ -16,6 +17,7 @@ __all__ = [
     "builtin_names",
     "differences",
     "explain",
+    "leaf_settings",
     "read",
     "to_yaml",
     "translate",

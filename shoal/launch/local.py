@@ -102,16 +102,20 @@ def run_script(
     environment: Mapping[str, str] = NO_VARIABLES,
     output: Output = "first",
     grace_s: float = 60.0,
+    module: str | None = None,
 ) -> int:
     """Run the Python file `path` with the arguments `argv` in each of `processes` ranks.
 
     The rest is as for `run`.
 
+    Args: module: its name, to run it as `python -m` does; None to run it as a file.
+
     Raises:
         LaunchError: as for `run`, and where there is no such file.
     """
     preload = script_preload(path)
-    return run(rank.script, (path, argv), processes, environment, output, grace_s, preload)
+    target, name = (rank.script, path) if module is None else (rank.module, module)
+    return run(target, (name, argv), processes, environment, output, grace_s, preload)
 
 
 def script_preload(path: str) -> list[str]:

@@ -135,6 +135,14 @@ def script(path: str, arguments: list[str]) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
+def module(name: str, arguments: list[str]) -> None:
+    """Run the module `name` as `python -m name` would. A target for `start`."""
+    sys.argv = [name, *arguments]
+    if not sys.flags.safe_path:
+        sys.path[0] = os.getcwd()
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
 def serve_store(listener: socket.socket) -> None:
     """Serve the ranks' rendezvous store until the parent ends.
 

@@ -70,7 +70,7 @@ OF_A_VERB = {
     ("import", "--restarts"): ["2 -n 1"],
 }
 """Values of an option that means something else in this verb, and words that it needs beside it."""
-ASKED_OTHERWISE = ("--help", "-h", "--cfg")
+ASKED_OTHERWISE = ("--help", "--help-all", "-h", "--cfg")
 UNNAMED = {
     verb: [["--strategy", "zero3"], ["--strategy=zero3"], ["--out", "runs/elsewhere"]]
     for verb in ("train", "import", "config", "verify", "plan-tensor")
@@ -152,7 +152,8 @@ def refusal(verb: str, words: list[str]) -> Ended:
 
 def _options(verb: str) -> list[list[str]]:
     """Words for each option of a verb, and each of its values."""
-    named = list(_of_help(verb, shoal(verb, "--help").out))
+    pages = shoal(verb, "--help-all"), shoal(verb, "--help")  # not all verbs have a long one
+    named = list(_of_help(verb, next(page.out for page in pages if page.code == 0)))
     return [*named, *(words for words in UNNAMED.get(verb, []) if words not in named)]
 
 

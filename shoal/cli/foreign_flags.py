@@ -1,0 +1,103 @@
+"""Flags and verbs of torchrun, accelerate, deepspeed, horovodrun and lightning.
+
+One that means the same is accepted in place of ours. One that does not is answered by a sentence
+that says what to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from shoal.cli import argument_types
+
+_PROCESSES = (
+    *("-np", "--np", "--nproc", "--nproc-per-node", "--num-processes", "--num-gpus"),
+    *("--devices", "--gpus"),
+)
+"""Other words for -n."""
+_MEETING = (
+    "ranks of one machine meet by themselves, and those of several at the first host, which "
+    "--address names where it has several addresses. Leave it out"
+)
+_MACHINES = (
+    "one command starts the ranks of all machines: --hosts a:4,b:4 by ssh, or --slurm --nodes 2 "
+    "--ntasks-per-node 4"
+)
+_PRECISION = 'in a script shoal.init(precision="bf16"), in an experiment --train.precision bf16'
+_SHARDING = "sharding is a strategy: --strategy zero3, or zero2 or zero1"
+_RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
+_INSTEAD = {
+    _MEETING: (
+        *("--standalone", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-id"),
+        *("--rdzv-endpoint", "--main-process-ip", "--main-process-port", "--rdzv-conf"),
+    ),
+    _MACHINES: ("--nnodes", "--num-nodes", "--num-machines", "--node-rank", "--machine-rank"),
+    _PRECISION: ("--mixed-precision", "--fp16", "--bf16"),
+    _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
+    _RESTARTS: ("--max-restarts",),
+    "several processes are -n N. Leave it out": ("--multi-gpu",),
+    "without GPUs ranks use the CPU. Leave it out": ("--cpu",),
+    "`shoal launch` starts Python files, and modules with -m": ("--no-python",),
+}
+
+WITH_VALUE = (*_PROCESSES, "-H")
+
+VERBS = {
+    "run": "your own script is `shoal launch -n 2 train.py`, an experiment `shoal train digits`",
+    "start": "your own script is `shoal launch -n 2 train.py`, an experiment `shoal train digits`",
+    "fit": "an experiment is `shoal train digits -n 2`",
+    "resume": "the same command again resumes: `shoal train RUN/config.yaml`",
+    "continue": "the same command again resumes: `shoal train RUN/config.yaml`",
+    "finetune": "`shoal import model.safetensors NAME_OR_YAML` trains from the weights in a file",
+    "evaluate": "it is `shoal eval RUN`",
+    "validate": "it is `shoal eval RUN`",
+    "test": "`shoal eval RUN` evaluates a run, `shoal verify` compares a strategy with one process",
+    "env": "it is `shoal doctor`",
+    "info": "it is `shoal doctor`",
+    "check": "`shoal doctor` looks at this machine, `shoal verify` compares a strategy",
+    "list": "the built-in experiments are listed by `shoal config`",
+    "version": "it is `shoal --version`",
+    "help": "it is `shoal --help`, and `shoal VERB --help`",
+}
+"""Words that a newcomer types in the place of a verb."""
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of others, which the help does not show."""
+    own = {name for action in parser._actions for name in action.option_strings}
+    names = [name for each in _PROCESSES for name in _spellings(each) if name not in own]
+    parser.add_argument(
+        *names,
+        dest="processes",
+        type=argument_types.processes,
+        default=argparse.SUPPRESS,
+        help=argparse.SUPPRESS,
+    )
+    if "--hosts" in own:
+        parser.add_argument("-H", dest="hosts", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    for sentence, flags in _INSTEAD.items():
+        names = [name for each in flags for name in _spellings(each) if name not in own]
+        parser.add_argument(
+            *names,
+            action=argument_types.OptionInstead,
+            nargs="?",
+            const=sentence,
+            help=argparse.SUPPRESS,
+        )
+
+
+def instead_of_verb(word: str) -> str:
+    """Return what to type in the place of a word that is no verb; empty if nothing is known."""
+    if word.endswith(".py"):
+        return f"a script is started by `shoal launch -n 2 {word}`"
+    if word.endswith((".yaml", ".yml")):
+        return f"an experiment is started by `shoal train {word} -n 2`"
+    return VERBS.get(word, "")
+
+
+def _spellings(flag: str) -> Iterator[str]:
+    """Yield a flag with dashes, and with underscores between its words."""
+    yield flag
+    if "-" in flag[2:]:
+        yield flag[:2] + flag[2:].replace("-", "_")
