@@ -6,7 +6,7 @@ BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
 .PHONY: help dist
-.PHONY: demo test test-torch test-slow test-anywhere test-real affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -44,6 +44,10 @@ test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, an
 
 test-real: $(VENV)/.test  ## Run the tests on real ssh servers, Slurm and Open MPI. As root.
 	.ci/run-real
+
+test-hf: $(VENV)/.test  ## Run the tests with transformers, peft and accelerate. Installs them.
+	$(BIN)/pip install -q -e ".[test,hf]" -c constraints.txt
+	$(BIN)/python -m pytest tests/integrations
 
 affected: $(VENV)/.test  ## Name the slow suites that guard what differs from main.
 	@$(BIN)/python -m tests.harness.affected

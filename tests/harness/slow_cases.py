@@ -61,6 +61,7 @@ SLOW_CASES = tuple(
         ("run/test_replica_check.py", "run", "bits that flip on one rank"),
         ("run/test_thawed_layers.py", "run strategies", "layers thawed under each strategy"),
         ("run/test_wrapping_optimizers.py", "run", "optimizers around optimizers"),
+        ("scripts/test_checks_leave_nothing.py", "run trial", "scripts with and without checks"),
         ("scripts/test_scripts.py", "run strategies trial", "scripts on two ranks", "scripts"),
         ("scripts/test_transformers.py", "run strategies", "models of transformers, from scripts"),
         ("security/test_listening_ports.py", "launch parameter_server", "who listens, and where"),

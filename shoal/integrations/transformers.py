@@ -1,0 +1,157 @@
+"""`ShoalTrainer`: the Trainer of transformers, with its steps under any strategy.
+
+    run = shoal.init("zero3")                     before TrainingArguments
+    trainer = ShoalTrainer(model=..., args=..., train_dataset=..., run=run)
+    trainer.train()
+
+To transformers and Accelerate the job is one process, so they divide no batch, wrap no model and
+average no loss. Every rank reads whole batches, and Shoal gives it its rows:
+
+    batch, the same on all ranks ──> run.share ──> run.forward_backward(compute_loss) ──> optimizer
+
+`per_device_train_batch_size` is the global batch therefore: it does not change with the number of
+ranks, and neither do the losses.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import Trainer, TrainingArguments
+
+from shoal.errors import CheckpointError, UsageError
+from shoal.run.run import Run
+from shoal.run.run_checkpoints import RunCheckpoints
+from shoal.strategies.loss_terms import counted
+
+STATE = "shoal"
+"""The folder of a checkpoint with the state of the run, in Shoal's own format."""
+
+
+class ShoalTrainer(Trainer):
+    """A `transformers.Trainer` whose steps are those of a run.
+
+    `compute_loss`, `compute_loss_func`, callbacks, schedules, logging, `save_model`, checkpoints
+    and resuming are those of Trainer. Every rank evaluates all samples. A checkpoint has the whole
+    model, as `from_pretrained` reads it, and the state of the run, which resumes under any strategy
+    and on any number of ranks.
+
+    Args:
+        run: of `shoal.init`, made before the `TrainingArguments`.
+        args, kwargs: of `Trainer`.
+
+    Raises: UsageError: the arguments ask for what `shoal.init` decides, such as bf16.
+    """
+
+    def __init__(self, *args: Any, run: Run, **kwargs: Any) -> None:
+        self.run = run
+        self._is_prepared = False
+        given = kwargs.get("args", args[1] if len(args) > 1 else None)
+        if isinstance(given, TrainingArguments):
+            _check_arguments(given)
+            if given.data_seed is None:
+                given.data_seed = given.seed  # ranks must read the same batches
+        state = PartialState()
+        state.num_processes, state.distributed_type = 1, DistributedType.NO
+        state.process_index, state.local_process_index = run.rank, run.local_rank
+        super().__init__(*args, **kwargs)
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: Optimizer | None = None
+    ) -> LRScheduler:
+        """Prepare model and optimizer, and create the schedule. Collective."""
+        if not self._is_prepared:  # Accelerate has wrapped the optimizer, and moved its state
+            self.run.prepare(self.model, self.optimizer.optimizer)
+            self._is_prepared = True
+        schedule: LRScheduler = super().create_scheduler(num_training_steps, optimizer)
+        return schedule
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> Tensor:
+        """Leave the gradients of a whole batch in `.grad`. Collective.
+
+        Args:
+            inputs: of the whole batch, the same on all ranks.
+            num_items_in_batch: labels that count in all batches of this optimizer step; None where
+                the model's loss is the mean over samples.
+
+        Returns: the loss of the whole batch, a detached scalar.
+        """
+        model.train()
+        whole = dict(self._prepare_inputs(inputs))
+        # The loss is a sum over labels, divided by those of the optimizer step.
+        labels = None if num_items_in_batch is None else self._labels_of(whole)
+
+        def compute_loss(**share: Tensor) -> Any:
+            loss = self.compute_loss(model, share, num_items_in_batch=num_items_in_batch)
+            if labels is None:
+                return loss / self.current_gradient_accumulation_steps
+            return counted(loss * labels, self._labels_of(share))
+
+        loss: Tensor = self.run.forward_backward(compute_loss, **self.run.share(whole))
+        return loss
+
+    def _labels_of(self, batch: dict[str, Any]) -> Tensor:
+        """Return the number of labels that count in a batch."""
+        labels: Tensor = self._get_num_items_in_batch([batch], self.args.device)
+        return labels
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.run.clip_gradients(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        return grad_norm
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Write the whole model. Collective."""
+        super()._save(output_dir, self.run.weights() if self._is_prepared else state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the state of the run, and the schedule. Collective."""
+        self._checkpoint_in(output_dir).save(self.state.global_step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what `_save_optimizer_and_scheduler` has written. Collective.
+
+        Raises: CheckpointError: a Trainer without Shoal has written the checkpoint.
+        """
+        if checkpoint is not None and not self._checkpoint_in(checkpoint).resume():
+            raise CheckpointError(
+                f"{checkpoint}/{STATE} is missing: a Trainer without Shoal has written this "
+                "checkpoint. Its weights can be loaded by from_pretrained; its optimizer cannot."
+            )
+
+    def _checkpoint_in(self, folder: str) -> RunCheckpoints:
+        return self.run.checkpoint(Path(folder) / STATE, scheduler=self.lr_scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write nothing: the state of the run has the generators of each rank."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load nothing."""
+
+
+def _check_arguments(args: TrainingArguments) -> None:
+    """Raise UsageError about settings that `shoal.init` decides."""
+    wrong = [
+        f"{name}=True belongs into shoal.init({cure})"
+        for name, cure in (
+            ("bf16", 'precision="bf16"'),
+            ("fp16", 'precision="fp16"'),
+            ("torch_compile", "compile=True"),
+        )
+        if getattr(args, name)
+    ]
+    if args.gradient_checkpointing:
+        wrong.append('gradient_checkpointing=True is shoal.init("recompute,...")')
+    if args.fsdp or args.deepspeed:
+        wrong.append('fsdp and deepspeed are shoal.init("zero3")')
+    if wrong:
+        raise UsageError(f"ShoalTrainer: {'; '.join(wrong)}.")

@@ -1,0 +1,114 @@
+"""`ShoalTrainer`: the numbers of transformers' own Trainer on one process, under each strategy."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.errors import UsageError
+from shoal.testing import world
+
+pytest.importorskip("transformers", reason="pip install shoal[hf]")
+pytest.importorskip("accelerate", reason="pip install shoal[hf]")
+
+import trainer_job
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+TOLERANCE = 1e-5
+"""Models of transformers compute their losses in float32."""
+
+
+def plain(folder: Path, settings: dict[str, Any]) -> dict[str, list[float]]:
+    """Return what `trainer_job.train` does, by transformers' own Trainer."""
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        num_train_epochs=2,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_strategy="no",
+        eval_strategy="epoch",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+    data = trainer_job.texts()
+    model = trainer_job.llama()
+    trainer = Trainer(model=model, args=args, train_dataset=data, eval_dataset=data[:10])
+    trainer.train()
+    keys = ("loss", "grad_norm", "eval_loss")
+    history = trainer.state.log_history
+    return {key: [float(entry[key]) for entry in history if key in entry] for key in keys}
+
+
+@cache
+def expected(accumulation: int) -> dict[str, list[float]]:
+    settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd"}
+    (found,) = world.run(1, plain, Path("unused"), settings)
+    return found
+
+
+def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) -> None:
+    for key, values in wanted.items():
+        assert found[key] == pytest.approx(values, rel=TOLERANCE), key
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"),
+    [
+        ("ddp", 1),
+        ("ddp", 2),
+        ("zero3", 1),
+        ("zero3", 2),
+        ("tensor=2", 1),
+        ("pipeline=2", 1),
+        ("server=1", 1),
+    ],
+)
+def test_a_job_of_the_trainer_has_the_losses_of_one_process(
+    strategy: str, accumulation: int, tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd"}
+    first, second = world.run(2, trainer_job.train, strategy, tmp_path, settings)
+    assert_equal(first, expected(accumulation))
+    assert not second["loss"] or second == first  # rank 0 alone may log
+
+
+def test_a_checkpoint_resumes_under_another_strategy_with_adamw_and_its_schedule(
+    tmp_path: Path,
+) -> None:
+    whole, _ = world.run(2, trainer_job.train, "zero3", tmp_path, {})
+    resumed, _ = world.run(
+        2, trainer_job.train, "ddp", tmp_path / "again", {}, str(tmp_path / "checkpoint-4")
+    )
+    assert resumed["loss"][-2:] == pytest.approx(whole["loss"][-2:], rel=TOLERANCE)
+    assert resumed["grad_norm"][-2:] == pytest.approx(whole["grad_norm"][-2:], rel=1e-4)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert sum(p.numel() for p in model.parameters()) > 0
+
+
+def refuses(setting: str, value: Any) -> str:
+    try:
+        trainer_job.train("ddp", Path("unused"), {setting: value})
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "cure"),
+    [
+        ("bf16", True, 'shoal.init(precision="bf16")'),
+        ("gradient_checkpointing", True, 'shoal.init("recompute,...")'),
+    ],
+)
+def test_what_the_run_decides_is_refused_with_the_line_that_says_it(
+    setting: str, value: Any, cure: str
+) -> None:
+    for said in world.run(2, refuses, setting, value):
+        assert cure in said

@@ -1,0 +1,64 @@
+"""A training job with `ShoalTrainer`, as ranks of a test run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import shoal
+from shoal.integrations.transformers import ShoalTrainer
+
+VOCABULARY, LENGTH, IGNORED = 64, 12, -100
+
+
+def texts() -> list[dict[str, torch.Tensor]]:
+    """Return 24 padded texts of different lengths."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for index in range(24):
+        tokens = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        mask = torch.arange(LENGTH) < 5 + index % 7
+        labels = torch.where(mask, tokens, IGNORED)
+        found.append({"input_ids": tokens * mask, "attention_mask": mask.long(), "labels": labels})
+    return found
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
+
+
+def train(
+    strategy: str, folder: Path, settings: dict[str, Any], resume: str | None = None
+) -> dict[str, list[float]]:
+    """Train two epochs; return the losses of steps and evaluations, as this rank has them."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        num_train_epochs=2,
+        learning_rate=0.01,
+        logging_steps=1,
+        save_steps=2,
+        eval_strategy="epoch",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+    data = texts()
+    trainer = ShoalTrainer(
+        model=llama(), args=args, train_dataset=data, eval_dataset=data[:10], run=run
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    history = trainer.state.log_history
+    return {
+        key: [float(entry[key]) for entry in history if key in entry]
+        for key in ("loss", "grad_norm", "eval_loss")
+    }
