@@ -33,6 +33,8 @@ CANDIDATES = {
     "TCP echo, by parts": "tcp_parts",
     "pyzmq echo": "zeromq",
     "Shoal": "shoal",
+    "Shoal over a Unix socket": "shoal_unix",
+    "Shoal over TLS": "shoal_tls",
     "Shoal over TCP": "shoal_tcp",
     "Gloo all_reduce": "gloo",
     "torch RPC": "torch_rpc",

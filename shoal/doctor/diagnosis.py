@@ -220,8 +220,9 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
         ),
         "timm models": _needs(software["timm"], "pip install timm"),
         "TensorBoard": _needs(software["tensorboard"], "pip install tensorboard"),
-        "servers: GMAC": _needs(
-            software["cryptography"], "pip install cryptography (else HMAC, slower)"
+        "servers: TLS": _needs(
+            software["cryptography"],
+            "pip install cryptography (between machines; else encrypt=false)",
         ),
         "GPUs": _gpus(devices),
         "NCCL": _needs(

@@ -12,12 +12,6 @@ from shoal.strategies.options import StrategyOptions
 
 _MAX_CONNECTIONS = 16
 MAX_SERVERS = 1024
-_NO_TLS = (
-    "servers no longer encrypt their connections. Both ends prove that they hold the key of this "
-    "job, and between machines every frame is authenticated (docs/security.md), but who can listen "
-    "sees gradients and weights. Leave tls out; where that matters, use a network that encrypts, "
-    "such as WireGuard or IPsec"
-)
 
 
 @dataclass(frozen=True)
@@ -40,8 +34,8 @@ class ServerOptions(StrategyOptions):
         shared_memory: workers and servers of one machine read each other's memory, without
             messages.
         connections: no effect. Accepted from 1 to 16 for older configurations and checkpoints.
-        tls: only none. Connections are authenticated and not encrypted, so a certificate is
-            refused.
+        encrypt: use TLS 1.3 between machines. Without it, who can listen on the network reads
+            gradients and weights and can send others.
     """
 
     value: ClassVar[str] = "servers"
@@ -53,7 +47,7 @@ class ServerOptions(StrategyOptions):
     lease_s: float = 2.0
     shared_memory: bool = True
     connections: int = 1
-    tls: str = "none"
+    encrypt: bool = True
 
     def __post_init__(self) -> None:
         messages = []
@@ -75,7 +69,5 @@ class ServerOptions(StrategyOptions):
             messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
         if not 1 <= self.connections <= _MAX_CONNECTIONS:
             messages.append(f"connections={self.connections}: must be from 1 to {_MAX_CONNECTIONS}")
-        if self.tls != "none":
-            messages.append(f"tls={self.tls}: {_NO_TLS}")
         messages += problems_of(lambda: compression_spec.read(self.compress))
         raise_problems(messages)

@@ -140,7 +140,7 @@ STRATEGIES = [
     *("pipeline=2,balance=x", "pipeline=2,cuts=a/b/c", "pipeline=2,stages=-1", "server=0"),
     *("server=-1", "server=1000000", f"server={HUGE}", "server=x", "server=1,replicas=0"),
     *("server=1,replicas=1000000", "server=1,staleness=-1", "server=1,staleness=x"),
-    *("server=1,lease_s=nan", "server=1,lease_s=0", "server=1,part_mb=-1", "server=1,tls=a.pem"),
+    *("server=1,lease_s=nan", "server=1,lease_s=0", "server=1,part_mb=-1", "server=1,encrypt=x"),
     *("server=1,compress=x", "ddp,compress=topk=2", "ddp,compress=topk=nan", "ddp,bucket_mb=0"),
     *("ddp,bucket_mb=nan", "ddp,allreduce=x", "ddp,unused=3", "ddp,nonsense=3", "local=0"),
     *("local=-1", "local=x", f"local={HUGE}", "diloco=2,outer_lr=0", "diloco=2,outer_lr=nan"),

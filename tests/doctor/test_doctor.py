@@ -166,7 +166,7 @@ def test_each_problem_comes_with_its_cure(report, section, changes, fact, cure):
     [
         ({"timm": None}, "timm models", "pip install timm"),
         ({"tensorboard": None}, "TensorBoard", "pip install tensorboard"),
-        ({"cryptography": None}, "servers: GMAC", "pip install cryptography (else HMAC"),
+        ({"cryptography": None}, "servers: TLS", "pip install cryptography (between machines"),
         ({"compiler": None}, "torch.compile", "C++ compiler"),
         ({"compiler": "/usr/bin/g++", "python_headers": False}, "torch.compile", "Python.h"),
         ({"torchvision_error": "ImportError: CUDA 13"}, "torchvision models", "CUDA 13"),

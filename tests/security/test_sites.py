@@ -33,7 +33,12 @@ SITES = {
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
     "launch/slurm/slurm_task.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
-    "parameter_server/launcher/server_pool.py": (["listen_at"] * 2, "parameter servers"),
+    "parameter_server/launcher/server_pool.py": (["listen"] * 2, "parameter servers"),
+    "parameter_server/transport/key.py": (["memfd_create"], "memory without a name"),
+    "parameter_server/transport/settings.py": (
+        ["bind", "listen", "listen_at"],
+        "Unix sockets without a file",
+    ),
     "platform/sockets.py": (["create_server"], "parameter servers"),  # for those three
     "platform/files.py": (["mkdtemp"] * 2, "temporary directories"),
     "platform/torch_private/c10d.py": (["create_device"], "Gloo"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,9 @@ from shoal.launch.control_channel import NAME, ControlServer
 from shoal.launch.hosts.agent_questions import AgentQuestions
 from shoal.launch.hosts.line_printer import RankLogs
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.parameter_server.transport.acceptor import Acceptor
+from shoal.parameter_server.transport.key import Key
+from shoal.parameter_server.transport.settings import UNIX, Transport, listen
 from shoal.platform.files import make_private_directory
 from shoal.train.shared_check import remove_probe, write_probe
 
@@ -32,6 +36,16 @@ try:
     print("read")
 except OSError as error:
     print(type(error).__name__)
+"""
+SAYS_HELLO = """
+import socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect("\\0" + sys.argv[1])
+try:
+    server.sendall(b"SHPS" + bytes(38))
+    print("heard", server.recv(100))
+except (BrokenPipeError, ConnectionResetError):
+    print("heard b''")
 """
 REFUSED = "PermissionError"
 
@@ -90,13 +104,30 @@ def test_the_store_of_several_hosts_listens_at_the_address_that_was_found_alone(
         questions.close()
 
 
-def test_servers_listen_on_loopback_or_at_the_address_that_leads_to_rank_0() -> None:
+@needs_root
+@needs_python
+def test_another_user_who_connects_to_a_server_is_refused_unheard() -> None:
+    transport = Transport(Key(bytes(32)), "job")
+    with listen(UNIX) as listener:
+        acceptor = Acceptor(listener, "a server", transport, 2)
+        thread = threading.Thread(target=acceptor.accept, args=(print,))
+        thread.start()
+        try:
+            name = listener.getsockname()[1:].decode()
+            assert python_of_stranger(SAYS_HELLO, name).stdout.strip() == "heard b''"
+            assert acceptor.refused == 1
+        finally:
+            acceptor.close()
+            thread.join()
+
+
+def test_servers_listen_on_a_unix_socket_or_at_the_address_that_leads_to_rank_0() -> None:
     def listens_at(world: int, address: str | None) -> str:
         place = SimpleNamespace(local_world=2, world=world, master_address=address)
         launcher = SimpleNamespace(mesh=SimpleNamespace(place=place))
         return ClusterLauncher._listen_host(launcher)  # type: ignore[arg-type]
 
-    assert listens_at(2, "192.0.2.1") == "127.0.0.1"
-    assert listens_at(4, None) == "127.0.0.1"
+    assert listens_at(2, "192.0.2.1") == UNIX
+    assert listens_at(4, None) == UNIX
     assert listens_at(4, "127.0.0.9") == "127.0.0.1"  # the way there begins at loopback
     assert listens_at(4, "::1") == "::1"

@@ -47,7 +47,7 @@ BAD = [
     ("server=0", "at least one server"),
     ("server=2,replicas=0", "at least one of each shard"),
     ("server=2,connections=17", "connections=17: must be from 1 to 16"),
-    ("server=2,tls=job.pem", "tls=job.pem: servers no longer encrypt their connections"),
+    ("server=2,encrypt=perhaps", "encrypt=perhaps"),
     ("server=2,staleness=soon", "staleness=soon: a number of steps"),
     ("server=2,compress=powersgd=4", "compression 'powersgd=4' is not known"),
     ("server=2,part_mb=0", "part_mb=0.0: must be greater than 0"),

@@ -1,5 +1,4 @@
-"""Shoal's parameter server, as training uses it: partitions of up to 4 MiB, authenticated frames, a
-lease, a coordinator.
+"""Shoal's parameter server, as training uses it: partitions of up to 4 MiB, a lease, a coordinator.
 
     worker   copies a gradient to its send buffer ─── push ───> server   sums, steps, answers
              copies the values            <────────────────────
@@ -30,7 +29,7 @@ from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import new_key_file, read_key
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import UNIX, Transport
 from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
 from shoal.parameter_server.worker.flat_params import FlatParams
 
@@ -53,6 +52,8 @@ class Replace(torch.optim.Optimizer):
 
 class Pusher(Worker):
     shares: ClassVar[bool] = True
+    host: ClassVar[str] = UNIX
+    encrypt: ClassVar[bool] = True
 
     def __init__(self, address: RoleAddress) -> None:
         super().__init__(address)
@@ -70,7 +71,7 @@ class Pusher(Worker):
         self.parts = partition(shapes, partition_bytes(shapes, self.address.servers))
         self.flat = FlatParams(parameters, self.parts)
         job, file, host, port = self._fleet()
-        transport = Transport(read_key(Path(file)), job)
+        transport = Transport(read_key(Path(file)), job, encrypt=self.encrypt)
         self.client = connect_to_servers(
             self.address.index, self.flat, (host, port), transport, shares=self.shares
         )
@@ -111,11 +112,11 @@ class Pusher(Worker):
             settings = ShardSettings(
                 tuple(self.parts), recipe, self.address.workers, staleness=0, lease_s=10.0
             )
-            transport = Transport(read_key(key_file), str(self.times))
+            transport = Transport(read_key(key_file), str(self.times), encrypt=self.encrypt)
             job = ClusterConfig(transport, folder, settings, owners, self.address.servers)
             self.nursery = HelperSpawner()
-            judge = CoordinatorProcess(self.nursery, job, "127.0.0.1")
-            self.fleet = ServerPool(self.nursery, job, judge.address, "127.0.0.1", judge)
+            judge = CoordinatorProcess(self.nursery, job, self.host)
+            self.fleet = ServerPool(self.nursery, job, judge.address, self.host, judge)
             told.with_suffix(".tmp").write_text(json.dumps(judge.address))
             told.with_suffix(".tmp").rename(told)
         _await(told)

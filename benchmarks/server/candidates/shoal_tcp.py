@@ -1,4 +1,4 @@
-"""Shoal's parameter server with `shared_memory=false`: every gradient and value goes over TCP."""
+"""Shoal's parameter server over TCP on loopback with `encrypt=false`."""
 
 from benchmarks.server.candidates.shoal import Candidate as Shared
 from benchmarks.server.candidates.shoal import Pusher
@@ -6,6 +6,8 @@ from benchmarks.server.candidates.shoal import Pusher
 
 class Sender(Pusher):
     shares = False
+    host = "127.0.0.1"
+    encrypt = False
 
 
 class Candidate(Shared):

@@ -21,9 +21,9 @@ from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.coordinator.retry import retry_until
 from shoal.parameter_server.transport.connection import QueuedConnection
-from shoal.parameter_server.transport.key import KEY_FILE, Key, derived_key, read_key
-from shoal.parameter_server.transport.retry import retry_until
+from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 
 ADDRESS_FILE = "servers.json"
@@ -34,9 +34,10 @@ MIGRATION_LIMIT_S = 120.0
 RETRY_S = 0.1
 
 
-def write_address_file(folder: Path, coordinator: Address, job: str) -> None:
+def write_address_file(folder: Path, coordinator: Address, job: Transport) -> None:
     """Write the address of a job's coordinator to a file, in the folder of its key or in a run."""
-    (folder / ADDRESS_FILE).write_text(json.dumps({"arbiter": list(coordinator), "job": job}))
+    fields = {"arbiter": list(coordinator), "job": job.job, "encrypt": job.encrypt}
+    (folder / ADDRESS_FILE).write_text(json.dumps(fields))
 
 
 def symlink_to(link: Path, folder: Path) -> None:
@@ -59,10 +60,9 @@ class AdminClient:
     """
 
     def __init__(self, directory: Path) -> None:
-        (host, port), job, key = _coordinator_of(directory)
+        (host, port), transport = _coordinator_of(directory)
+        number = FIRST_USER + secrets.randbelow(2**20)
         try:
-            transport = Transport(key, job)
-            number = FIRST_USER + secrets.randbelow(2**20)
             channel = transport.connect((host, port), ARBITER, number)
         except (OSError, WireError) as error:
             raise ServerLost(
@@ -144,18 +144,18 @@ class AdminClient:
             )
 
 
-def _coordinator_of(directory: Path) -> tuple[Address, str, Key]:
-    """Return the address of a run's coordinator, and the name and the key of its job.
+def _coordinator_of(directory: Path) -> tuple[Address, Transport]:
+    """Return the address of a run's coordinator, and the transport of its job.
 
     On the machine of its first rank both are in the folder of the key. On that of the command with
     `--hosts` the address is in the run directory, and the launcher has the secret.
     """
     folder = directory / POINTER
     with contextlib.suppress(OSError):
-        address, job = _read_address_file(folder)
-        return address, job, read_key(folder / KEY_FILE)
+        address, job, encrypt = _read_address_file(folder)
+        return address, Transport(read_key(folder / KEY_FILE), job, encrypt=encrypt)
     try:
-        address, job = _read_address_file(directory)
+        address, job, encrypt = _read_address_file(directory)
     except OSError:
         raise UsageError(
             f"{directory}: no servers run for it here. Give the directory of a run that is "
@@ -163,13 +163,14 @@ def _coordinator_of(directory: Path) -> tuple[Address, str, Key]:
             "the command that started it with --hosts."
         ) from None
     answer = next(request(directory, secret=True))
-    return address, job, derived_key(bytes.fromhex(answer["secret"]), job)
+    key = derived_key(bytes.fromhex(answer["secret"]), job)
+    return address, Transport(key, job, encrypt=encrypt)
 
 
-def _read_address_file(folder: Path) -> tuple[Address, str]:
+def _read_address_file(folder: Path) -> tuple[Address, str, bool]:
     found = json.loads((folder / ADDRESS_FILE).read_text())
     host, port = found["arbiter"]
-    return (host, port), found["job"]
+    return (host, port), found["job"], found["encrypt"]
 
 
 def send_command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:

@@ -25,9 +25,9 @@ from shoal.parameter_server.coordinator.coordinator import Coordinator, View
 from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
+from shoal.parameter_server.transport.channel import Channel
 from shoal.parameter_server.transport.connection import QueuedConnection
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.secure_channel import SecureChannel
 from shoal.parameter_server.transport.settings import Transport
 from shoal.platform.files import atomic_write
 
@@ -107,7 +107,7 @@ class CoordinatorServer:
 
     # One connection
 
-    def _serve_connection(self, channel: SecureChannel, number: int) -> None:
+    def _serve_connection(self, channel: Channel, number: int) -> None:
         peer = QueuedConnection(channel, f"member {number}")
         with self.lock:
             self.peers[number] = peer

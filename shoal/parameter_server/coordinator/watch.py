@@ -14,9 +14,9 @@ from shoal.parameter_server.codec import Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.retry import retry_until
 from shoal.parameter_server.transport.connection import QueuedConnection
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.retry import retry_until
 from shoal.parameter_server.transport.settings import Transport
 
 RETRY_S = 0.05

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.mesh import Mesh
+from shoal.launch.environment import RankInfo
 from shoal.launch.private_memory import read_secret
 from shoal.parameter_server.coordinator import admin_client
 from shoal.parameter_server.coordinator.coordinator import Address
@@ -29,14 +30,13 @@ from shoal.parameter_server.launcher.server_pool import (
     ServerPool,
 )
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, new_key_file, read_key
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import UNIX, Transport
 from shoal.platform.files import make_private_directory
 from shoal.platform.sockets import own_address_towards
 from shoal.platform.tensors import MIB
 
 CLOSE_LIMIT_S = 30.0
 """Time for the other workers to disconnect after this one has."""
-_LOCALHOST = "127.0.0.1"
 
 
 class ClusterLauncher:
@@ -53,8 +53,8 @@ class ClusterLauncher:
         self.mesh = mesh
         self.pool: ServerPool | None = None
         self._folder: Path | None = None
-        # The address of the coordinator and its job, where other hosts find the servers by them.
-        self._public: tuple[Address, str] | None = None
+        # The coordinator and its job, where other hosts find the servers by them.
+        self._public: tuple[Address, Transport] | None = None
         self._announced: list[Path] = []
 
     @property
@@ -83,7 +83,7 @@ class ClusterLauncher:
         if mesh.rank == 0 and mesh.helper_spawner is not None:
             coordinator = CoordinatorProcess(mesh.helper_spawner, job, listen_host)
             if self._folder is not None:
-                address_of_job = coordinator.address, transport.job
+                address_of_job = coordinator.address, job.transport
                 admin_client.write_address_file(self._folder, *address_of_job)
                 self._public = None if read_secret() is None else address_of_job
         address = _parse_address(mesh.broadcast_str(_format_address(coordinator)))
@@ -153,11 +153,16 @@ class ClusterLauncher:
         return Transport(derived_key(secret, name), name), folder
 
     def _listen_host(self) -> str:
-        """Return the IP address where this host's servers listen, reachable for all ranks."""
+        """Return where this host's servers listen for all ranks: an IP address, or UNIX."""
         place = self.mesh.place
-        if place.local_world == place.world or place.master_address is None:
-            return _LOCALHOST
+        if place.master_address is None or not spans_machines(place):
+            return UNIX
         return own_address_towards(place.master_address)
+
+
+def spans_machines(place: RankInfo) -> bool:
+    """Return whether ranks are on several machines, so that servers listen on the network."""
+    return place.local_world < place.world
 
 
 def _format_address(process: CoordinatorProcess | None) -> str:

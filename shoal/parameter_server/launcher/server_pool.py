@@ -30,12 +30,10 @@ from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.node.node_server import ServerConfig, serve
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.settings import Transport
-from shoal.platform.sockets import listen_at
+from shoal.parameter_server.transport.settings import Transport, address_of, listen
 
 _PROBES_PER_LEASE = 4
 _MAX_SILENT_PROBES = 8
-_BACKLOG = 1024
 
 
 @dataclass(frozen=True)
@@ -68,7 +66,7 @@ class CoordinatorProcess:
     """The coordinator's process, which may be started again after its death.
 
     Args:
-        host: the IP address where it listens.
+        host: the IP address where it listens, or UNIX.
 
     Attributes:
         pid: of the newest process.
@@ -76,8 +74,8 @@ class CoordinatorProcess:
 
     def __init__(self, spawner: HelperSpawner, job: ClusterConfig, host: str) -> None:
         self.spawner = spawner
-        self.listener = listen_at(host, backlog=_BACKLOG)
-        self.address: Address = self.listener.getsockname()[:2]
+        self.listener = listen(host)
+        self.address: Address = address_of(self.listener)
         file = job.folder / f"views-{job.transport.job}.json"
         self.config = CoordinatorConfig(
             job.transport, file, job.settings, job.owners, job.shards, job.replicas
@@ -100,7 +98,7 @@ class ServerPool:
 
     Args:
         coordinator_address: where the job's coordinator listens.
-        host: the IP address where the servers listen.
+        host: the IP address where the servers listen, or UNIX.
         coordinator: its process, on the host that has it.
         machine: index of this host.
         machines: number of hosts with servers.
@@ -152,7 +150,7 @@ class ServerPool:
         number = secrets.randbelow(2**30)  # random, so hosts need not agree on the next number
         transport = self.job.transport.for_parts(self.job.settings.parts)
         config = ServerConfig(number, shard, self.coordinator_address, transport, self.job.settings)
-        with listen_at(self.host, backlog=_BACKLOG) as listener:
+        with listen(self.host) as listener:
             pid = self.spawner.start(serve, config, listener=listener)
         self.servers[pid] = config
         return pid

@@ -47,10 +47,10 @@ from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
+from shoal.parameter_server.transport.channel import Channel
 from shoal.parameter_server.transport.connection import QueuedConnection
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.secure_channel import SecureChannel
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import Transport, address_of
 
 log = logging.getLogger("shoal.server")
 
@@ -99,7 +99,7 @@ class ServerNode:
         self.membership = Membership(
             config.server,
             config.shard,
-            listener.getsockname()[:2],
+            address_of(listener),
             config.coordinator,
             config.transport,
             settings.lease_s,
@@ -154,7 +154,7 @@ class ServerNode:
 
     # One connection
 
-    def _serve_connection(self, channel: SecureChannel, number: int) -> None:
+    def _serve_connection(self, channel: Channel, number: int) -> None:
         """Serve a peer from its handshake to the end of its connection.
 
         Args:

@@ -1,1 +1,1 @@
-"""Sockets between processes of one job: handshake, authenticated frames, connections."""
+"""Sockets between processes of one job: Unix sockets, TLS, frames, queued connections."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WireError
-from shoal.parameter_server.transport.secure_channel import SecureChannel
+from shoal.parameter_server.transport.channel import Channel
 from shoal.parameter_server.transport.settings import Transport
 
 HANDSHAKES = 64
@@ -51,7 +51,7 @@ class Acceptor:
         self._closed = False
         self.refused = 0
 
-    def accept(self, serve: Callable[[SecureChannel, int], None]) -> None:
+    def accept(self, serve: Callable[[Channel, int], None]) -> None:
         """Accept connections until `close`; call `serve` for each peer, in a thread of its own.
 
         Args:
@@ -100,7 +100,7 @@ class Acceptor:
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _handshake(
-        self, visit: int, connection: socket.socket, serve: Callable[[SecureChannel, int], None]
+        self, visit: int, connection: socket.socket, serve: Callable[[Channel, int], None]
     ) -> None:
         try:
             channel, number = self._transport.accept(connection, self._listener_id)

@@ -10,22 +10,20 @@ server   values, the first partition's first        The partition that a backwar
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import queue
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, as_bytes
+from shoal.parameter_server.transport.channel import Channel, Place
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.secure_channel import SecureChannel
 
 Payload = bytes | Tensor
+_Frame = tuple[Header, bytes | memoryview]
 INLINE_SEND_BYTES = 4096
 """Bound on a frame that the caller's thread may send itself."""
 
@@ -43,10 +41,11 @@ class QueuedConnection:
         reader_done: is set by the one reader when it will read no more.
     """
 
-    def __init__(self, channel: SecureChannel, name: str) -> None:
+    def __init__(self, channel: Channel, name: str) -> None:
         self.channel = channel
         self.name = name
-        self._queue: queue.PriorityQueue[tuple[float, int, tuple[Header, Payload] | None]] = (
+        # An empty frame is the rest of one that is partly sent; None ends the thread.
+        self._queue: queue.PriorityQueue[tuple[float, int, _Frame | tuple[()] | None]] = (
             queue.PriorityQueue()
         )
         self._sequence = itertools.count()
@@ -65,19 +64,17 @@ class QueuedConnection:
             payload: of a tensor, its memory is sent; it is flat, contiguous and on the CPU.
             fields: of the frame's header.
         """
-        length = len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
-        header = Header(op, length, **fields)
+        body = payload if isinstance(payload, bytes) else as_bytes(payload)
+        header = Header(op, len(body), **fields)
         with self._posting:
-            priority = _priority(header)
-            if not self._unsent and length <= INLINE_SEND_BYTES and isinstance(payload, bytes):
-                if self._try_send(header, payload):
-                    return
-                priority = -math.inf  # some of the frame may be sent: the rest must come next
-            self._unsent += 1
-            self._queue.put((priority, next(self._sequence), (header, payload)))
+            if not self._unsent and isinstance(body, bytes) and len(body) <= INLINE_SEND_BYTES:
+                if not self._try_send(header, body):
+                    self._put(-math.inf, ())  # the rest of the frame must come next
+                return
+            self._put(_priority(header), (header, body))
 
-    def receive(self, place: Callable[[Header], Any]) -> tuple[Header, memoryview]:
-        """Wait for the next frame, in one thread only; see `SecureChannel.receive`."""
+    def receive(self, place: Place) -> tuple[Header, memoryview]:
+        """Wait for the next frame, in one thread only; see `Channel.receive`."""
         return self.channel.receive(place)
 
     def close(self, flush: bool = False) -> None:
@@ -100,16 +97,19 @@ class QueuedConnection:
             # Nothing can be sent any more. The reader of this connection gets the error.
             return True
 
+    def _put(self, priority: float, frame: _Frame | tuple[()]) -> None:
+        self._unsent += 1
+        self._queue.put((priority, next(self._sequence), frame))
+
     def _run(self) -> None:
-        while (item := self._queue.get()[2]) is not None:
-            header, payload = item
+        while (frame := self._queue.get()[2]) is not None:
             try:
-                self.channel.send(
-                    header, payload if isinstance(payload, bytes) else as_bytes(payload)
-                )
+                if frame:
+                    self.channel.send(*frame)
+                else:
+                    self.channel.flush()
             except BaseException as error:
-                with contextlib.suppress(OSError):
-                    self.channel.close()  # ends the reader of this connection
+                self.channel.close()  # ends the reader of this connection
                 if not isinstance(error, WireError):
                     raise
                 return

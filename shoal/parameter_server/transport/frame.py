@@ -1,8 +1,8 @@
-"""The header before every payload: fixed fields, little-endian, 44 bytes.
+"""The header before every payload: fixed fields, little-endian, 32 bytes.
 
-    0      4         6    7       8       12       16          20     28       36         44
-    │magic │ version │ op │ flags │ epoch │ worker │ partition │ step │ length │ sequence │ payload
-    │ 4s   │ u16     │ u8 │ u8    │ u32   │ u32    │ u32       │ u64  │ u64    │ u64      │
+    0    1       2          4       8        12          16     24       32
+    │ op │ flags │ reserved │ epoch │ worker │ partition │ step │ length │ payload
+    │ u8 │ u8    │ u16      │ u32   │ u32    │ u32       │ u64  │ u64    │
 
 `codec.py` says what `op` and `flags` mean.
 """
@@ -12,11 +12,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from shoal.errors import WireError
-
-MAGIC = b"SHPS"
-VERSION = 4
-_LAYOUT = struct.Struct("<4sHBBIIIQQQ")
+_LAYOUT = struct.Struct("<BBxxIIIQQ")
 HEADER_BYTES = _LAYOUT.size
 
 
@@ -44,29 +40,13 @@ class Header(NamedTuple):
     flags: int = 0
 
 
-def pack(header: Header, sequence: int) -> bytes:
-    """Pack a header into 44 bytes; `sequence` counts the frames of one direction from 0."""
+def pack(header: Header) -> bytes:
+    """Pack a header into 32 bytes."""
     op, length, worker, step, part, epoch, flags = header
-    return _LAYOUT.pack(MAGIC, VERSION, op, flags, epoch, worker, part, step, length, sequence)
+    return _LAYOUT.pack(op, flags, epoch, worker, part, step, length)
 
 
-def unpack(packed: bytes | bytearray | memoryview) -> tuple[Header, int]:
-    """Return the header in 44 bytes, and its sequence number.
-
-    Raises:
-        WireError: there are not 44 bytes, or they are no frame of this version of Shoal.
-    """
-    if len(packed) != HEADER_BYTES:
-        raise WireError(f"a frame's header has {HEADER_BYTES} bytes; there are {len(packed)}")
-    magic, version, op, flags, epoch, worker, part, step, length, sequence = _LAYOUT.unpack(packed)
-    if magic != MAGIC:
-        raise WireError(
-            f"a frame begins with {MAGIC!r}; this one begins with {magic!r}. The peer is not "
-            "Shoal's"
-        )
-    if version != VERSION:
-        raise WireError(
-            f"the peer speaks version {version} of the wire, this end {VERSION}. Run one Shoal on "
-            "both"
-        )
-    return Header(op, length, worker, step, part, epoch, flags), sequence
+def unpack(packed: bytes | bytearray | memoryview) -> Header:
+    """Return the header in 32 bytes."""
+    op, flags, epoch, worker, part, step, length = _LAYOUT.unpack(packed)
+    return Header(op, length, worker, step, part, epoch, flags)

@@ -1,22 +1,50 @@
-"""Settings by which the processes of a job reach each other, from the launcher down to the socket.
+"""How the processes of a job reach each other, from the launcher's settings down to a connection.
 
-launcher ── Transport ──> server    accept a connection, as the listener of that name
-              └─────────> worker    connect to the listener of that name
+    launcher ── Transport ──> server    accept a connection, as the listener of that name
+                  └─────────> worker    connect to the listener of that name
+
+    one machine        Unix socket without a file; each end asks the kernel for the other's user
+    between machines   TCP, and TLS 1.3 with the job's certificate at both ends (`key.py`)
+    encrypt=false      TCP alone: who can listen reads everything, the pass below too
+
+Then the worker's end says who it is and to whom it wants to talk, and the listener answers:
+
+    worker    magic, version, number, pass = HMAC-SHA256(key, job and listener)
+    listener  magic, version; then 1, or 0 if the pass is that of another job or listener
+
+Magic and version stay the first six bytes in all versions to come, so that each version can
+recognise the others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hmac
+import os
 import socket
-from collections.abc import Sequence
+import struct
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.codec import PLACEMENT_BYTES
 from shoal.parameter_server.partitioning import Partition
-from shoal.parameter_server.transport.handshake import HANDSHAKE_S, Session, accept, connect
-from shoal.parameter_server.transport.key import Key
-from shoal.parameter_server.transport.mac import HMAC, supported_macs
-from shoal.parameter_server.transport.secure_channel import SecureChannel, is_loopback
+from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.key import Key, tls_context
+from shoal.parameter_server.transport.stream import Stream, TlsStream
+from shoal.platform.sockets import listen_at
 
+UNIX = "unix"
+"""Host in the address of a Unix socket of this machine; its port is the socket's name."""
+HANDSHAKE_S = 5.0
+BACKLOG = 1024
+MAGIC = b"SHPS"
+VERSION = 5
+_START = struct.Struct("<4sH")
+_HELLO = struct.Struct("<I32s")
+_NOT_WELCOME, _WELCOME = b"\0", b"\1"
+_CREDENTIALS = struct.Struct("3i")  # of the peer: process, user, group
 _STATE_FACTOR = 8
 """Bound on a partition with its optimizer state, as a multiple of its values. Adam needs three."""
 _MAX_METADATA_BYTES = 2**20
@@ -33,11 +61,13 @@ class Transport:
         job: the job's name, the same at both ends.
         limit_bytes: the longest payload that is sent or accepted. The default is enough for the
             coordinator's messages.
+        encrypt: use TLS between machines.
     """
 
     key: Key
     job: str
     limit_bytes: int = PLACEMENT_BYTES
+    encrypt: bool = True
 
     def for_parts(self, parts: Sequence[Partition]) -> Transport:
         """Return these settings with a limit that fits any partition with its optimizer state."""
@@ -54,7 +84,7 @@ class Transport:
         listener: int | str,
         number: int,
         limit_s: float = HANDSHAKE_S,
-    ) -> SecureChannel:
+    ) -> Channel:
         """Connect to a listener of the job.
 
         Args:
@@ -66,19 +96,19 @@ class Transport:
             OSError: nobody listens at `address`.
             WireError: the listener is not that of this job, or has closed the connection.
         """
-        connection = socket.create_connection(address, timeout=limit_s)
-        is_remote = not is_loopback(connection)
-        session = connect(
-            connection,
-            self.key.secret,
-            self._name_of(listener),
-            number,
-            limit_s=limit_s,
-            known=self._macs(is_remote),
-        )
-        return self._channel(connection, session, is_remote)
+        stream = self._stream(_connected(address, limit_s), False, limit_s)
+        with _closed_on_error(stream):
+            stream.send(_START.pack(MAGIC, VERSION), _HELLO.pack(number, self._pass_for(listener)))
+            deadline_s = time.monotonic() + limit_s
+            _receive_start(stream, "server", deadline_s)
+            if _receive(stream, 1, "server", deadline_s) != _WELCOME:
+                raise WireError(
+                    f"the peer is not listener '{listener}' of job '{self.job}'. Connect to the "
+                    "address of this job's server"
+                )
+        return Channel(stream, self.limit_bytes)
 
-    def accept(self, connection: socket.socket, listener: int | str) -> tuple[SecureChannel, int]:
+    def accept(self, sock: socket.socket, listener: int | str) -> tuple[Channel, int]:
         """Make the handshake of an accepted connection, and close it if that fails.
 
         Args:
@@ -88,24 +118,111 @@ class Transport:
             The channel, and the number that the peer has given.
 
         Raises:
-            WireError: the peer does not have the key, is of another job or version, is silent or
-                gone.
+            WireError: the peer does not have the key, is of another user, job or version, is silent
+                or gone.
         """
-        is_remote = not is_loopback(connection)
-        name, macs = self._name_of(listener), self._macs(is_remote)
-        session, number = accept(connection, self.key.secret, name, known=macs)
-        return self._channel(connection, session, is_remote), number
+        stream = self._stream(sock, True, HANDSHAKE_S)
+        with _closed_on_error(stream):
+            stream.send(_START.pack(MAGIC, VERSION))
+            deadline_s = time.monotonic() + HANDSHAKE_S
+            _receive_start(stream, "worker", deadline_s)
+            hello = _receive(stream, _HELLO.size, "worker", deadline_s)
+            number, told = _HELLO.unpack(hello)
+            if not hmac.compare_digest(told, self._pass_for(listener)):
+                stream.send(_NOT_WELCOME)
+                raise WireError("the peer asks for a listener of another name. It was refused")
+            stream.send(_WELCOME)
+        return Channel(stream, self.limit_bytes), number
 
-    def _name_of(self, listener: int | str) -> str:
-        return f"{self.job}/{listener}"
+    def _stream(self, sock: socket.socket, server_side: bool, limit_s: float) -> Stream:
+        """Return the stream of a new connection, whose peer has proved what the network asks."""
+        if sock.family == socket.AF_UNIX:
+            _check_user(sock)
+        elif self.encrypt:
+            context = tls_context(self.key, server_side)
+            return TlsStream(sock, context, server_side, time.monotonic() + limit_s)
+        return Stream(sock)
 
-    def _macs(self, is_remote: bool) -> int:
-        """Return the MACs that this end knows. On one host, payloads have none, so any will do."""
-        return supported_macs() if is_remote else HMAC
+    def _pass_for(self, listener: int | str) -> bytes:
+        return hmac.digest(self.key.secret, f"{self.job}/{listener}".encode(), "sha256")
 
-    def _channel(
-        self, connection: socket.socket, session: Session, is_remote: bool
-    ) -> SecureChannel:
-        return SecureChannel(
-            connection, session, authenticate_payload=is_remote, limit_bytes=self.limit_bytes
+
+def listen(host: str) -> socket.socket:
+    """Return a listening socket at an IP address of this host, or a Unix one if `host` is UNIX.
+
+    The system chooses the port, or the name in the abstract namespace: there is no file, so nothing
+    is left when the process ends.
+    """
+    if host != UNIX:
+        return listen_at(host, backlog=BACKLOG)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind("")
+    listener.listen(BACKLOG)
+    return listener
+
+
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    """Return the address for `Transport.connect` of a socket of `listen`."""
+    name = listener.getsockname()
+    if listener.family != socket.AF_UNIX:
+        return name[0], name[1]
+    return UNIX, int(name[1:], 16)  # a zero byte, and five hexadecimal digits
+
+
+def _connected(address: tuple[str, int], limit_s: float) -> socket.socket:
+    host, port = address
+    if host != UNIX:
+        return socket.create_connection(address, timeout=limit_s)
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(limit_s)
+        sock.connect(f"\0{port:05x}")
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _check_user(sock: socket.socket) -> None:
+    """Close a Unix socket, and raise WireError, unless the peer is a process of the same user."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.geteuid():
+        sock.close()
+        raise WireError(f"the peer is a process of user {user}, not yours. It was refused")
+
+
+@contextlib.contextmanager
+def _closed_on_error(stream: Stream) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        stream.close()
+        raise
+
+
+def _receive_start(stream: Stream, peer: str, deadline_s: float) -> None:
+    # These bytes alone, because a peer of another version may send another length.
+    magic, version = _START.unpack(_receive(stream, _START.size, peer, deadline_s))
+    if magic != MAGIC:
+        raise WireError(
+            f"the peer is no Shoal {peer}: it begins with {magic!r}. Check host and port, and give "
+            "all ranks one setting of encrypt"
         )
+    if version != VERSION:
+        raise WireError(
+            f"the {peer} speaks version {version} of the wire, this end {VERSION}. Run one Shoal "
+            "on both"
+        )
+
+
+def _receive(stream: Stream, size_bytes: int, peer: str, deadline_s: float) -> bytes:
+    message = bytearray(size_bytes)
+    try:
+        stream.receive(memoryview(message), deadline_s)
+    except ConnectionLost as error:
+        raise ConnectionLost(
+            f"no handshake: {error}. The peer is no Shoal {peer}, or it refused this end: its log "
+            "says why"
+        ) from error
+    return bytes(message)

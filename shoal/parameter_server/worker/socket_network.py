@@ -10,7 +10,6 @@ lock."""
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import threading
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ from shoal.parameter_server.codec import Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import UNIX, Transport
 from shoal.parameter_server.worker.shard_connection import RECOVER_S, ShardConnection, WorkerMemory
 from shoal.parameter_server.worker.worker_messages import (
     ConnectShard,
@@ -90,7 +89,7 @@ class SocketNetwork:
 
     def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
         """Report to the coordinator, if the speeds differ enough to place partitions by them."""
-        if ipaddress.ip_address(self._arbiter[0]).is_loopback:
+        if self._arbiter[0] == UNIX:
             return  # servers of one machine do not differ
         if bytes_per_s and max(bytes_per_s.values()) > UNEVEN * min(bytes_per_s.values()):
             self.views.post(Op.BANDWIDTHS, json.dumps([*bytes_per_s.items()]).encode())

@@ -25,10 +25,12 @@ import torch
 
 from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
 from shoal.errors import StrategyRefused
+from shoal.parameter_server.launcher.cluster_launcher import spans_machines
 from shoal.parameter_server.launcher.server_pool import ClusterConfig
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import assign
 from shoal.parameter_server.shard_settings import ShardSettings
+from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
 from shoal.parameter_server.worker.push_trace import PushTrace
@@ -51,7 +53,8 @@ class Server(ServerOptions, Strategy):
 
         Raises:
             StrategyRefused: the model has no trainable parameter; a mesh with other axes than data;
-                compress of complex parameters; complex128.
+                compress of complex parameters; complex128; ranks on several machines without the
+                package for encryption.
             ConfigError: compress of an unknown kind.
         """
         if not model.trainable_params:
@@ -63,6 +66,8 @@ class Server(ServerOptions, Strategy):
                 "strategy server owns whole parameters; beside tensor and pipeline no rank has "
                 "them. Use ddp or zero1."
             )
+        if self.encrypt and spans_machines(mesh.place) and not can_encrypt():
+            raise StrategyRefused(f"strategy server: {MISSING_PACKAGE}.")
         if self.compress != "none":
             check_real_parameters(model.trainable_params, self.compress)
         double = [
@@ -129,6 +134,7 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
             options.lease_s,
             engine.compression,
         )
+        transport = replace(transport, encrypt=options.encrypt)
         return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
 
     job, arbiter = engine.launcher.start(make_config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +18,7 @@ from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import Key
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 
 KEY = bytes(range(32))
 PARTS = 60_000
@@ -32,10 +31,10 @@ def test_a_worker_gets_the_owner_of_each_of_many_partitions(tmp_path: Path) -> N
     settings = ShardSettings(tuple(parts), recipe, workers=1, staleness=0, lease_s=1.0)
     transport = Transport(Key(KEY), "job")
     config = CoordinatorConfig(transport, tmp_path / "views.json", settings, owners, shards=2)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+    with listen(UNIX) as listener:
         coordinator = threading.Thread(target=CoordinatorServer(config, listener).run, daemon=True)
         coordinator.start()
-        with closing(ClusterWatcher(0, listener.getsockname(), transport)) as watcher:
+        with closing(ClusterWatcher(0, address_of(listener), transport)) as watcher:
             watcher.begin()
             placement = watcher.placement(10)
             watcher.post(Op.LEAVE)

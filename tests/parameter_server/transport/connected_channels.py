@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from shoal.parameter_server.transport.channel import Channel
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.handshake import Session
-from shoal.parameter_server.transport.mac import GMAC, HMAC, supported_macs
-from shoal.parameter_server.transport.secure_channel import SecureChannel
+from shoal.parameter_server.transport.key import Key, can_encrypt, tls_context
+from shoal.parameter_server.transport.stream import Stream, TlsStream
 
 KEY = bytes(range(32))
-KINDS = ("tcp", "unix")
+needs_tls = pytest.mark.skipif(
+    not can_encrypt(), reason="TLS takes the package cryptography, which is not installed"
+)
+TLS = pytest.param("tls", marks=needs_tls)
+KINDS = ("tcp", "unix", TLS)
 MIB = 1 << 20
-needs_gmac = pytest.mark.skipif(
-    not supported_macs() & GMAC,
-    reason="GMAC takes the package cryptography, which is not installed",
-)
-every_mac = pytest.mark.parametrize(
-    "mac", [HMAC, pytest.param(GMAC, marks=needs_gmac)], ids=["hmac", "gmac"]
-)
-SESSION = Session(send_key=b"a" * 32, receive_key=b"b" * 32)
-PEERS = Session(send_key=b"b" * 32, receive_key=b"a" * 32)
 
 
 @contextlib.contextmanager
@@ -43,23 +38,18 @@ def sockets(kind: str = "unix") -> Iterator[tuple[socket.socket, socket.socket]]
         yield first, second
 
 
+def stream_of(sock: socket.socket, kind: str, server_side: bool) -> Stream:
+    if kind != "tls":
+        return Stream(sock)
+    context = tls_context(Key(KEY), server_side)
+    return TlsStream(sock, context, server_side, time.monotonic() + 10)
+
+
 @contextlib.contextmanager
-def channels(
-    kind: str = "unix", authenticate: bool = True, limit_bytes: int = 8 * MIB, mac: int = HMAC
-) -> Iterator[tuple[SecureChannel, SecureChannel]]:
-    with sockets(kind) as (first, second):
-        ours = SecureChannel(
-            first,
-            replace(SESSION, mac=mac),
-            authenticate_payload=authenticate,
-            limit_bytes=limit_bytes,
-        )
-        theirs = SecureChannel(
-            second,
-            replace(PEERS, mac=mac),
-            authenticate_payload=authenticate,
-            limit_bytes=limit_bytes,
-        )
+def channels(kind: str = "unix", limit_bytes: int = 8 * MIB) -> Iterator[tuple[Channel, Channel]]:
+    with sockets(kind) as (first, second), beside(stream_of, second, kind, True) as accepting:
+        ours = Channel(stream_of(first, kind, False), limit_bytes)
+        theirs = Channel(accepting.result(), limit_bytes)
         with contextlib.closing(ours), contextlib.closing(theirs):
             yield ours, theirs
 
@@ -82,20 +72,3 @@ def read_to_end(sock: socket.socket) -> bytes:
         while piece := sock.recv(1 << 16):
             read += piece
     return read
-
-
-def frames(
-    *sent: tuple[Header, bytes], session: Session = PEERS, authenticate: bool = True
-) -> list[bytes]:
-    """What a channel with these keys puts on the wire, frame by frame."""
-    with (
-        sockets() as (first, second),
-        contextlib.closing(
-            SecureChannel(first, session, authenticate_payload=authenticate, limit_bytes=1 << 62)
-        ) as channel,
-    ):
-        recorded = []
-        for header, payload in sent:
-            channel.send(header, payload)
-            recorded.append(second.recv(1 << 16))
-        return recorded

@@ -12,7 +12,7 @@ from shoal.parameter_server.transport.connection import INLINE_SEND_BYTES, Queue
 
 
 def test_values_go_out_in_the_order_of_the_forward_pass():
-    with channels("unix", False) as (ours, theirs):
+    with channels("unix") as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         # Nobody reads yet, and the socket takes less than a part: all but the first wait.
         for part in (0, 3, 1, 2):
@@ -22,17 +22,8 @@ def test_values_go_out_in_the_order_of_the_forward_pass():
     assert heard == [0, 1, 2, 3]
 
 
-def test_a_small_frame_waits_for_a_frame_that_is_being_sent():
-    with channels("unix", False) as (ours, theirs):
-        peer = QueuedConnection(ours, "worker")
-        with ours._sending:
-            peer.post(Op.STEP, b"{}", step=4)  # somebody else sends: it has to wait
-        assert theirs.receive(new_memory)[0].step == 4
-        peer.close()
-
-
 def test_a_small_frame_waits_for_a_large_one_before_it():
-    with channels("unix", False) as (ours, theirs):
+    with channels("unix") as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         peer.post(Op.PUSH, torch.zeros(2**20), partition=1)
         peer.post(Op.GRAD_MASK, b"\1", partition=2)
@@ -50,7 +41,7 @@ def test_a_small_frame_waits_for_a_large_one_before_it():
 @pytest.mark.parametrize("size_bytes", [0, 1, 333, INLINE_SEND_BYTES])
 def test_a_peer_that_does_not_read_blocks_no_caller_and_gets_all_frames(kind, size_bytes):
     count = 4000
-    with channels(kind, False) as (ours, theirs):
+    with channels(kind) as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         for step in range(count):
             peer.post(
@@ -65,7 +56,7 @@ def test_a_peer_that_does_not_read_blocks_no_caller_and_gets_all_frames(kind, si
 
 
 def test_to_post_to_a_peer_that_has_gone_is_no_error():
-    with channels("unix", False) as (ours, theirs):
+    with channels("unix") as (ours, theirs):
         peer = QueuedConnection(ours, "worker")
         theirs.close()
         peer.post(Op.STEP, b"{}")

@@ -20,10 +20,10 @@ from shoal.parameter_server.codec import SHARED, Op
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.transport.channel import Channel
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.key import Key
-from shoal.parameter_server.transport.secure_channel import SecureChannel
-from shoal.parameter_server.transport.settings import Transport
+from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 from shoal.parameter_server.worker.session import WorkerSession
 from shoal.parameter_server.worker.shard_connection import WorkerMemory
 from shoal.parameter_server.worker.socket_network import SocketNetwork
@@ -55,19 +55,19 @@ class Worker:
 
     def __init__(self, memory: SharedSegment, lent_at: list[int], values: torch.Tensor) -> None:
         self.owner = Owner(4)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        arbiter = socket.create_server(("127.0.0.1", 0))
+        self.listener = listen(UNIX)
+        arbiter = listen(UNIX)
         worker_memory = WorkerMemory([values] * 4, [0] * 4, memory, lent_at)
-        network = SocketNetwork(1, arbiter.getsockname(), worker_memory, TRANSPORT)
+        network = SocketNetwork(1, address_of(arbiter), worker_memory, TRANSPORT)
         self.network = network
         with arbiter, beside(network.start, self.owner) as starting:
             self.arbiter = self.accepted(arbiter, ARBITER)
-            self.tell_view(View(0, 1, PRIMARY, addresses={PRIMARY: self.listener.getsockname()}))
+            self.tell_view(View(0, 1, PRIMARY, addresses={PRIMARY: address_of(self.listener)}))
             self.tell(Op.PLACEMENT, Placement(1, (0,) * 4).to_json())
             self.server = self.accepted(self.listener, PRIMARY)
             starting.result(10)
 
-    def accepted(self, listener: socket.socket, name: int | str) -> SecureChannel:
+    def accepted(self, listener: socket.socket, name: int | str) -> Channel:
         connection, _ = listener.accept()
         return TRANSPORT.accept(connection, name)[0]
 
@@ -164,11 +164,11 @@ def test_a_gradient_is_laid_in_lent_memory_for_a_server_that_reads_there_and_for
 
 
 def test_a_primary_that_was_replaced_is_hung_up_on_and_its_successor_hears_all_again():
-    with connected() as (worker, _), socket.create_server(("127.0.0.1", 0)) as listener:
+    with connected() as (worker, _), listen(UNIX) as listener:
         worker.push(1, torch.ones(8))
         worker.request_step()
         heard = [worker.server.receive(new_memory)[0] for _ in range(2)]
-        successor = View(0, epoch=2, primary=8, addresses={8: listener.getsockname()})
+        successor = View(0, epoch=2, primary=8, addresses={8: address_of(listener)})
         worker.tell_view(successor)
         with pytest.raises(ConnectionLost):
             worker.server.receive(new_memory)

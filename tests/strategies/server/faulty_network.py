@@ -1,4 +1,4 @@
-"""A network with faults on request: TCP proxies in front of every server.
+"""A network with faults on request: proxies in front of every server.
 
     worker ── proxy ──> server ── proxy ──> backup       A proxy reads frame by frame, so a fault
                 ^                   ^                    begins in the middle of a frame of the
@@ -31,11 +31,11 @@ from shoal.parameter_server.launcher import server_pool
 from shoal.parameter_server.node import node_server
 from shoal.parameter_server.transport.connection import QueuedConnection
 from shoal.parameter_server.transport.frame import HEADER_BYTES, unpack
-from shoal.parameter_server.transport.handshake import _CALLER, _GREETING, _PROOF_BYTES
-from shoal.parameter_server.transport.secure_channel import MAC_BYTES
+from shoal.parameter_server.transport.settings import _HELLO, _START, UNIX, _connected, address_of
+from shoal.parameter_server.transport.settings import listen as listen_at
 
-TO_SERVER_BYTES = (_GREETING.size, _CALLER.size + _PROOF_BYTES)
-FROM_SERVER_BYTES = (_GREETING.size, 2 * _PROOF_BYTES)
+TO_SERVER_BYTES = (_START.size, _HELLO.size)
+FROM_SERVER_BYTES = (_START.size, 1)
 PHASES = {"push": Op.PUSH, "apply": Op.STEP, "replicate": Op.REPLICATE, "pull": Op.PARAMS}
 
 
@@ -98,11 +98,9 @@ class Network(CoordinatorServer):
             port = (
                 self.trouble.folder / f"{server}-{inside}.port"
             )  # the next arbiter's proxies have the same ones
-            listener = socket.create_server(
-                ("127.0.0.1", int(port.read_text()) if port.exists() else 0), backlog=64
-            )
-            self.ways[server, inside] = listener.getsockname()[:2]
-            port.write_text(str(listener.getsockname()[1]))
+            listener = _listen_again(int(port.read_text())) if port.exists() else listen_at(UNIX)
+            self.ways[server, inside] = address_of(listener)
+            port.write_text(str(address_of(listener)[1]))
             threading.Thread(
                 target=self._proxy, args=(listener, server, address), daemon=True
             ).start()
@@ -112,12 +110,11 @@ class Network(CoordinatorServer):
         while True:
             near, _ = listener.accept()
             try:
-                far = socket.create_connection(address)
+                far = _connected(address, limit_s=5)
             except OSError:
                 near.close()
                 continue
-            for end in (near, far):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            far.settimeout(None)
             for way in ((near, far, TO_SERVER_BYTES), (far, near, FROM_SERVER_BYTES)):
                 threading.Thread(target=self._pass_on, args=(*way, server), daemon=True).start()
 
@@ -132,8 +129,8 @@ class Network(CoordinatorServer):
             for size_bytes in handshake_bytes:
                 sink.sendall(_exactly(source, size_bytes))
             while True:
-                head = _exactly(source, HEADER_BYTES + MAC_BYTES)
-                header, _ = unpack(head[:HEADER_BYTES])
+                head = _exactly(source, HEADER_BYTES)
+                header = unpack(head)
                 self._pass_frame(
                     head + _exactly(source, header.length), header.op, source, sink, server
                 )
@@ -215,6 +212,14 @@ class Network(CoordinatorServer):
                 / f"{view.primary if role == 'primary' else view.backups[0]}.pid"
             ).read_text()
         )
+
+
+def _listen_again(port: int) -> socket.socket:
+    """Listen at the Unix address of a proxy whose process has ended."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"\0{port:05x}")
+    listener.listen()
+    return listener
 
 
 def wake(trouble: Trouble, after_s: float) -> None:

@@ -9,11 +9,13 @@ from typing import Any
 import fault_injection
 import pytest
 import torch
-from hostile_clients import WITH_KEY, WITHOUT_KEY, Target, cut_a_frame_short, send
+from connected_channels import needs_tls
+from hostile_clients import WITH_KEY, WITHOUT_KEY, Target, cut_a_frame_short
 from torch import Tensor
 
 import shoal
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.launcher import cluster_launcher
 from shoal.parameter_server.transport.acceptor import HANDSHAKES
 from shoal.testing import world
 
@@ -23,8 +25,10 @@ def undisturbed() -> dict[str, Tensor]:
     return world.run(2, fault_injection.trained, "server=2,part_mb=0.01")[0][0]
 
 
-def visited(seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
+def visited(network: str, seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     """Return weights, refusals by shard, the report, and if all servers are the first ones."""
+    if network == "tls":  # as if the two ranks were on two machines
+        cluster_launcher.spans_machines = lambda _: True  # type: ignore[assignment]
     torch.manual_seed(0)
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -54,9 +58,9 @@ def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
         fleet.watcher.wait_for_view(shard, 5, lambda view: view.primary is not None)
         for shard in range(2)
     ]
-    key, job = fleet.job.transport.key.secret, fleet.job.transport.job
-    servers = [Target(v.addresses[v.primary], key, f"{job}/{v.primary}") for v in views]
-    arbiter = Target(fleet.coordinator_address, key, f"{job}/{ARBITER}")
+    transport = fleet.job.transport
+    servers = [Target(view.addresses[view.primary], transport, view.primary) for view in views]
+    arbiter = Target(fleet.coordinator_address, transport, ARBITER)
     for target in servers:
         for _ in range(HANDSHAKES + 10):  # half-open, while all others come
             silent.enter_context(target.reach())
@@ -64,15 +68,16 @@ def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     visits += [(who, target) for who in WITH_KEY for target in servers]
     chance.shuffle(visits)
     for who, target in visits:
-        send(who, target, chance)
+        who(target, chance)
         cut_a_frame_short(chance.choice(servers))
 
 
+@pytest.mark.parametrize("network", ["unix", pytest.param("tls", marks=needs_tls)])
 @pytest.mark.parametrize("seed", fault_injection.trials())
 def test_strangers_are_refused_and_counted_and_change_nothing(
-    seed: int, undisturbed: dict[str, Tensor]
+    network: str, seed: int, undisturbed: dict[str, Tensor]
 ) -> None:
-    for weights, more, report, same in world.run(2, visited, seed):
+    for weights, more, report, same in world.run(2, visited, network, seed):
         assert same
         assert more == [0, 0]
         assert any("servers refused" in line for line in report)

@@ -47,12 +47,6 @@ def trained_in_trouble(what: str, op: Op, seed: int, folder: Path) -> Any:
     return found
 
 
-def test_a_replayed_push_is_counted_where_it_was_refused(tmp_path: Path) -> None:
-    trouble = Trouble(tmp_path, "replay", Op.PUSH, 30)
-    found = world.run(2, trained, "server=2,replicas=2,part_mb=0.01,shared_memory=false", trouble)
-    assert sum(figure["refused"] for figure in found[0][1]) == 1
-
-
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("fault", ["slow", "SIGSTOP worker"])
 def test_no_worker_reads_further_ahead_than_allowed(

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.strategies.server.strategy import Server
 
-KEPT_FOR_OLD_CONFIGURATIONS = {"connections", "tls"}
+KEPT_FOR_OLD_CONFIGURATIONS = {"connections"}
 PAGE = Path(__file__).parents[3] / "docs/strategies/server.md"
 
 
