@@ -22,7 +22,6 @@ from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.retry import retry_until
-from shoal.parameter_server.transport.connection import QueuedConnection
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 
@@ -63,12 +62,11 @@ class AdminClient:
         (host, port), transport = _coordinator_of(directory)
         number = FIRST_USER + secrets.randbelow(2**20)
         try:
-            channel = transport.connect((host, port), ARBITER, number)
+            self._peer = transport.connect((host, port), ARBITER, number)
         except (OSError, WireError) as error:
             raise ServerLost(
                 f"{directory}: its arbiter at {host} port {port} does not answer: {error}."
             ) from error
-        self._peer = QueuedConnection(channel, "arbiter")
 
     def servers(self) -> list[dict[str, Any]]:
         """Return an entry for each server.

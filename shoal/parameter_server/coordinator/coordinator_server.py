@@ -25,8 +25,7 @@ from shoal.parameter_server.coordinator.coordinator import Coordinator, View
 from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
-from shoal.parameter_server.transport.channel import Channel
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 from shoal.platform.files import atomic_write
@@ -82,7 +81,7 @@ class CoordinatorServer:
             self.coordinator.from_json(config.file.read_text(), time.monotonic())
         self.lock = threading.Lock()
         self._worker_left = threading.Condition(self.lock)
-        self.peers: dict[int, QueuedConnection] = {}
+        self.peers: dict[int, Connection] = {}
         self.departed: set[int] = set()
         self.statuses: dict[int, dict[str, Any]] = {}
         self._published_version = self.coordinator.placement.version
@@ -107,8 +106,7 @@ class CoordinatorServer:
 
     # One connection
 
-    def _serve_connection(self, channel: Channel, number: int) -> None:
-        peer = QueuedConnection(channel, f"member {number}")
+    def _serve_connection(self, peer: Connection, number: int) -> None:
         with self.lock:
             self.peers[number] = peer
             self._send_placement(peer)
@@ -131,7 +129,7 @@ class CoordinatorServer:
             peer.close()
 
     def _on_message(
-        self, number: int, peer: QueuedConnection, header: Header, payload: memoryview
+        self, number: int, peer: Connection, header: Header, payload: memoryview
     ) -> None:
         """Handle a message. The lock is held."""
         if header.op in _SERVER_OPS:
@@ -148,7 +146,7 @@ class CoordinatorServer:
             self._publish([])
 
     def _on_server_message(
-        self, server: int, peer: QueuedConnection, header: Header, payload: memoryview
+        self, server: int, peer: Connection, header: Header, payload: memoryview
     ) -> None:
         now = time.monotonic()
         match header.op:
@@ -175,7 +173,7 @@ class CoordinatorServer:
                 changed = self.coordinator.in_sync(header.partition, header.worker, header.epoch)
                 self._publish(changed)
 
-    def _on_user_message(self, peer: QueuedConnection, header: Header) -> None:
+    def _on_user_message(self, peer: Connection, header: Header) -> None:
         match header.op:
             case Op.ADD:
                 view = self.coordinator.add()
@@ -204,10 +202,10 @@ class CoordinatorServer:
             if placement_changed:
                 self._send_placement(peer)
 
-    def _send_placement(self, peer: QueuedConnection) -> None:
+    def _send_placement(self, peer: Connection) -> None:
         peer.post(Op.PLACEMENT, json.dumps(self.coordinator.placement.to_json()).encode())
 
-    def _send_view(self, peer: QueuedConnection, view: View) -> None:
+    def _send_view(self, peer: Connection, view: View) -> None:
         payload = json.dumps(view.to_json()).encode()
         peer.post(Op.VIEW, payload, partition=view.shard, epoch=view.epoch)
 

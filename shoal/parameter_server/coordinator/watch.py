@@ -15,7 +15,7 @@ from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.retry import retry_until
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 
@@ -46,7 +46,7 @@ class ClusterWatcher:
         address: Address,
         transport: Transport,
         *,
-        first: Callable[[QueuedConnection], None] = lambda _: None,
+        first: Callable[[Connection], None] = lambda _: None,
         changed: Callable[[View], None] = lambda _: None,
         placed: Callable[[Placement], None] = lambda _: None,
         answered: Callable[[Header], None] = lambda _: None,
@@ -61,7 +61,7 @@ class ClusterWatcher:
         self._views: dict[int, View] = {}
         self._placement: Placement | None = None
         self._updated = threading.Condition()
-        self._peer: QueuedConnection | None = None
+        self._peer: Connection | None = None
         self._closed = False
         self.over = threading.Event()
 
@@ -117,11 +117,10 @@ class ClusterWatcher:
             math.inf, attempt, every_s=RETRY_S, retried=broken, stopped=lambda: self._closed
         )
 
-    def _connect(self) -> QueuedConnection:
-        channel = self._transport.connect(self._address, ARBITER, self._number)
-        return QueuedConnection(channel, "arbiter")
+    def _connect(self) -> Connection:
+        return self._transport.connect(self._address, ARBITER, self._number)
 
-    def _receive_loop(self, peer: QueuedConnection) -> None:
+    def _receive_loop(self, peer: Connection) -> None:
         self._peer = peer
         self._first(peer)
         try:

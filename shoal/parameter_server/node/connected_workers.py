@@ -17,7 +17,7 @@ from shoal.parameter_server.events import (
     Outgoing,
     PullResponse,
 )
-from shoal.parameter_server.transport.connection import Payload, QueuedConnection
+from shoal.parameter_server.transport.connection import Connection, Payload
 
 
 class ConnectedWorkers:
@@ -29,19 +29,19 @@ class ConnectedWorkers:
     """
 
     def __init__(self) -> None:
-        self._peers: dict[int, QueuedConnection] = {}
+        self._peers: dict[int, Connection] = {}
         self._sharing: set[int] = set()
         self.stop_at = 0
         self.sent_bytes = 0
 
-    def connect(self, number: int, peer: QueuedConnection) -> QueuedConnection | None:
+    def connect(self, number: int, peer: Connection) -> Connection | None:
         """Add a peer's connection. Return its previous one if that has not ended yet."""
         previous = self._peers.get(number)
         self._peers[number] = peer
         self._sharing.discard(number)
         return previous
 
-    def disconnect(self, number: int, peer: QueuedConnection) -> None:
+    def disconnect(self, number: int, peer: Connection) -> None:
         """Remove a connection that has ended, unless a newer one has replaced it."""
         if self._peers.get(number) is peer:
             del self._peers[number]

@@ -26,7 +26,7 @@ from shoal.parameter_server.events import (
     ReplicateUpdate,
     TransferDone,
 )
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 
@@ -91,7 +91,7 @@ class Membership:
         self.transport = transport
         self.lease_s = lease_s
         self.view = View(shard)
-        self.backup_connections: dict[int, QueuedConnection] = {}
+        self.backup_connections: dict[int, Connection] = {}
         self._address = address
         self._coordinator = coordinator
         self._joined = threading.Event()
@@ -127,19 +127,18 @@ class Membership:
 
     # Other servers
 
-    def connect_to(self, server: int, address: Address | None) -> QueuedConnection | None:
+    def connect_to(self, server: int, address: Address | None) -> Connection | None:
         """Connect to another server; None if it cannot be reached now."""
         if address is None:
             return None
         try:
             number = FIRST_SERVER + self.server
-            channel = self.transport.connect(address, server, number, self.lease_s / 2)
+            return self.transport.connect(address, server, number, self.lease_s / 2)
         except (OSError, WireError) as error:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None
-        return QueuedConnection(channel, f"server {server}")
 
-    def add_backup(self, backup: int, peer: QueuedConnection) -> None:
+    def add_backup(self, backup: int, peer: Connection) -> None:
         """Use a connection to a replica, and receive its acknowledgements."""
         self.backup_connections[backup] = peer
         threading.Thread(target=self._receive_acks, args=(backup, peer), daemon=True).start()
@@ -184,7 +183,7 @@ class Membership:
         return view.primary, view.addresses[view.primary]
 
     def send_transfer(
-        self, transfer: PartitionTransfer, start_version: int, peer: QueuedConnection
+        self, transfer: PartitionTransfer, start_version: int, peer: Connection
     ) -> None:
         """Send a partition to the primary of its new shard, over a connection to it."""
         payload = pack_partition(transfer.values, list(transfer.state), transfer.steps_by_worker)
@@ -211,7 +210,7 @@ class Membership:
         """Report a replica that has all snapshots, so may become a backup."""
         self._watcher.post(Op.IN_SYNC, partition=self.shard, worker=backup, epoch=self.view.epoch)
 
-    def _send_join(self, peer: QueuedConnection) -> None:
+    def _send_join(self, peer: Connection) -> None:
         if self._joined.is_set():
             return  # after a reconnection, the next heartbeat is enough
         host, port = self._address
@@ -255,7 +254,7 @@ class Membership:
 
     # Backups
 
-    def _receive_acks(self, backup: int, connection: QueuedConnection) -> None:
+    def _receive_acks(self, backup: int, connection: Connection) -> None:
         try:
             while True:
                 header, _ = connection.receive(lambda _: None)

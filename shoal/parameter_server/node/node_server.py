@@ -47,8 +47,7 @@ from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
-from shoal.parameter_server.transport.channel import Channel
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport, address_of
 
@@ -154,13 +153,12 @@ class ServerNode:
 
     # One connection
 
-    def _serve_connection(self, channel: Channel, number: int) -> None:
+    def _serve_connection(self, peer: Connection, number: int) -> None:
         """Serve a peer from its handshake to the end of its connection.
 
         Args:
             number: a worker's number, or FIRST_SERVER and a server's.
         """
-        peer = QueuedConnection(channel, f"peer {number}")
         with self.lock:
             previous = self.workers.connect(number, peer)
         if previous is not None:
@@ -195,7 +193,7 @@ class ServerNode:
             f"server {self.config.server} is not the primary of shard {self.config.shard}"
         )
 
-    def _receive_loop(self, number: int, peer: QueuedConnection) -> None:
+    def _receive_loop(self, number: int, peer: Connection) -> None:
         metas: dict[int, bytes] = {}  # partition -> frame that describes the next payload of it
         while True:
             header, payload = peer.receive(lambda header: self.buffers.buffer_for(number, header))
@@ -215,7 +213,7 @@ class ServerNode:
                     self.replication.apply_from_primary(number, peer, header, payload, meta)
 
     def _on_worker_frame(
-        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, meta: bytes
+        self, worker: int, peer: Connection, header: Header, payload: memoryview, meta: bytes
     ) -> None:
         try:
             self._check_worker(worker, header)

@@ -25,7 +25,7 @@ from shoal.parameter_server.events import (
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 
 
@@ -88,7 +88,7 @@ class Replication:
     def apply_from_primary(
         self,
         primary: int,
-        peer: QueuedConnection,
+        peer: Connection,
         header: Header,
         payload: memoryview,
         meta: bytes,

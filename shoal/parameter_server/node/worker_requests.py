@@ -26,7 +26,7 @@ from shoal.parameter_server.node.connected_workers import ConnectedWorkers
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.shared_values import SharedValues
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 
 _STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
@@ -62,7 +62,7 @@ class WorkerRequests:
         self._on_step = on_step
 
     def handle(
-        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview, meta: bytes
+        self, worker: int, peer: Connection, header: Header, payload: memoryview, meta: bytes
     ) -> Iterable[Outgoing]:
         """Handle a worker's frame, and return the messages to send.
 
@@ -117,7 +117,7 @@ class WorkerRequests:
         raise AssertionError(header.op)
 
     def _handle_other(
-        self, worker: int, peer: QueuedConnection, header: Header, payload: memoryview
+        self, worker: int, peer: Connection, header: Header, payload: memoryview
     ) -> None:
         """Handle a request that is answered at once, or not at all."""
         shard, partition = self._shard, header.partition
@@ -141,7 +141,7 @@ class WorkerRequests:
             case _:
                 raise ProtocolViolation(f"message {header.op}, which is not known")
 
-    def _share_memory(self, worker: int, peer: QueuedConnection, payload: memoryview) -> None:
+    def _share_memory(self, worker: int, peer: Connection, payload: memoryview) -> None:
         """Share memory with a worker of this host, which takes two messages.
 
         First the worker describes the memory of its gradients. The answer describes this server's

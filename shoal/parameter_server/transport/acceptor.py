@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 from shoal.errors import WireError
-from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.settings import Transport
 
 HANDSHAKES = 64
@@ -51,11 +51,11 @@ class Acceptor:
         self._closed = False
         self.refused = 0
 
-    def accept(self, serve: Callable[[Channel, int], None]) -> None:
+    def accept(self, serve: Callable[[Connection, int], None]) -> None:
         """Accept connections until `close`; call `serve` for each peer, in a thread of its own.
 
         Args:
-            serve: is called with the channel and the number that the peer has given.
+            serve: is called with the connection and the number that the peer has given.
         """
         visit = 0
         while not self._closed:
@@ -100,10 +100,10 @@ class Acceptor:
                     oldest.shutdown(socket.SHUT_RDWR)
 
     def _handshake(
-        self, visit: int, connection: socket.socket, serve: Callable[[Channel, int], None]
+        self, visit: int, connection: socket.socket, serve: Callable[[Connection, int], None]
     ) -> None:
         try:
-            channel, number = self._transport.accept(connection, self._listener_id)
+            peer, number = self._transport.accept(connection, self._listener_id)
         except WireError as error:
             connection.close()
             self.refuse(error)
@@ -113,4 +113,4 @@ class Acceptor:
                 handle = self._handshaking.pop(visit, None)
             if handle is not None:
                 handle.close()
-        serve(channel, number)
+        serve(peer, number)

@@ -1,4 +1,10 @@
-"""A connection whose frames are queued and sent by a thread, in an order of priority.
+"""Frames over one connection, straight from and into the memory of tensors, sent by priority.
+
+    │ header, 32 bytes │ payload, `length` bytes │
+
+    post      small, and nothing waits ──> sent at once          a thread sends what waits:
+              else ──> queue ──> thread ──> the peer             the smallest priority first
+    receive   1 header   2 not too long?   3 `place` returns the memory   4 payload
 
 worker   STEP first, then gradients as they came    A server that has the step request steps each
                                                     partition as soon as its gradient is there, and
@@ -14,43 +20,51 @@ import itertools
 import math
 import queue
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, as_bytes
-from shoal.parameter_server.transport.channel import Channel, Place
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.frame import HEADER_BYTES, Header, pack, unpack
+from shoal.parameter_server.transport.stream import Stream
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Payload = bytes | Tensor
-_Frame = tuple[Header, bytes | memoryview]
+Place = Callable[[Header], memoryview | bytearray | None]
 INLINE_SEND_BYTES = 4096
 """Bound on a frame that the caller's thread may send itself."""
+_EMPTY = memoryview(b"")
 
 
-class QueuedConnection:
+class Connection:
     """A connection with a queue of frames to send: the caller never waits for a slow peer.
 
-    Tensors are sent from their own memory, so they must not change before the peer has answered.
+    Any number of threads may post, one may receive, and any may close it.
 
     Args:
-        channel: of one peer; this object closes it.
+        stream: to the peer; this object closes it.
+        limit_bytes: the longest payload that is sent or accepted.
         name: of the peer, for the name of the thread.
 
     Attributes:
         reader_done: is set by the one reader when it will read no more.
     """
 
-    def __init__(self, channel: Channel, name: str) -> None:
-        self.channel = channel
-        self.name = name
-        # An empty frame is the rest of one that is partly sent; None ends the thread.
-        self._queue: queue.PriorityQueue[tuple[float, int, _Frame | tuple[()] | None]] = (
-            queue.PriorityQueue()
-        )
+    def __init__(self, stream: Stream, limit_bytes: int, name: str) -> None:
+        self._stream = stream
+        self._limit_bytes = limit_bytes
+        # An empty tuple is the rest of a frame that is partly sent; None ends the thread.
+        self._queue: queue.PriorityQueue[tuple[float, int, tuple[bytes | memoryview, ...] | None]]
+        self._queue = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._posting = threading.Lock()
+        self._receiving = threading.Lock()
         self._unsent = 0
+        self._head = memoryview(bytearray(HEADER_BYTES))
         self.reader_done = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"to {name}", daemon=True)
         self._thread.start()
@@ -58,27 +72,57 @@ class QueuedConnection:
     def post(self, op: int, payload: Payload = b"", **fields: int) -> None:
         """Send a frame: now if it is small and the queue is empty, else by the thread.
 
-        To wake the thread takes longer than to send a small frame.
+        To wake the thread takes longer than to send a small frame. If the peer has gone, the reader
+        of this connection gets the error.
 
         Args:
-            payload: of a tensor, its memory is sent; it is flat, contiguous and on the CPU.
+            payload: of a tensor, its memory is sent, so it must not change before the peer has
+                answered; it is flat, contiguous and on the CPU.
             fields: of the frame's header.
+
+        Raises:
+            WireError: the payload is above the limit; nothing was sent.
         """
         body = payload if isinstance(payload, bytes) else as_bytes(payload)
+        self._check_length(len(body))
         header = Header(op, len(body), **fields)
         with self._posting:
-            if not self._unsent and isinstance(body, bytes) and len(body) <= INLINE_SEND_BYTES:
-                if not self._try_send(header, body):
-                    self._put(-math.inf, ())  # the rest of the frame must come next
-                return
-            self._put(_priority(header), (header, body))
+            if self._unsent or not isinstance(body, bytes) or len(body) > INLINE_SEND_BYTES:
+                self._put(_priority(header), (pack(header), body))
+            elif not self._try_send(pack(header) + body):
+                self._put(-math.inf, ())  # the rest of the frame must come next
 
     def receive(self, place: Place) -> tuple[Header, memoryview]:
-        """Wait for the next frame, in one thread only; see `Channel.receive`."""
-        return self.channel.receive(place)
+        """Wait for one frame, in one thread at a time.
+
+        Args:
+            place: is called for a frame with a payload. It returns writable memory of exactly
+                `header.length` bytes, or None for new memory. The content of that memory is invalid
+                after an error.
+
+        Returns:
+            The header, and the payload as flat bytes, in the memory of `place`.
+
+        Raises:
+            WireError: the frame is too long, or damaged; the connection is then closed.
+            ConnectionLost: the peer has gone, also between two frames, or this end has closed.
+        """
+        if not self._receiving.acquire(blocking=False):
+            raise AssertionError("two threads receive on one connection")
+        try:
+            return self._receive(place)
+        except BaseException:
+            self.hang_up()
+            raise
+        finally:
+            self._receiving.release()
+
+    def hang_up(self) -> None:
+        """End the connection at once: what either end waits for on it fails."""
+        self._stream.close()
 
     def close(self, flush: bool = False) -> None:
-        """Close the connection.
+        """Close the connection, and wait for its thread.
 
         Args:
             flush: send the queued frames first, for 5 s at most.
@@ -86,35 +130,60 @@ class QueuedConnection:
         self._queue.put((math.inf, next(self._sequence), None))
         if flush:
             self._thread.join(timeout=5)
-        self.channel.close()
+        self.hang_up()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
 
-    def _try_send(self, header: Header, payload: bytes) -> bool:
-        try:
-            return self.channel.try_send(header, payload)
-        except WireError:
-            # Nothing can be sent any more. The reader of this connection gets the error.
-            return True
-
-    def _put(self, priority: float, frame: _Frame | tuple[()]) -> None:
+    def _put(self, priority: float, buffers: tuple[bytes | memoryview, ...]) -> None:
         self._unsent += 1
-        self._queue.put((priority, next(self._sequence), frame))
+        self._queue.put((priority, next(self._sequence), buffers))
+
+    def _try_send(self, frame: bytes) -> bool:
+        try:
+            return self._stream.try_send(frame)
+        except WireError:
+            return True  # nothing can be sent any more
 
     def _run(self) -> None:
-        while (frame := self._queue.get()[2]) is not None:
+        while (buffers := self._queue.get()[2]) is not None:
             try:
-                if frame:
-                    self.channel.send(*frame)
-                else:
-                    self.channel.flush()
+                self._stream.send(*buffers)
             except BaseException as error:
-                self.channel.close()  # ends the reader of this connection
+                self.hang_up()  # ends the reader of this connection
                 if not isinstance(error, WireError):
                     raise
                 return
             with self._posting:
                 self._unsent -= 1
+
+    def _receive(self, place: Place) -> tuple[Header, memoryview]:
+        self._stream.receive(self._head)
+        header = unpack(self._head)
+        self._check_length(header.length)
+        if header.length == 0:
+            return header, _EMPTY
+        placed = place(header)
+        body = _flat(bytearray(header.length) if placed is None else placed)
+        if len(body) != header.length:
+            raise WireError(
+                f"the peer sent {header.length} bytes for a place of {len(body)}. The two differ "
+                "in the model"
+            )
+        self._stream.receive(body)
+        return header, body
+
+    def _check_length(self, length_bytes: int) -> None:
+        if length_bytes > self._limit_bytes:
+            raise WireError(
+                f"a frame has {length_bytes} bytes of payload; the limit is {self._limit_bytes}. "
+                "Send it in parts, or give both ends a higher limit"
+            )
+
+
+def _flat(memory: ReadableBuffer) -> memoryview:
+    """Return the bytes of a C-contiguous buffer, without a copy."""
+    view = memoryview(memory)
+    return view.cast("B") if view.nbytes else _EMPTY  # a shape with a zero in it cannot be cast
 
 
 def _priority(header: Header) -> float:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.codec import PLACEMENT_BYTES
 from shoal.parameter_server.partitioning import Partition
-from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.key import Key, tls_context
 from shoal.parameter_server.transport.stream import Stream, TlsStream
 from shoal.platform.sockets import listen_at
@@ -84,7 +84,7 @@ class Transport:
         listener: int | str,
         number: int,
         limit_s: float = HANDSHAKE_S,
-    ) -> Channel:
+    ) -> Connection:
         """Connect to a listener of the job.
 
         Args:
@@ -106,16 +106,16 @@ class Transport:
                     f"the peer is not listener '{listener}' of job '{self.job}'. Connect to the "
                     "address of this job's server"
                 )
-        return Channel(stream, self.limit_bytes)
+        return Connection(stream, self.limit_bytes, str(listener))
 
-    def accept(self, sock: socket.socket, listener: int | str) -> tuple[Channel, int]:
+    def accept(self, sock: socket.socket, listener: int | str) -> tuple[Connection, int]:
         """Make the handshake of an accepted connection, and close it if that fails.
 
         Args:
             listener: the name of this end, for which the peer must have asked.
 
         Returns:
-            The channel, and the number that the peer has given.
+            The connection, and the number that the peer has given.
 
         Raises:
             WireError: the peer does not have the key, is of another user, job or version, is silent
@@ -132,7 +132,7 @@ class Transport:
                 stream.send(_NOT_WELCOME)
                 raise WireError("the peer asks for a listener of another name. It was refused")
             stream.send(_WELCOME)
-        return Channel(stream, self.limit_bytes), number
+        return Connection(stream, self.limit_bytes, str(number)), number
 
     def _stream(self, sock: socket.socket, server_side: bool, limit_s: float) -> Stream:
         """Return the stream of a new connection, whose peer has proved what the network asks."""

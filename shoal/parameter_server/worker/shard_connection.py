@@ -23,7 +23,7 @@ from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes, unpack
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
-from shoal.parameter_server.transport.connection import Payload, QueuedConnection
+from shoal.parameter_server.transport.connection import Connection, Payload
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.worker_messages import (
@@ -88,7 +88,7 @@ class ShardConnection:
         self._memory = memory
         self._transport = transport
         self._views = views
-        self._peer: QueuedConnection | None = None
+        self._peer: Connection | None = None
         self._is_lending = False  # the server reads gradients in this worker's memory
         self._borrowed: AttachedSegment | None = None  # the server's memory
         self._arriving: ValuesMessage | None = None  # of the frame that arrives now
@@ -115,7 +115,7 @@ class ShardConnection:
     def hang_up(self) -> None:
         """Close the present connection; its thread notices and connects again."""
         if self._peer is not None:
-            self._peer.channel.close()
+            self._peer.hang_up()
 
     def _post(self, op: Op, payload: Payload = b"", **fields: int) -> None:
         if self._peer is not None:
@@ -206,8 +206,7 @@ class ShardConnection:
         if view.primary is None:
             raise WireError("no primary")
         address = view.addresses[view.primary]
-        channel = self._transport.connect(address, view.primary, self.worker)
-        peer = QueuedConnection(channel, f"shard {self.shard}")
+        peer = self._transport.connect(address, view.primary, self.worker)
         with self._owner.lock:
             self._peer = peer
             self._is_lending = False

@@ -1,4 +1,4 @@
-"""Connected sockets and channels for the tests of the transport."""
+"""Connected sockets, streams and connections for the tests of the transport."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.connection import Connection, Payload
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.key import Key, can_encrypt, tls_context
 from shoal.parameter_server.transport.stream import Stream, TlsStream
@@ -46,12 +46,28 @@ def stream_of(sock: socket.socket, kind: str, server_side: bool) -> Stream:
 
 
 @contextlib.contextmanager
-def channels(kind: str = "unix", limit_bytes: int = 8 * MIB) -> Iterator[tuple[Channel, Channel]]:
+def streams(kind: str = "unix") -> Iterator[tuple[Stream, Stream]]:
     with sockets(kind) as (first, second), beside(stream_of, second, kind, True) as accepting:
-        ours = Channel(stream_of(first, kind, False), limit_bytes)
-        theirs = Channel(accepting.result(), limit_bytes)
+        ours = stream_of(first, kind, False)
+        with contextlib.closing(ours), contextlib.closing(accepting.result()) as theirs:
+            yield ours, theirs
+
+
+@contextlib.contextmanager
+def connections(
+    kind: str = "unix", limit_bytes: int = 8 * MIB
+) -> Iterator[tuple[Connection, Connection]]:
+    with streams(kind) as (first, second):
+        ours = Connection(first, limit_bytes, "peer")
+        theirs = Connection(second, limit_bytes, "peer")
         with contextlib.closing(ours), contextlib.closing(theirs):
             yield ours, theirs
+
+
+def send(connection: Connection, header: Header, payload: Payload = b"") -> None:
+    fields = header._asdict()
+    del fields["length"]
+    connection.post(fields.pop("op"), payload, **fields)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from connected_channels import KEY, read_to_end
 
 from shoal.parameter_server.transport import settings
 from shoal.parameter_server.transport.acceptor import HANDSHAKES, Acceptor
-from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import Transport
 
@@ -39,9 +39,9 @@ def opened(listener: socket.socket) -> Iterator[tuple[Acceptor, queue.SimpleQueu
     """Run an acceptor; yield it, and a queue of the numbers of its peers."""
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def serve(channel: Channel, number: int) -> None:
+    def serve(peer: Connection, number: int) -> None:
         came.put(number)
-        channel.close()
+        peer.close()
 
     acceptor = Acceptor(listener, "a server", TRANSPORT, 2)
     thread = threading.Thread(target=acceptor.accept, args=(serve,))

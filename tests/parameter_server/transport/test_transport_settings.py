@@ -20,7 +20,6 @@ from shoal.errors import ConfigError, ConnectionLost, WireError
 from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.transport import key as keys
 from shoal.parameter_server.transport import settings
-from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 
@@ -51,10 +50,10 @@ def test_both_ends_can_send_and_the_listener_knows_the_peers_number(network: str
     assert number == 5
     with contextlib.closing(ours), contextlib.closing(theirs):
         for sender, receiver in ((ours, theirs), (theirs, ours)):
-            with beside(sender.send, Header(op=1), b"gradient"):
+            with beside(sender.post, 1, b"gradient"):
                 assert receiver.receive(new_memory)[1] == b"gradient"
         with pytest.raises(WireError, match="the limit is 1000"):
-            ours.send(Header(op=1), bytes(1001))
+            ours.post(1, bytes(1001))
 
 
 @every_network
@@ -92,7 +91,7 @@ def test_who_listens_between_machines_sees_no_numbers_unless_encrypt_is_false() 
         ):
             theirs, _number = accepting.result()
             for sender, receiver in ((ours, theirs), (theirs, ours)):
-                sender.send(Header(op=1), b"gradient" * 100)
+                sender.post(1, b"gradient" * 100)
                 assert receiver.receive(new_memory)[1] == b"gradient" * 100
             theirs.close()
         assert len(heard) > 1600

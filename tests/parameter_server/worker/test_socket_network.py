@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from connected_channels import KEY, beside, new_memory
+from connected_channels import KEY, beside, new_memory, send
 
 from shoal.errors import ConnectionLost, ServerLost
 from shoal.parameter_server.codec import SHARED, Op
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
-from shoal.parameter_server.transport.channel import Channel
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
@@ -67,12 +67,12 @@ class Worker:
             self.server = self.accepted(self.listener, PRIMARY)
             starting.result(10)
 
-    def accepted(self, listener: socket.socket, name: int | str) -> Channel:
+    def accepted(self, listener: socket.socket, name: int | str) -> Connection:
         connection, _ = listener.accept()
         return TRANSPORT.accept(connection, name)[0]
 
     def tell(self, op: Op, message: Any) -> None:
-        self.arbiter.send(Header(op), json.dumps(message).encode())
+        send(self.arbiter, Header(op), json.dumps(message).encode())
 
     def tell_view(self, view: View) -> None:
         self.tell(Op.VIEW, view.to_json())
@@ -120,7 +120,7 @@ def test_a_value_that_cannot_be_right_ends_the_wait_for_it():
     with connected() as (worker, _):
         for _ in range(2):
             worker.request_step()
-        worker.server.send(Header(Op.PARAMS, partition=0, step=2, epoch=1))
+        send(worker.server, Header(Op.PARAMS, partition=0, step=2, epoch=1))
         lost = worker.owner.events.get(timeout=10)
     assert isinstance(lost, ShardFailed)
     assert isinstance(lost.error, ServerLost)
@@ -133,12 +133,12 @@ def test_values_are_received_where_the_parameters_lie():
         worker.request_step()
         sent = torch.arange(8.0)
         header = Header(Op.PARAMS, partition=2, step=1, epoch=1)
-        worker.server.send(header, sent.numpy().tobytes())
+        send(worker.server, header, sent.numpy().tobytes())
         assert worker.owner.events.get(timeout=10) == (2, 1)
         assert torch.equal(values, sent)
         # The same values once more may not change what is being computed with by now.
-        worker.server.send(header, (sent + 1).numpy().tobytes())
-        worker.server.send(Header(Op.PARAMS, partition=3, step=1, epoch=1), sent.numpy().tobytes())
+        send(worker.server, header, (sent + 1).numpy().tobytes())
+        send(worker.server, Header(Op.PARAMS, partition=3, step=1, epoch=1), sent.numpy().tobytes())
         assert worker.owner.events.get(timeout=10) == (3, 1)
         assert torch.equal(values, sent)
 
@@ -148,7 +148,7 @@ def test_a_gradient_is_laid_in_lent_memory_for_a_server_that_reads_there_and_for
     with connected(lent_at=[64]) as (worker, memory):
         assert worker.server.receive(new_memory)[0].op == Op.USE_SHARED_MEMORY
         description = memory.description if shares else {}
-        worker.server.send(Header(Op.USE_SHARED_MEMORY), json.dumps(description).encode())
+        send(worker.server, Header(Op.USE_SHARED_MEMORY), json.dumps(description).encode())
         if shares:
             assert worker.server.receive(new_memory) == (Header(Op.USE_SHARED_MEMORY, 2), b"{}")
         gradient = torch.arange(1.0, 9.0)

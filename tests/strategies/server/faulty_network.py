@@ -29,7 +29,7 @@ from shoal.parameter_server.coordinator.coordinator_server import (
 )
 from shoal.parameter_server.launcher import server_pool
 from shoal.parameter_server.node import node_server
-from shoal.parameter_server.transport.connection import QueuedConnection
+from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import HEADER_BYTES, unpack
 from shoal.parameter_server.transport.settings import _HELLO, _START, UNIX, _connected, address_of
 from shoal.parameter_server.transport.settings import listen as listen_at
@@ -84,7 +84,7 @@ class Network(CoordinatorServer):
         self.trouble, self.ways = trouble, dict[tuple[int, bool], Address]()
         self.met, self.slow_until, self.counting = 0, 0.0, threading.Lock()
 
-    def _send_view(self, peer: QueuedConnection, view: View) -> None:
+    def _send_view(self, peer: Connection, view: View) -> None:
         inside = any(
             found is peer and number >= FIRST_SERVER for number, found in self.peers.items()
         )
