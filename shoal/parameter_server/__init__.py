@@ -10,7 +10,7 @@
 
 A push:      worker/client.py, session.py, socket_network.py, shard_connection.py, transport/; then
              node/node_server.py, worker_requests.py, receive_buffers.py, shard.py,
-             partition_state.py (sum and optimizer), replication_acks.py (wait for all backups).
+             partition_state.py (sum and optimizer), shard_replica.py (wait for all backups).
 Its answer:  node/shard.py, node_server.py, connected_workers.py, transport/; then
              worker/shard_connection.py, session.py, client.py.
 

@@ -25,7 +25,7 @@ HELPERS = {
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
     *("run/guards/optimizer_state.py", "run/guards/call_site.py"),
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
-    *("parameter_server/worker/push_trace.py", "parameter_server/worker/flat_params.py"),
+    "parameter_server/worker/flat_params.py",
 }
 """Files that a step calls on its way and leaves at once. They decide nothing about the batch."""
 

@@ -21,7 +21,7 @@ from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.coordinator.retry import retry_until
+from shoal.parameter_server.coordinator.watch import retry_until
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 

@@ -6,20 +6,21 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
-from shoal.parameter_server.coordinator.retry import retry_until
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 
 RETRY_S = 0.05
+T = TypeVar("T")
 
 
 class ClusterWatcher:
@@ -155,3 +156,34 @@ class ClusterWatcher:
             self._placement = placement
             self._updated.notify_all()
         self._placed(placement)
+
+
+def retry_until(
+    deadline_s: float,
+    attempt: Callable[[], T | None],
+    *,
+    every_s: float,
+    retried: tuple[type[Exception], ...] = (),
+    stopped: Callable[[], bool] = lambda: False,
+) -> T | None:
+    """Call `attempt` until it returns a result, and return the result.
+
+    Args:
+        deadline_s: by `time.monotonic()`; no attempt begins after it. math.inf for none.
+        attempt: returns None to be called again.
+        every_s: the pause between two attempts.
+        retried: exceptions of an attempt that count as None; all others are raised.
+        stopped: called before each attempt; True ends the loop.
+
+    Returns:
+        The result of `attempt`; None after the deadline, or when stopped.
+    """
+    while not stopped() and time.monotonic() < deadline_s:
+        try:
+            result = attempt()
+        except retried:
+            result = None
+        if result is not None:
+            return result
+        time.sleep(every_s)
+    return None

@@ -96,10 +96,11 @@ class Transport:
             OSError: nobody listens at `address`.
             WireError: the listener is not that of this job, or has closed the connection.
         """
-        stream = self._stream(_connected(address, limit_s), False, limit_s)
+        sock = _connected(address, limit_s)
+        deadline_s = time.monotonic() + limit_s
+        stream = self._stream(sock, False, deadline_s)
         with _closed_on_error(stream):
             stream.send(_START.pack(MAGIC, VERSION), _HELLO.pack(number, self._pass_for(listener)))
-            deadline_s = time.monotonic() + limit_s
             _receive_start(stream, "server", deadline_s)
             if _receive(stream, 1, "server", deadline_s) != _WELCOME:
                 raise WireError(
@@ -121,10 +122,10 @@ class Transport:
             WireError: the peer does not have the key, is of another user, job or version, is silent
                 or gone.
         """
-        stream = self._stream(sock, True, HANDSHAKE_S)
+        deadline_s = time.monotonic() + HANDSHAKE_S
+        stream = self._stream(sock, True, deadline_s)
         with _closed_on_error(stream):
             stream.send(_START.pack(MAGIC, VERSION))
-            deadline_s = time.monotonic() + HANDSHAKE_S
             _receive_start(stream, "worker", deadline_s)
             hello = _receive(stream, _HELLO.size, "worker", deadline_s)
             number, told = _HELLO.unpack(hello)
@@ -134,13 +135,12 @@ class Transport:
             stream.send(_WELCOME)
         return Connection(stream, self.limit_bytes, str(number)), number
 
-    def _stream(self, sock: socket.socket, server_side: bool, limit_s: float) -> Stream:
+    def _stream(self, sock: socket.socket, server_side: bool, deadline_s: float) -> Stream:
         """Return the stream of a new connection, whose peer has proved what the network asks."""
         if sock.family == socket.AF_UNIX:
             _check_user(sock)
         elif self.encrypt:
-            context = tls_context(self.key, server_side)
-            return TlsStream(sock, context, server_side, time.monotonic() + limit_s)
+            return TlsStream(sock, tls_context(self.key, server_side), server_side, deadline_s)
         return Stream(sock)
 
     def _pass_for(self, listener: int | str) -> bytes:

@@ -61,6 +61,8 @@ class Stream:
         """Send flat byte buffers one after another, and return when the system has them."""
         if self._unsent:
             buffers, self._unsent = (self._unsent, *buffers), b""
+        if not buffers:
+            return
         with self._open() as sock:
             sent = sock.sendmsg(buffers, [], _SEND_FLAGS)
             for buffer in buffers:

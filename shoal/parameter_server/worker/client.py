@@ -28,7 +28,6 @@ from shoal.parameter_server.node.shared_values import read_offsets
 from shoal.parameter_server.transport.connection import Payload
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.push_trace import PushTrace
 from shoal.parameter_server.worker.session import WorkerSession
 from shoal.parameter_server.worker.shard_connection import RECOVER_S, WorkerMemory
 from shoal.parameter_server.worker.socket_network import SocketNetwork
@@ -40,8 +39,49 @@ from shoal.parameter_server.worker.worker_messages import (
     ValuesArrived,
 )
 from shoal.parameter_server.worker.worker_network import WorkerNetwork
+from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import SERVERS
 from shoal.watchdog.progress_writer import now_ns, own_progress
+
+
+class PushTrace:
+    """Record push, arrival and waiting time of each partition.
+
+    Args:
+        recorder: of this rank; nothing is recorded until it is turned on.
+        awaited: ranks whose gradients a step waits for.
+    """
+
+    def __init__(self, recorder: Recorder | None = None, awaited: tuple[int, ...] = ()) -> None:
+        self._recorder = recorder or Recorder()
+        self._awaited = awaited
+        self._flights: dict[int, InFlight] = {}
+
+    @property
+    def on(self) -> bool:
+        """Return True while the recorder is on."""
+        return self._recorder.on
+
+    def now(self) -> int:
+        """Return the time on the recorder's clock, in nanoseconds."""
+        return self._recorder.now()
+
+    def pushed(self, partition: int, size_bytes: int) -> None:
+        """Record the push of a gradient."""
+        if self._recorder.on:
+            self._flights[partition] = self._recorder.start(
+                f"push and pull part {partition}", size_bytes, f"part {partition}", self._awaited
+            )
+
+    def arrived(self, partition: int) -> None:
+        """Record the arrival of the partition's values."""
+        if partition in self._flights:
+            self._flights[partition].finish()
+
+    def waited(self, partition: int, begun_ns: int) -> None:
+        """Record that the calling thread has waited for values until now."""
+        if partition in self._flights:
+            self._recorder.blocked(self._flights[partition], begun_ns)
 
 
 def connect_to_servers(

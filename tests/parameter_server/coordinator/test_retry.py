@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from shoal.parameter_server.coordinator.retry import retry_until
+from shoal.parameter_server.coordinator.watch import retry_until
 
 
 class Attempts:

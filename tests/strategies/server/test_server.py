@@ -18,6 +18,7 @@ import shoal
 from shoal.errors import ConfigError, LaunchError, StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.strategies import build_strategies, parse_line
+from shoal.strategies.server import strategy as strategy_of_servers
 from shoal.testing import world
 from shoal.verification.matrix_cases import images
 
@@ -191,6 +192,9 @@ def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         parameter.requires_grad_(kind != "frozen")
+    if kind == "no package":  # as if the ranks were on two machines
+        strategy_of_servers.spans_machines = lambda _: True
+        strategy_of_servers.can_encrypt = lambda: False
     maker = torch.optim.Adafactor if kind == "adafactor" else torch.optim.SGD
     run.prepare(model, maker(model.parameters(), lr=0.1))
 
@@ -201,6 +205,7 @@ def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
         ("server=2", "adafactor", "fp32", "Adafactor cannot run on parameter servers"),
         ("server=2", "sgd", "fp16", "Use bf16"),
         ("server=2", "frozen", "fp32", "no trainable parameter"),
+        ("server=2", "no package", "fp32", r'pip install "shoal\[tls\]", on every host'),
     ],
 )
 def test_what_servers_cannot_do_is_said_before_the_run(
