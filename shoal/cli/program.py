@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol
 from shoal import __version__
 from shoal.cli import (
     agent,
+    calibrate,
     config,
     doctor,
     evaluate,
@@ -20,6 +21,7 @@ from shoal.cli import (
     import_weights,
     job_options,
     launch,
+    plan,
     plan_tensor,
     plot,
     replay,
@@ -56,6 +58,8 @@ VERBS: dict[str, Verb] = {
     "config": config,
     "eval": evaluate,
     "verify": verify,
+    "plan": plan,
+    "calibrate": calibrate,
     "plan-tensor": plan_tensor,
     "plot": plot,
     "trace": trace,
@@ -66,7 +70,7 @@ VERBS: dict[str, Verb] = {
     "doctor": doctor,
 }
 # Verbs that accept settings as flags, such as --optimizer.lr 0.1.
-TAKES_SETTINGS = ("train", "import", "config", "verify", "plan-tensor")
+TAKES_SETTINGS = ("train", "import", "config", "verify", "plan", "plan-tensor")
 
 
 HIDDEN = ("agent",)

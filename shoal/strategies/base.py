@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
+from shoal.errors import StrategyRefused
 from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.full_model import Colocation, ColocationRequest, FullModel
 from shoal.strategies.model_traits import (
@@ -304,6 +306,17 @@ class Strategy(StrategyOptions, ABC):
 
         Collective: every rank of the mesh calls it.
         """
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return what a step costs with this strategy, given what it costs without. Needs no ranks.
+
+        `shoal plan` calls it in the order in which strategies apply, with a model without memory.
+
+        Raises: StrategyRefused: the strategy cannot take the model, or tells no costs.
+        """
+        raise StrategyRefused(
+            f"{type(self).__name__} does not tell its costs: it has no method `cost`."
+        )
 
     @property
     def deviations(self) -> list[str]:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.strategies.base import LocalModel, Strategy
@@ -34,6 +35,12 @@ WHY_DDP = (
 
 class DataParallelReplicas(DataParallelOptions, Strategy):
     """Copies of the model on several GPUs of one process, made anew in each forward pass."""
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Raise StrategyRefused: copies made anew in each forward pass are never the best way."""
+        raise StrategyRefused(
+            "dataparallel is there for comparison, and its costs are not modelled. Use ddp."
+        )
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward` of the user's models.

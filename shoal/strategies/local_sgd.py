@@ -39,11 +39,13 @@ from shoal.comm.buckets import apply_flattened, bucketize
 from shoal.comm.compression.reducers import uncompressed_bytes
 from shoal.comm.deterministic import mean
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB, accumulation_dtype
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
+from shoal.strategies.local_cost import cost
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
@@ -73,6 +75,10 @@ class LocalSgd(LocalOptions, Strategy):
         """
         return _apply_local_steps(model, mesh, self, None)
 
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of local steps: `local_cost.py`."""
+        return cost(self, step)
+
     @property
     def deviations(self) -> list[str]:
         return _deviations(self, "weights are averaged")
@@ -90,6 +96,10 @@ class Diloco(DilocoOptions, Strategy):
         """
         outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
         return _apply_local_steps(model, mesh, self, outer)
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of local steps, and of two models more: `local_cost.py`."""
+        return cost(self, step)
 
     @property
     def deviations(self) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from shoal.errors import raise_problems
-from shoal.strategies.options import StrategyOptions
+from shoal.strategies.options import StrategyOptions, divisors
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 PARALLEL_STYLES = ("column", "row")
@@ -54,6 +54,12 @@ class PipelineOptions(StrategyOptions):
     def mesh_dims(self) -> dict[str, int]:
         return {"pipeline": self.ranks}
 
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        others = ("gpipe", "interleaved", "zero-bubble", "zbv")
+        schedules = ["", *(f",schedule={schedule}" for schedule in others)]
+        return [f"{name}={p}{schedule}" for p in divisors(ranks) for schedule in schedules]
+
 
 @dataclass(frozen=True)
 class TensorOptions(StrategyOptions):
@@ -88,6 +94,11 @@ class TensorOptions(StrategyOptions):
     @property
     def mesh_dims(self) -> dict[str, int]:
         return {"tensor": self.degree}
+
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        degrees = [f"{name}={degree}" for degree in divisors(ranks)]
+        return [text + option for text in degrees for option in ("", ",sequence=true")]
 
     @property
     def plan(self) -> list[tuple[str, str]]:

@@ -36,6 +36,19 @@ class StrategyOptions:
         """
         return {}
 
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        """Return the texts of this strategy that `shoal plan` compares on so many ranks.
+
+        Args: name: under which the strategy is registered.
+        """
+        return [name]
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number above 1, itself included."""
+    return [each for each in range(2, number + 1) if number % each == 0]
+
 
 def mesh_sizes(strategies: Iterable[StrategyOptions]) -> dict[str, int]:
     """Return the sizes of all mesh axes. The mesh is made before strategies apply."""
@@ -155,6 +168,10 @@ class LocalOptions(StrategyOptions):
     value: ClassVar[str] = "every"
     name: ClassVar[str] = "local"
     every: int = 16
+
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        return [f"{name}=16"]
 
     def __post_init__(self) -> None:
         raise_problems(self._problems())

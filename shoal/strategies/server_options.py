@@ -49,6 +49,10 @@ class ServerOptions(StrategyOptions):
     connections: int = 1
     encrypt: bool = True
 
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        return [f"{name}={servers}" for servers in sorted({1, max(ranks // 2, 1), ranks})]
+
     def __post_init__(self) -> None:
         messages = []
         if self.servers <= 0:

@@ -7,6 +7,7 @@ from typing import ClassVar
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalModel, Planning, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
@@ -26,6 +27,10 @@ class Single(NoOptions, Strategy):
                 "start one process."
             )
         return model
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return `step`: one rank holds and computes everything."""
+        return step
 
 
 def single_device(module: nn.Module, example: ExampleBatch | None = None) -> LocalModel:

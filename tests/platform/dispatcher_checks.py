@@ -43,8 +43,35 @@ def _knows_fake_tensors(is_fake: Callable[[Any], bool]) -> bool:
     return is_fake(fake) and not any(map(is_fake, (torch.ones(2), nn.Parameter(torch.ones(2)))))
 
 
+def _makes_tensors_without_memory(fake_tensors: Callable[[], Any]) -> bool:
+    with fake_tensors():
+        return bool(torch.ones(1 << 40).sum().shape == ())
+
+
+def _is_raised_for_values(errors: tuple[type[Exception], ...]) -> bool:
+    with FakeTensorMode():
+        for ask in (lambda: torch.randn(1).item(), lambda: torch.randn(3).nonzero()):
+            try:
+                ask()
+            except errors:
+                continue
+            return False
+    return True
+
+
+def _counts_attention(attention_flops: Callable[[], Any]) -> bool:
+    counts = [*attention_flops().values()]
+    shape = (2, 4, 16, 8)
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    forward, backward = counts[0](shape, shape, shape), counts[1](shape, shape, shape, shape)
+    return [forward, backward] == [2 * product, 5 * product]
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "dispatch_state.number_of_modes": _counts_modes,
     "dispatch_state.is_profiling": _knows_profilers,
     "dispatch_state.is_fake": _knows_fake_tensors,
+    "fake_tensors.VALUE_NEEDED": _is_raised_for_values,
+    "fake_tensors.fake_tensors": _makes_tensors_without_memory,
+    "fake_tensors.attention_flops": _counts_attention,
 }

@@ -35,8 +35,10 @@ from typing import ClassVar
 
 from shoal.comm.compression.reducers import parse
 from shoal.comm.mesh import Mesh, register_cleanup
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.ddp.cost import cost
 from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, sparse_layers
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
@@ -93,6 +95,10 @@ class Ddp(DdpOptions, Strategy):
             outside_step=replace(model.outside_step, close=close),
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),
         )
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of averaged gradients: `ddp/cost.py`."""
+        return cost(self, step)
 
     @property
     def deviations(self) -> list[str]:

@@ -33,6 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
@@ -45,6 +46,7 @@ from shoal.strategies.pipeline.agreement import (
     units_of_first_rank,
     users_on_any_rank,
 )
+from shoal.strategies.pipeline.cost import cost
 from shoal.strategies.pipeline.division import DividedModel
 from shoal.strategies.pipeline.executor import PipelineExecutor
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
@@ -112,6 +114,18 @@ class Pipeline(PipelineOptions, Strategy):
             microbatches_chosen=self.microbatches == 0,
         )
         return _keep_local_stages(model, mesh, staged, summary)
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of stages: `pipeline/cost.py`.
+
+        Raises: StrategyRefused: the model has too few units.
+        """
+        if step.layout.pipeline == 1:
+            return step
+        microbatches = self.microbatches or _default_microbatches(
+            self.schedule, self.ranks, step.local_batch
+        )
+        return cost(self, table(self.schedule, self.ranks, microbatches, self.stages), step)
 
     def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""

@@ -24,6 +24,7 @@ from typing import ClassVar
 import torch
 
 from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.parameter_server.launcher.cluster_launcher import spans_machines
 from shoal.parameter_server.launcher.server_pool import ClusterConfig
@@ -35,6 +36,7 @@ from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import PushTrace, WorkerClient, connect_to_servers
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
+from shoal.strategies.server.cost import cost
 from shoal.strategies.server.worker_engine import WorkerEngine
 from shoal.strategies.server_options import ServerOptions
 
@@ -96,6 +98,10 @@ class Server(ServerOptions, Strategy):
             strategy_state=engine,
             outside_step=replace(model.outside_step, close=close),
         )
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of pushes and pulls: `server/cost.py`."""
+        return cost(self, step)
 
     @property
     def deviations(self) -> list[str]:

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.strategies.base import (
@@ -56,6 +57,7 @@ from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.full_model import Colocation, FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
+from shoal.strategies.tensor.cost import cost
 from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
@@ -89,6 +91,18 @@ class TensorParallel(TensorOptions, Strategy):
         made = _plan_with_options(full_model.model, self, full_model)
         pairs = [Colocation({*pair.columns, pair.row}) for pair in made.pairs]
         return pairs + [Colocation({head}, through_output=True) for head in made.vocabulary_heads]
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of slices and their sums: `tensor/cost.py`.
+
+        Raises:
+            StrategyRefused: nothing of the model can be divided.
+        """
+        if step.layout.tensor == 1:
+            return step
+        key = ("tensor", self.degree, self.whole, self.cut_by, self.sequence)
+        made = step.once(key, lambda: tensor_plan(step.module, self))
+        return cost(made, self.sequence, step)
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Divide the module in place, and return its new parameters and its steps. Collective.

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB
 from shoal.platform.torch_private.module_state import own_buffers
@@ -36,6 +37,7 @@ from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, 
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.module_snapshot import is_trial_running
 from shoal.strategies.options import RecomputeOptions
+from shoal.strategies.transforms.recompute_cost import cost
 from shoal.strategies.transforms.recomputed_numbers import Numbers, RecomputedNumbers
 from shoal.strategies.wrap_units import innermost, units
 
@@ -44,6 +46,10 @@ class Recompute(RecomputeOptions, Strategy):
     """Recomputes units of the model in the backward pass."""
 
     can_apply_again: ClassVar[bool] = True
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of units that are computed again: `recompute_cost.py`."""
+        return cost(self, step)
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace the forward functions of units, in place.

@@ -25,9 +25,11 @@ from typing import ClassVar
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from shoal.comm.mesh import Mesh, ensure_group
+from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import ZeroOptions
+from shoal.strategies.zero.cost import cost
 from shoal.strategies.zero.pipeline_zero1 import PipelineZeroOne
 from shoal.strategies.zero.sharded_step import ShardedStep
 
@@ -82,6 +84,10 @@ class Zero1(ZeroOptions, Strategy):
                 maybe_unused=engine.lockstep.lacking if engine.lockstep else frozenset(),
             ),
         )
+
+    def cost(self, step: StepCost) -> StepCost:
+        """Return the cost of shards: `zero/cost.py`."""
+        return cost(self, self.stage, step)
 
     def _shard_after_run(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Shard optimizer states only: gradients are complete after all passes. Collective."""

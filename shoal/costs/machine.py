@@ -1,0 +1,280 @@
+"""Speeds of a machine: what `shoal calibrate` measures, or what a datasheet states.
+
+A speed depends on size: small matrices use a core badly, small messages cost their latency. So each
+is a curve through measured points, and between them a line in the logarithms of both. Every point
+has its spread: how far the median of the repetitions lies above the least of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shoal.costs.work import OpWork
+from shoal.errors import ConfigError
+
+
+class Point(NamedTuple):
+    """A measured point of a curve."""
+
+    size: float
+    value: float
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class SpeedCurve:
+    """Values over sizes, both above 0, ascending by size."""
+
+    points: tuple[Point, ...]
+
+    def at(self, size: float) -> float:
+        """Return the value at a size; beyond the ends that of the end."""
+        points = self.points
+        if size <= points[0].size or len(points) == 1:
+            return points[0].value
+        for low, high in pairwise(points):
+            if size <= high.size:
+                way = math.log(size / low.size) / math.log(high.size / low.size)
+                return float(low.value * (high.value / low.value) ** way)
+        return points[-1].value
+
+    def seconds_at(self, size: float) -> float:
+        """Return a time that grows in proportion to size beyond the last point."""
+        last = self.points[-1]
+        return self.at(size) * max(1.0, size / last.size)
+
+    @property
+    def spread(self) -> float:
+        return max((point.spread for point in self.points), default=0.0)
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Speeds of one rank while all ranks of its host compute.
+
+    Attributes:
+        matmul, conv: FLOP/s over FLOPs of an operation.
+        memory: bytes/s over bytes read and written.
+        forward_op_s, backward_op_s, step_op_s: seconds that an operation costs whatever its size:
+            in a module's forward pass, in the backward pass, in an optimizer.
+        step_s: seconds of a step of Shoal around all operations.
+    """
+
+    matmul: SpeedCurve
+    conv: SpeedCurve
+    memory: SpeedCurve
+    forward_op_s: float
+    backward_op_s: float
+    step_op_s: float
+    step_s: float
+
+    def op_s(self, op: OpWork, samples: float, share: float, overhead_s: float) -> float:
+        """Return the seconds of `op.number` operations.
+
+        t = overhead + max(FLOPs / rate(FLOPs), bytes / bandwidth(bytes)): the roofline model
+        (Williams et al., CACM 2009) with an efficiency that depends on size.
+        """
+        if op.kind == "view":
+            return op.number * overhead_s * VIEW_SHARE
+        moved = op.moved_bytes.at(samples) * share
+        time_s = moved / self.memory.at(moved) if moved > 0 else 0.0
+        flops = op.flops.at(samples) * share
+        if flops > 0:
+            rate = (self.conv if op.kind == "conv" else self.matmul).at(flops)
+            time_s = flops / rate
+        return op.number * (overhead_s + time_s)
+
+
+VIEW_SHARE = 0.3
+"""Share of an operation's overhead that a view costs: it allocates and computes nothing."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A host's speeds.
+
+    Attributes:
+        device: cpu or cuda.
+        memory_bytes: of a rank's device; of the host for a CPU.
+        calibrated: measured here; else from datasheets.
+        compute: ranks on the host -> speeds of each.
+        collectives: backend/kind/ranks -> seconds over bytes of the whole tensor.
+        server_rate: bytes/s that one parameter server receives, sums and steps.
+        overlap_slowdown: factor of computing while a message is under way.
+    """
+
+    name: str
+    device: str
+    memory_bytes: float
+    calibrated: bool
+    compute: Mapping[int, Compute]
+    collectives: Mapping[str, SpeedCurve] = field(default_factory=dict)
+    server_rate: float = 1e9
+    overlap_slowdown: float = 1.0
+    note: str = ""
+
+    def compute_of(self, ranks: int) -> Compute:
+        """Return the speeds of each of `ranks` ranks on one host."""
+        known = sorted(self.compute)
+        fitting = [count for count in known if count >= ranks]
+        return self.compute[fitting[0] if fitting else known[-1]]
+
+    def crowding(self, ranks: int) -> float:
+        """Return the factor by which more ranks than were measured slow each other down."""
+        largest = max(self.compute)
+        return max(1.0, ranks / largest) if self.device == "cpu" else 1.0
+
+    def collective(self, backend: str, kind: str, ranks: int) -> SpeedCurve | None:
+        """Return the measured seconds of a collective, of as many ranks or the next number."""
+        found = {
+            int(key.rsplit("/", 1)[1]): curve
+            for key, curve in self.collectives.items()
+            if key.startswith(f"{backend}/{kind}/")
+        }
+        fitting = [count for count in sorted(found) if count >= ranks]
+        return found[fitting[0]] if fitting else None
+
+    def save(self, path: Path) -> None:
+        """Write the machine as JSON."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def default_path() -> Path:
+    """Return where the calibration of this machine lies: $XDG_CACHE_HOME/shoal/machine.json."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "shoal" / "machine.json"
+
+
+def load(path: Path) -> Machine:
+    """Read a machine from JSON.
+
+    Raises: ConfigError: with all that is missing, unknown or not positive.
+    """
+    try:
+        read = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{path}: {error}"]) from error
+    problems: list[str] = []
+    machine = _machine(read, problems) if isinstance(read, dict) else None
+    if machine is None or problems:
+        where = f"{path}: is no machine file of `shoal calibrate`"
+        raise ConfigError([f"{where}: {problem}" for problem in problems] or [where])
+    return machine
+
+
+def _machine(read: dict[str, Any], problems: list[str]) -> Machine | None:
+    known = set(Machine.__dataclass_fields__)
+    problems += [f"unknown key '{key}'" for key in read.keys() - known]
+    problems += [f"no '{key}'" for key in ("name", "device", "compute") if key not in read]
+    for key in ("memory_bytes", "server_rate", "overlap_slowdown"):
+        value = read.get(key, 1.0)
+        if not isinstance(value, int | float) or not value > 0:
+            problems.append(f"{key}={value}: must be greater than 0")
+    if problems:
+        return None
+    try:
+        compute = {
+            int(ranks): _compute(speeds, f"compute.{ranks}", problems)
+            for ranks, speeds in read.pop("compute").items()
+        }
+        collectives = {
+            key: _curve(value, f"collectives.{key}", problems)
+            for key, value in read.pop("collectives", {}).items()
+        }
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        problems.append(str(error))
+        return None
+    return Machine(**read, compute=compute, collectives=collectives)
+
+
+def _compute(read: dict[str, Any], where: str, problems: list[str]) -> Compute:
+    """Read the speeds of a rank: a curve for each object, a number for each number."""
+    values: dict[str, Any] = {
+        name: _curve(value, f"{where}.{name}", problems) if isinstance(value, dict) else value
+        for name, value in read.items()
+    }
+    return Compute(**values)
+
+
+def _curve(read: dict[str, Any], where: str, problems: list[str]) -> SpeedCurve:
+    points = tuple(Point(*point) for point in read["points"])
+    if not points or any(point.size <= 0 or point.value <= 0 for point in points):
+        problems.append(f"{where}: sizes and values must be greater than 0")
+    return SpeedCurve(points)
+
+
+def flat(value: float) -> SpeedCurve:
+    """Return a curve of one value at every size."""
+    return SpeedCurve((Point(1.0, value),))
+
+
+def _gpu(
+    name: str, memory_gib: float, flops: float, bandwidth: float, link: float, efficiency: float
+) -> Machine:
+    """Return a GPU from its datasheet.
+
+    Args:
+        flops: dense bf16 FLOP/s with tensor cores. bandwidth: bytes/s of its memory.
+        link: bytes/s to other GPUs of the host, one way.
+        efficiency: share of the stated FLOP/s that large matrix products reach; small ones are
+            bound by `op_s`.
+    """
+    speed = Compute(
+        matmul=flat(flops * efficiency),
+        conv=flat(flops * efficiency * 0.7),
+        memory=flat(bandwidth * 0.8),
+        forward_op_s=8e-6,
+        backward_op_s=8e-6,
+        step_op_s=2e-6,
+        step_s=5e-4,
+    )
+    return Machine(
+        name,
+        "cuda",
+        memory_gib * 2**30,
+        calibrated=False,
+        compute={1: speed},
+        overlap_slowdown=1.13,
+        server_rate=link,
+        note=f"from the datasheet of {name}, not measured: bf16, {efficiency:.0%} of peak",
+    )
+
+
+PRESETS = {
+    # NVIDIA A100 Tensor Core GPU datasheet (2022): 312 TFLOP/s bf16, 2,039 GB/s, NVLink 600 GB/s.
+    "a100-80gb": _gpu("A100 80 GB SXM", 80, 312e12, 2.039e12, 300e9, 0.6),
+    "a100-40gb": _gpu("A100 40 GB SXM", 40, 312e12, 1.555e12, 300e9, 0.6),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s bf16 dense, 3.35 TB/s, 900 GB/s.
+    "h100": _gpu("H100 80 GB SXM", 80, 989e12, 3.35e12, 450e9, 0.5),
+    # NVIDIA H200 datasheet (2024): the same compute, 141 GB at 4.8 TB/s.
+    "h200": _gpu("H200 141 GB SXM", 141 * 1e9 / 2**30, 989e12, 4.8e12, 450e9, 0.5),
+}
+"""Machines by name. All numbers are of datasheets."""
+
+
+UNKNOWN_CPU = Machine(
+    "this machine",
+    "cpu",
+    float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+    calibrated=False,
+    compute={
+        1: Compute(flat(50e9), flat(30e9), flat(10e9), 1.5e-5, 1e-5, 3e-6, 5e-4),
+    },
+    server_rate=2e9,
+    note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine in a minute",
+)
+"""A CPU of which nothing is known."""
+
+
+def least_and_spread(samples: Sequence[float]) -> tuple[float, float]:
+    """Return the least of some samples, and how far their median lies above it, relative to it."""
+    ordered = sorted(samples)
+    return ordered[0], ordered[len(ordered) // 2] / ordered[0] - 1

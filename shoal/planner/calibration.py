@@ -1,0 +1,284 @@
+"""Measure a machine: what the planner needs, and nothing else.
+
+For each number of ranks on this host (1, 2, 4, ... up to twice its cores), all of them at once:
+
+      matmul, conv    FLOP/s over sizes            memory   bytes/s over sizes
+      operations      overhead of one, forward, backward, in an optimizer
+      collectives     seconds at six sizes, in shared memory
+      a step          what Shoal adds around a model's operations
+
+Each number is the least of its repetitions, as in `timeit`: what is above it comes from other
+programs. Its spread is how far the median lies above it. Ranks measure at once, because ranks that
+train compute at once: what they take from each other (cores, caches, memory bandwidth) is in every
+number.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shoal
+from shoal.comm import equal_chunks
+from shoal.costs.machine import Compute, Machine, Point, SpeedCurve, least_and_spread
+from shoal.platform.cgroups import usable_cores
+from shoal.testing import world
+
+MATMUL_SIDES = (16, 32, 64, 128, 256, 512, 1024)
+CONV_SHAPES = ((8, 16, 8), (8, 32, 16), (16, 32, 32), (16, 64, 32), (32, 128, 32))
+"""(batch, channels in and out, side of the image) of 3x3 convolutions."""
+MEMORY_BYTES = tuple(1 << power for power in range(12, 27, 2))
+COLLECTIVE_BYTES = (1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)
+BUDGET_S = 0.08
+"""Seconds for each point of a curve."""
+
+
+def rank_counts(cores: int) -> list[int]:
+    """Return the numbers of ranks that are measured: powers of two up to twice the cores."""
+    counts = [1]
+    while counts[-1] * 2 <= max(2 * cores, 2):
+        counts.append(counts[-1] * 2)
+    return counts[:4]
+
+
+def calibrate(announce: Callable[[str], None] = print) -> Machine:
+    """Measure this machine's CPUs. Takes less than a minute where nothing else runs."""
+    compute: dict[int, Compute] = {}
+    collectives: dict[str, SpeedCurve] = {}
+    overlap = 1.0
+    for ranks in rank_counts(usable_cores()):
+        start_s = time.perf_counter()
+        measured = world.run(ranks, _measure_rank, timeout_s=300.0)
+        compute[ranks] = measured[0]["compute"]
+        collectives |= measured[0]["collectives"]
+        overlap = max(overlap, measured[0]["overlap"]) if ranks == 2 else overlap
+        took_s = time.perf_counter() - start_s
+        announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
+    return Machine(
+        name=os.uname().nodename,
+        device="cpu",
+        memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        calibrated=True,
+        compute=compute,
+        collectives=collectives,
+        server_rate=_server_rate(compute),
+        overlap_slowdown=overlap,
+        note=f"{usable_cores()} cores, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+    )
+
+
+def summary(machine: Machine) -> str:
+    """Return a table of what was measured, a row for each number of ranks at once."""
+    lines = ["ranks   matmul GFLOP/s   conv GFLOP/s   memory GB/s   operation us   step us"]
+    for ranks, speeds in sorted(machine.compute.items()):
+        matmul, conv, memory = (
+            max(point.value for point in curve.points) / 1e9
+            for curve in (speeds.matmul, speeds.conv, speeds.memory)
+        )
+        lines.append(
+            f"{ranks:5} {matmul:16.1f} {conv:14.1f} {memory:13.1f} "
+            f"{speeds.forward_op_s * 1e6:14.1f} {speeds.step_s * 1e6:9.0f}"
+        )
+    curves = [c for speeds in machine.compute.values() for c in (speeds.matmul, speeds.memory)]
+    spreads = sorted(p.spread for c in (*curves, *machine.collectives.values()) for p in c.points)
+    worst = spreads[int(0.9 * (len(spreads) - 1))]
+    lines.append(
+        f"spread: the median of the repetitions lies {spreads[len(spreads) // 2]:.0%} above the "
+        f"least in the middle point, {worst:.0%} in nine of ten; computing beside a message is "
+        f"{machine.overlap_slowdown:.2f} times as long"
+    )
+    if worst > 0.5:
+        lines.append("other programs have run meanwhile: calibrate again when the machine is idle")
+    return "\n".join(lines)
+
+
+def _server_rate(compute: dict[int, Compute]) -> float:
+    """Return the bytes/s of gradients that a server sums and steps.
+
+    It reads a gradient, adds it to the sum, and reads and writes about six arrays to step: about
+    a third of the memory's bandwidth for gradients. One server has one thread.
+    """
+    most = max(compute)
+    return compute[most].memory.points[-1].value / 9
+
+
+def _measure_rank() -> dict[str, Any]:
+    """Measure on one rank, at the same time as all others. Collective."""
+    matmul = SpeedCurve(tuple(_matmul_point(side) for side in MATMUL_SIDES))
+    conv = SpeedCurve(tuple(sorted(_conv_point(*shape) for shape in CONV_SHAPES)))
+    memory = SpeedCurve(tuple(_memory_point(size) for size in MEMORY_BYTES))
+    forward_s, backward_s, step_op_s = _op_overheads()
+    speeds = Compute(matmul, conv, memory, forward_s, backward_s, step_op_s, _step_overhead())
+    ranks = dist.get_world_size()
+    collectives = {}
+    if ranks > 1:
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"):
+            points = tuple(_collective_point(kind, size) for size in COLLECTIVE_BYTES)
+            collectives[f"shoal/{kind}/{ranks}"] = SpeedCurve(points)
+    return {
+        "compute": speeds,
+        "collectives": collectives,
+        "overlap": _overlap_slowdown() if ranks > 1 else 1.0,
+    }
+
+
+def _timed(run: Callable[[], Any], budget_s: float = BUDGET_S) -> tuple[float, float]:
+    """Return the least seconds of a call and their spread, from about `budget_s` of calls."""
+    run()
+    start_s = time.perf_counter()
+    run()
+    once_s = max(time.perf_counter() - start_s, 1e-7)
+    inner = max(1, int(2e-4 / once_s))  # a clock costs a microsecond
+    samples: list[float] = []
+    end_s = time.perf_counter() + budget_s
+    while len(samples) < 5 or (time.perf_counter() < end_s and len(samples) < 100):
+        start_s = time.perf_counter()
+        for _ in range(inner):
+            run()
+        samples.append((time.perf_counter() - start_s) / inner)
+    return least_and_spread(samples)
+
+
+def _matmul_point(side: int) -> Point:
+    a, b = torch.randn(side, side), torch.randn(side, side)
+    out = torch.empty(side, side)
+    seconds, spread = _timed(lambda: torch.mm(a, b, out=out))
+    flops = 2.0 * side**3
+    return Point(flops, flops / seconds, spread)
+
+
+def _conv_point(batch: int, channels: int, side: int) -> Point:
+    """Measure a convolution forward and backward; return their common rate."""
+    layer = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    images = torch.randn(batch, channels, side, side, requires_grad=True)
+    gradient = torch.ones(batch, channels, side, side)
+
+    def run() -> None:
+        layer(images).backward(gradient)
+
+    seconds, spread = _timed(run)
+    flops = 2.0 * batch * channels * channels * 9 * side * side
+    return Point(flops, 3 * flops / seconds, spread)
+
+
+def _memory_point(size_bytes: int) -> Point:
+    """Measure an addition: two arrays read, one written."""
+    numel = max(size_bytes // 12, 1)
+    a, b, out = torch.randn(numel), torch.randn(numel), torch.empty(numel)
+    tiny = torch.zeros(1)
+    overhead_s, _ = _timed(lambda: torch.add(tiny, tiny, out=tiny), BUDGET_S / 4)
+    seconds, spread = _timed(lambda: torch.add(a, b, out=out))
+    return Point(float(size_bytes), size_bytes / max(seconds - overhead_s, seconds * 0.05), spread)
+
+
+class _Tiny(nn.Module):
+    """One operation that costs nothing but its overhead."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5
+
+
+def _op_overheads() -> tuple[float, float, float]:
+    """Return the seconds of an operation on one number: forward, backward, in an optimizer."""
+    count = 50
+    layers = nn.Sequential(*(_Tiny() for _ in range(count)))
+    x = torch.zeros(1, requires_grad=True)
+
+    def forward() -> Tensor:
+        return layers(x)  # type: ignore[no-any-return]
+
+    forward_s, _ = _timed(forward)
+    both_s, _ = _timed(lambda: forward().backward())
+    a = torch.zeros(1)
+    step_op_s, _ = _timed(lambda: a.mul_(0.9))
+    return forward_s / count, max(both_s - forward_s, 0.0) / count, step_op_s
+
+
+def _step_overhead() -> float:
+    """Return the seconds of a whole step of Shoal with a model of one number. Collective."""
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = run.prepare(model, optimizer)[:2]
+    batch = torch.zeros(1, 1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run.forward_backward(lambda x: model(x).mean(), batch)
+        optimizer.step()
+
+    samples: list[float] = []
+    for number in range(60):
+        start_s = time.perf_counter()
+        step()
+        if number >= 20:
+            samples.append(time.perf_counter() - start_s)
+    return least_and_spread(samples)[0]
+
+
+def _collective_point(kind: str, size_bytes: int) -> Point:
+    """Measure a collective whose whole tensor has `size_bytes`. Collective."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    whole = torch.zeros(-(-size_bytes // 4 // ranks) * ranks)
+    part = torch.zeros(len(whole) // ranks)
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: equal_chunks.all_gather(whole, part),
+        "reduce_scatter": lambda: _reduce_scatter(part, whole),
+        "broadcast": lambda: dist.broadcast(whole, 0),
+        "send": lambda: _ping_pong(whole, rank),
+    }
+    samples: list[float] = []
+    repetitions = max(5, min(60, int(3e7 / (size_bytes + 1e5))))
+    for number in range(repetitions + 2):
+        start_s = time.perf_counter()
+        calls[kind]()
+        if number >= 2:
+            samples.append(time.perf_counter() - start_s)
+    seconds, spread = least_and_spread(samples)
+    return Point(float(size_bytes), seconds / (2 if kind == "send" else 1), spread)
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
+    with warnings.catch_warnings():  # torch 2.13 has renamed it
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.reduce_scatter_tensor(part, whole)
+
+
+def _ping_pong(tensor: Tensor, rank: int) -> None:
+    """Send there and back between ranks 0 and 1."""
+    if rank == 0:
+        dist.send(tensor, 1)
+        dist.recv(tensor, 1)
+    elif rank == 1:
+        dist.recv(tensor, 0)
+        dist.send(tensor, 0)
+
+
+def _overlap_slowdown() -> float:
+    """Return the factor of a matrix product's time while an all-reduce is under way. Collective."""
+    a, out = torch.randn(256, 256), torch.empty(256, 256)
+    message = torch.zeros(1 << 22)
+
+    def computing() -> float:
+        start_s = time.perf_counter()
+        for _ in range(20):
+            torch.mm(a, a, out=out)
+        return time.perf_counter() - start_s
+
+    computing()
+    alone: list[float] = []
+    beside: list[float] = []
+    for _ in range(7):
+        alone.append(computing())
+        work = dist.all_reduce(message, async_op=True)
+        beside.append(computing())
+        work.wait()
+    return max(1.0, least_and_spread(beside)[0] / least_and_spread(alone)[0])

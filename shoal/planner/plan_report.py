@@ -1,0 +1,274 @@
+"""Plans as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from shoal.costs.machine import Machine
+from shoal.planner.strategy_search import Plan, Planner, Plans
+from shoal.strategies import parse_line
+
+WIDTH = 100
+ROWS = 12
+"""Plans in the table; --json has all."""
+
+
+def bytes_text(size: float) -> str:
+    """Return a size in the unit that suits it."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    return f"{size:,.1f} TiB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    if seconds < 0.01:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:,.2f} s"
+
+
+def report(planner: Planner, plans: Plans, command: str) -> str:
+    """Return the table of plans, best first, and why others are none.
+
+    Args: command: with which the best is run, without its strategy.
+    """
+    lines = [*_head(planner), ""]
+    if plans.fitting:
+        lines += [*_table(plans.fitting[:ROWS]), ""]
+    if len(plans.fitting) > ROWS:
+        lines += [f"and {len(plans.fitting) - ROWS} more that are slower: --json has all", ""]
+    inexact = [plan.strategy for plan in plans.fitting[:ROWS] if not plan.step.is_exact]
+    if inexact:
+        lines += _wrapped(f"~ not the numbers of one device: {', '.join(inexact)}", "  ")
+    lines += [*_why_not(plans)]
+    lines += _next(planner, plans, command)
+    return "\n".join(lines)
+
+
+def _head(planner: Planner) -> Iterator[str]:
+    work, cluster = planner.workload, planner.cluster
+    flops = work.model.flops(work.global_batch)
+    hosts = f"on {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "on one host"
+    yield (
+        f"{work.model.name}: {work.model.numel:,} parameters, {_flops_text(flops)} a step; "
+        f"global batch {work.global_batch}; {_counted(cluster.ranks, 'rank')} {hosts}"
+    )
+    text = f"{bytes_text(planner.memory_limit)} for each rank; {machine_text(planner.machine)}"
+    yield from _wrapped(text, "")
+
+
+def machine_text(machine: Machine) -> str:
+    """Return where the speeds come from."""
+    if machine.calibrated:
+        return f"speeds measured on {machine.name}: {machine.note}"
+    return f"NOT CALIBRATED: speeds {machine.note}"
+
+
+def _flops_text(flops: float) -> str:
+    for unit in ("", "K", "M", "G", "T", "P"):
+        if flops < 1000:
+            return f"{flops:.3g} {unit}FLOP"
+        flops /= 1000
+    return f"{flops:.3g} EFLOP"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _table(plans: Iterable[Plan]) -> list[str]:
+    head = ("strategy", "a step", "", "samples/s", "memory", "bound by", "sent")
+    rows = [head]
+    for plan in plans:
+        assert plan.time is not None
+        mark = "" if plan.step.is_exact else " ~"
+        rows.append(
+            (
+                plan.strategy + mark,
+                seconds_text(plan.seconds),
+                f"±{plan.band:.0%}",
+                f"{plan.samples_per_s:,.0f}"
+                if plan.samples_per_s >= 10
+                else f"{plan.samples_per_s:.2g}",
+                bytes_text(plan.memory.total),
+                binding(plan),
+                bytes_text(plan.step.sent_bytes()),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    left = (0, 5)
+    return [
+        "  ".join(
+            cell.ljust(width) if column in left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def binding(plan: Plan) -> str:
+    """Return what takes most of the time: computing, idle stages, or a message."""
+    time = plan.time
+    if time is None:
+        return "memory"
+    share = time.on_path[time.bound_by] / time.seconds if time.seconds else 0.0
+    stages = len(plan.step.rows)
+    if stages > 1 and time.idle > 1 - share and time.idle > 0.25:
+        return f"idle stages {time.idle:.0%}"
+    return f"{time.bound_by} {share:.0%}"
+
+
+def _why_not(plans: Plans) -> list[str]:
+    """Return a line for each reason, with the shortest strategy that it holds for.
+
+    Only of one strategy beside ddp: combinations with it fail for the same reason. --json has all.
+    """
+    reasons: dict[str, str] = {}
+    for plan in plans.too_large[:3]:
+        reasons[f"does not fit by {bytes_text(plan.missing_bytes)}"] = plan.strategy
+    for strategy, reason in sorted(plans.refused.items(), key=lambda item: len(item[0])):
+        names = [spec.name for spec in parse_line(strategy).specs]
+        if len(names) - ("ddp" in names) <= 1:
+            reasons.setdefault(_one_line(reason), strategy.removesuffix(",ddp"))
+    if not reasons:
+        return []
+    lines = ["why not"]
+    width = max(map(len, reasons.values()))
+    for reason, strategy in reasons.items():
+        lines += _wrapped(f"  {strategy:{width}}  {reason}", " " * (width + 4))
+    return [*lines, ""]
+
+
+def _one_line(reason: str) -> str:
+    """Return a reason without the head of an error and its details."""
+    lines = [line.strip() for line in reason.splitlines()]
+    if lines[0].endswith("in the configuration:"):
+        lines = lines[1:]
+    return lines[0]
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Break a line at words, without touching the spaces at its beginning."""
+    lines = []
+    while len(text) > WIDTH:
+        cut = text.rfind(" ", len(indent) + 1, WIDTH + 1)
+        if cut < 0:
+            break
+        lines.append(text[:cut])
+        text = indent + text[cut + 1 :]
+    return [*lines, text]
+
+
+def _next(planner: Planner, plans: Plans, command: str) -> Iterator[str]:
+    best = plans.best
+    if best is not None:
+        if best is not plans.fitting[0]:
+            yield f"{best.strategy} is as fast as a prediction can tell, and simpler or exact:"
+        yield f"{command} --strategy {best.strategy}"
+        return
+    if plans.too_large:
+        nearest = plans.too_large[0]
+        yield (
+            f"nothing fits; the least needs {bytes_text(nearest.memory.total)} a rank: "
+            f"{nearest.strategy}"
+        )
+        yield smallest_change(planner, nearest)
+        return
+    yield "no strategy runs this job on these ranks"
+
+
+def smallest_change(planner: Planner, nearest: Plan) -> str:
+    """Return what would make the nearest plan fit: a smaller batch, or more memory."""
+    held = nearest.memory
+    states = held.parameters + held.gradients + held.optimizer + held.gathered
+    free = nearest.memory_limit - states
+    if free <= 0:
+        return (
+            f"its states alone take {bytes_text(states)}: more ranks, or "
+            f"{bytes_text(states - nearest.memory_limit)} more memory on each"
+        )
+    times = -(-held.activations // free)
+    return (
+        f"smallest change: micro-batches, --train.accumulate "
+        f"{planner.workload.accumulate * int(times)}, or {bytes_text(nearest.missing_bytes)} more"
+    )
+
+
+def explain(planner: Planner, plan: Plan) -> str:
+    """Return one plan in detail: memory by kind, and where the time goes."""
+    held = plan.memory
+    lines = [*_head(planner), "", f"{plan.strategy}", ""]
+    lines.append("memory of the fullest rank at its fullest moment")
+    for kind in ("parameters", "gradients", "optimizer", "activations", "gathered"):
+        size = getattr(held, kind)
+        share = size / held.total if held.total else 0
+        name = {"gathered": "gathered weights, messages, buffers"}.get(kind, kind)
+        lines.append(f"  {name:36} {bytes_text(size):>11}  {'█' * round(40 * share)}")
+    verdict = "fits"
+    if plan.missing_bytes > 0:
+        verdict = f"does not fit by {bytes_text(plan.missing_bytes)}"
+    lines.append(
+        f"  {'all':36} {bytes_text(held.total):>11}  of {bytes_text(plan.memory_limit)}: {verdict}"
+    )
+    if plan.time is not None:
+        lines += ["", *_time_lines(plan)]
+    return "\n".join(lines)
+
+
+def _time_lines(plan: Plan) -> Iterator[str]:
+    time = plan.time
+    assert time is not None
+    yield (
+        f"a step: {seconds_text(time.seconds)} ±{plan.band:.0%}, {plan.samples_per_s:,.1f} "
+        f"samples/s; {bytes_text(plan.step.sent_bytes())} sent by each rank"
+    )
+    for label, seconds in sorted(time.on_path.items(), key=lambda item: -item[1]):
+        if seconds > 0.001 * time.seconds:
+            share = seconds / time.seconds
+            bar = "█" * round(40 * share)
+            yield f"  {label:36} {seconds_text(seconds):>11}  {bar}"
+    yield f"  {'not computing, mean of the ranks':36} {time.idle:>11.0%}"
+
+
+def as_json(planner: Planner, plans: Plans) -> dict[str, Any]:
+    """Return all plans as plain data: seconds, bytes, samples."""
+    return {
+        "model": planner.workload.model.name,
+        "parameters": planner.workload.model.numel,
+        "global_batch": planner.workload.global_batch,
+        "ranks": planner.cluster.ranks,
+        "memory_limit": planner.memory_limit,
+        "calibrated": planner.machine.calibrated,
+        "machine": planner.machine.name,
+        "plans": [plan_json(plan) for plan in (*plans.fitting, *plans.too_large)],
+        "refused": plans.refused,
+        "best": plans.best.strategy if plans.best else None,
+    }
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return one plan as plain data."""
+    held = plan.memory
+    return {
+        "strategy": plan.strategy,
+        "fits": plan.missing_bytes <= 0,
+        "step_s": plan.time.seconds if plan.time else None,
+        "band": plan.band,
+        "samples_per_s": plan.samples_per_s,
+        "bound_by": binding(plan),
+        "idle": plan.time.idle if plan.time else None,
+        "on_critical_path_s": dict(plan.time.on_path) if plan.time else {},
+        "sent_bytes": plan.step.sent_bytes(),
+        "exact": plan.step.is_exact,
+        "memory": {
+            "total": held.total,
+            "parameters": held.parameters,
+            "gradients": held.gradients,
+            "optimizer": held.optimizer,
+            "activations": held.activations,
+            "gathered": held.gathered,
+        },
+    }

@@ -1,0 +1,224 @@
+"""The search: every strategy line that is worth a comparison, its memory and its time.
+
+      lines ─> checks without a model ─> each strategy's own `cost` ─> memory ─> simulated step
+               "needs a multiple of 4"   "nothing can be cut"          "does not fit by 3.1 GiB"
+
+Lines come from the options of the registered strategies, and refusals are the strategies' own
+words. What does not fit is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import prod
+from typing import Any
+
+from shoal.costs.cluster import Cluster
+from shoal.costs.machine import Machine
+from shoal.costs.memory_peak import HeldBytes, peak
+from shoal.costs.network import Network
+from shoal.costs.step_cost import RankLayout, StepCost, one_rank
+from shoal.costs.step_tasks import SegmentTimer, StepTime, step_time
+from shoal.costs.work import ModelWork
+from shoal.errors import ConfigError, StrategyRefused
+from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
+from shoal.strategies.options import mesh_sizes
+
+MEASURED_BAND = 0.25
+"""Share by which a calibrated prediction was off in nine of ten cases: benchmarks/plan."""
+DATASHEET_BAND = 0.5
+"""Share that is granted to numbers of datasheets. Nothing has been measured for it."""
+ALIKE = 0.05
+"""Share by which times differ that a prediction tells apart."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model to be trained.
+
+    Attributes:
+        module: the model; its tensors may have no memory.
+        accumulate: micro-batches of each rank's share.
+    """
+
+    model: ModelWork
+    module: Any
+    global_batch: int
+    accumulate: int = 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy line, and what it is predicted to cost.
+
+    Attributes:
+        time: of a step; None where it does not fit.
+        band: share by which the time may be wrong.
+    """
+
+    strategy: str
+    step: StepCost
+    memory: HeldBytes
+    memory_limit: float
+    time: StepTime | None
+    band: float
+
+    @property
+    def missing_bytes(self) -> float:
+        """Bytes by which it does not fit; 0 or less if it does."""
+        return self.memory.total - self.memory_limit
+
+    @property
+    def seconds(self) -> float:
+        return self.time.seconds if self.time is not None else float("inf")
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.step.global_batch / self.seconds
+
+
+@dataclass(frozen=True)
+class Plans:
+    """The answer of a search.
+
+    Attributes:
+        fitting: best first.
+        too_large: do not fit, nearest first.
+        refused: strategy line -> reason.
+    """
+
+    fitting: tuple[Plan, ...]
+    too_large: tuple[Plan, ...]
+    refused: dict[str, str]
+
+    @property
+    def best(self) -> Plan | None:
+        """Return the plan to use: of those that are about as fast as the fastest, the simplest.
+
+        It computes the numbers of one device. Predictions do not tell times apart that are within
+        `ALIKE`, so fewer strategies decide, and then the order of the registry.
+        """
+        exact = [plan for plan in self.fitting if plan.step.is_exact]
+        alike = [plan for plan in exact if plan.seconds <= exact[0].seconds * (1 + ALIKE)]
+        return min(alike, key=_complexity, default=None)
+
+
+def _complexity(plan: Plan) -> tuple[int, int, float]:
+    specs = parse_line(plan.strategy).specs
+    return len(specs), [*STRATEGIES].index(specs[-1].name), plan.seconds
+
+
+class Planner:
+    """Plans a workload on a cluster whose ranks are all alike.
+
+    Args: memory_limit: bytes of each rank; None for what the cluster's hosts have.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        machine: Machine,
+        cluster: Cluster,
+        memory_limit: float | None = None,
+    ) -> None:
+        self.workload = workload
+        self.machine = machine
+        self.cluster = cluster
+        least = min(host.memory_bytes for host in cluster.hosts) or machine.memory_bytes
+        self.memory_limit = least if memory_limit is None else memory_limit
+        self.timer = SegmentTimer(machine, min(cluster.ranks_per_host, cluster.ranks))
+        self.network = Network(machine, cluster)
+        self._known: dict[Any, Any] = {}
+        self._steps: dict[str, StepCost] = {}
+
+    def search(self, lines: Sequence[str] | None = None) -> Plans:
+        """Return the plans of some strategy lines; None for all that are worth a comparison."""
+        found: list[Plan] = []
+        refused: dict[str, str] = {}
+        for text in lines or list(candidate_lines(self.cluster.ranks)):
+            try:
+                found.append(self.plan(text))
+            except (StrategyRefused, ConfigError) as error:
+                refused[text] = str(error)
+        fitting = sorted((p for p in found if p.time), key=lambda p: (p.seconds, p.memory.total))
+        too_large = sorted((p for p in found if not p.time), key=lambda p: p.missing_bytes)
+        return Plans(tuple(fitting), tuple(too_large), refused)
+
+    def plan(self, text: str) -> Plan:
+        """Return what one strategy line costs.
+
+        Raises: ConfigError, StrategyRefused: it cannot run; the reason that the strategy gives.
+        """
+        step = self.step_cost(text)
+        memory = peak(step)
+        time = None
+        if memory.total <= self.memory_limit:
+            time = step_time(step, self.timer, self.network)
+        band = MEASURED_BAND if self.machine.calibrated else DATASHEET_BAND
+        return Plan(text, step, memory, self.memory_limit, time, band)
+
+    def step_cost(self, text: str) -> StepCost:
+        """Return the step of a strategy line, transformed by each of its strategies in turn."""
+        line = parse_line(text)
+        ranks = self.cluster.ranks
+        if problems := precheck.check(line, ranks):
+            raise ConfigError(problems)
+        strategies = build_strategies(line)
+        sizes = mesh_sizes(strategies)
+        layout = RankLayout(ranks, sizes.get("tensor", 1), sizes.get("pipeline", 1))
+        work = self.workload
+        if layout.data * work.accumulate > work.global_batch:
+            raise StrategyRefused(
+                f"batch {work.global_batch} cannot be cut for {layout.data} ranks"
+                + (f" x {work.accumulate} micro-batches." if work.accumulate > 1 else ".")
+            )
+        if layout.tensor > self.cluster.ranks_per_host:
+            raise StrategyRefused(
+                f"tensor={layout.tensor}: tensor groups lie inside one host, and a host has "
+                f"{self.cluster.ranks_per_host} ranks."
+            )
+        step = one_rank(
+            work.model,
+            work.module,
+            layout,
+            work.global_batch,
+            self.timer,
+            work.accumulate,
+            self._known,
+        )
+        done = str(layout)
+        for spec, strategy in zip(line.specs, strategies, strict=True):
+            done += f",{spec}"
+            if done not in self._steps:  # many lines begin alike
+                self._steps[done] = strategy.cost(step)
+            step = self._steps[done]
+        return step
+
+
+def candidate_lines(ranks: int) -> Iterator[str]:
+    """Yield the strategy lines that are worth a comparison on so many ranks.
+
+    Each strategy says which of its variants these are. Strategies that divide the model or the
+    work stand alone or together, before each way to share out the batch.
+    """
+    dividing = [
+        ["", *entry.options.variants(name, ranks)]
+        for name, entry in STRATEGIES.items()
+        if name not in DATA
+    ]
+    sharing = [text for name in DATA for text in STRATEGIES[name].options.variants(name, ranks)]
+    for parts in product(*dividing, sharing):
+        line = ",".join(part for part in parts if part)
+        degrees = [degree for part in parts if part for degree in _degrees(part)]
+        if ranks % prod(degrees) == 0:
+            yield line
+
+
+@cache
+def _degrees(text: str) -> list[int]:
+    """Return the sizes of the axes that a part of a line spans beside the data axis."""
+    options = [spec.options for spec in parse_line(text).specs if spec.options is not None]
+    return [size for axis, size in mesh_sizes(options).items() if axis != "dp_shard"]

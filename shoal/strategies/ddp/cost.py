@@ -1,0 +1,125 @@
+"""Cost of ddp: all gradients of every rank are averaged, in one of three layouts.
+
+single message   gradients, copied to a message     sent after the backward pass
+                 that stays and is stepped
+torch's engine   buckets for the whole run          sent while the backward pass goes on
+own buckets      gradients + messages as large      sent beside it; in a pipeline, after it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
+from shoal.errors import StrategyRefused
+from shoal.platform.tensors import MIB
+from shoal.strategies.base import TOTALS_LENGTH
+from shoal.strategies.ddp.layout_choice import SMALL_MIB, LayoutName
+from shoal.strategies.options import DdpOptions
+
+FIRST_BUCKET_BYTES = 1 * MIB
+"""Size at which torch's engine closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+
+
+def cost(options: DdpOptions, step: StepCost) -> StepCost:
+    """Return a step with averaged gradients.
+
+    Raises: StrategyRefused: gradients are compressed, which has no cost model yet.
+    """
+    if options.compress != "none":
+        raise StrategyRefused(f"compress={options.compress}: its cost in time is not modelled.")
+    if step.layout.data == 1:
+        return step
+    layout = _layout(options, step)
+    if layout is LayoutName.SINGLE:
+        size = total(step.parameters_of_rank(0)) + 4 * (TOTALS_LENGTH + len(step.model.parameters))
+        step = replace(
+            step, gradients_stay=True, after_passes={0: (SentMessage("all_reduce", size),)}
+        )
+        return _with_gradients_beside(step)
+    if layout is LayoutName.ENGINE:
+        limits = (FIRST_BUCKET_BYTES, options.bucket_mb * MIB)
+        # Micro-batches before the last accumulate gradients of their own beside the buckets.
+        apart = total(step.parameters_of_rank(0)) if step.accumulate > 1 else 0.0
+        step = replace(step, gradients_stay=True, always_held={0: apart})
+        return _with_buckets(step, limits, messages_are_copies=False)
+    bound = (options.bucket_mb * MIB,)
+    if len(step.rows) == 1:
+        return _with_buckets(step, bound, messages_are_copies=True)
+    # Gradients of a pipeline are complete after all passes.
+    messages = {
+        rank: tuple(
+            SentMessage("all_reduce", size)
+            for size, _ in _buckets(step.segments_of_rank(rank), bound)
+        )
+        for rank in range(len(step.rows))
+    }
+    copies = {rank: sum(m.size_bytes for m in sent) for rank, sent in messages.items()}
+    return replace(step, after_passes=messages, after_held=copies)
+
+
+def _layout(options: DdpOptions, step: StepCost) -> LayoutName:
+    """Return the layout, by the rules of `layout_choice` that follow from sizes."""
+    if len(step.rows) > 1 or step.layout.tensor > 1:
+        return LayoutName.BUCKETS
+    size = total(step.parameters_of_rank(0))
+    fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
+    if step.device == "cpu" and fits and options.allreduce == "backend":
+        return LayoutName.SINGLE
+    return LayoutName.ENGINE
+
+
+def _with_gradients_beside(step: StepCost) -> StepCost:
+    """Let gradients grow in the backward pass beside the message to which they are copied."""
+    segments = list(step.segments)
+    grown = 0.0
+    for index in range(len(segments) - 1, -1, -1):
+        segment = segments[index]
+        own = sum(map(_sent, segment.parameters))
+        segments[index] = replace(
+            segment,
+            held_backward=segment.held_backward + grown,
+            held_after=segment.held_after + grown + own,
+        )
+        grown += own
+    return replace(step, segments=tuple(segments))
+
+
+def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: bool) -> StepCost:
+    segments = list(step.segments)
+    sent = 0.0
+    sizes = {last: size for size, last in _buckets(segments, limits)}
+    for index in range(len(segments) - 1, -1, -1):
+        segment = segments[index]
+        beside = (SentMessage("all_reduce", sizes[index]),) if index in sizes else ()
+        sent += sizes.get(index, 0.0)
+        held = segment.held_backward + (sent if messages_are_copies else 0.0)
+        segments[index] = replace(segment, beside=beside, held_backward=held)
+    after = {0: sent} if messages_are_copies else {}
+    return replace(step, segments=tuple(segments), after_held=after)
+
+
+def _buckets(
+    segments: Sequence[LocalSegment], limits: Sequence[float]
+) -> Iterable[tuple[float, int]]:
+    """Yield the size of each bucket, and the index of the segment that completes it.
+
+    Buckets are filled in the order of the backward pass. One is closed when it has reached its
+    limit, as in torch's `compute_bucket_assignment_by_size`.
+    """
+    filled, count = 0.0, 0
+    last = len(segments) - 1
+    for index in range(len(segments) - 1, -1, -1):
+        for parameter in reversed(segments[index].parameters):
+            filled += _sent(parameter)
+            last = index
+            if filled >= limits[min(count, len(limits) - 1)]:
+                yield filled, last
+                filled, count = 0.0, count + 1
+    if filled:
+        yield filled, last
+
+
+def _sent(parameter: HeldParameter) -> float:
+    return parameter.nbytes if parameter.gradient_bytes else 0.0

@@ -1,0 +1,120 @@
+"""Cost of a pipeline: stages of equal predicted time, a schedule's table, activations between them.
+
+A stage begins with a unit, as in the strategy: units are found by its own rule, and the partition
+is that of its own dynamic programming. The times are predicted, where the strategy measures them,
+so a cut may lie one unit away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from shoal.costs.step_cost import LocalSegment, SentMessage, StepAction, StepCost
+from shoal.errors import StrategyRefused
+from shoal.strategies.model_parallel_options import PipelineOptions
+from shoal.strategies.pipeline.plan import balanced
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
+from shoal.strategies.pipeline.units import find_units
+
+
+def cost(options: PipelineOptions, schedule: ScheduleTable, step: StepCost) -> StepCost:
+    """Return a step whose segments lie in stages.
+
+    Args: schedule: the table for this batch.
+
+    Raises: StrategyRefused: there are too few units, or a name of `cuts` is none.
+    """
+    step = replace(step, microbatches=schedule.num_microbatches)
+    unit_of = _units_of_segments(options, schedule, step)
+    starts = [i for i, name in enumerate(unit_of) if i == 0 or unit_of[i - 1] != name]
+    sent = [_output(step, step.segments[:start]) for start in starts]
+    calls = [unit_of[start] for start in starts]
+    first_calls = _first_calls(options, schedule, step, calls, [*starts, len(unit_of)], sent)
+    firsts = [starts[call] for call in first_calls]
+    segments = [
+        replace(segment, stage=sum(first <= index for first in firsts))
+        for index, segment in enumerate(step.segments)
+    ]
+    crossing = {stage: sent[call] for stage, call in enumerate(first_calls, 1)}
+    rows = tuple(tuple(StepAction(*action) for action in row) for row in schedule.rows)
+    step = replace(step, segments=tuple(_with_sends(segments, crossing)), rows=rows)
+    shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in range(len(rows))]
+    return replace(step, optimizer_share=max(shares) / max(step.model.numel, 1))
+
+
+def _first_calls(
+    options: PipelineOptions,
+    schedule: ScheduleTable,
+    step: StepCost,
+    calls: Sequence[str],
+    bounds: Sequence[int],
+    sent: Sequence[float],
+) -> list[int]:
+    """Return the calls of units that begin stages 1, 2, ...
+
+    Args:
+        calls: unit of each call. bounds: first segment of each call, and the number of segments.
+        sent: bytes that a cut before each call sends.
+    """
+    if options.cuts:
+        return [_call_of(name, calls, options) for name in options.cuts.split("/")]
+    places = [*range(1, len(calls))]
+    if len(places) < schedule.num_stages - 1:
+        raise StrategyRefused(
+            f"pipeline={options.ranks}: {schedule.num_stages} stages need as many units, and the "
+            f"model has {len(calls)}. Use fewer ranks, or ddp."
+        )
+    costs = [_seconds(step, step.segments[a:b]) for a, b in pairwise(bounds)]
+    return balanced(costs, [*sent, 0.0], places, schedule.num_stages)
+
+
+def _units_of_segments(
+    options: PipelineOptions, schedule: ScheduleTable, step: StepCost
+) -> list[str]:
+    """Return the unit of each segment; code between units belongs to the unit before it."""
+    named = options.cuts.split("/") if options.cuts else []
+    stages = schedule.num_stages
+    names = step.once(
+        ("pipeline", stages, options.cuts),
+        lambda: [*find_units(step.module, stages, named=named)],
+    )
+    found: list[str] = []
+    for segment in step.segments:
+        path = segment.work.path
+        unit = next((n for n in names if path == n or path.startswith(f"{n}.")), None)
+        found.append(unit if unit is not None else (found[-1] if found else names[0]))
+    return found
+
+
+def _seconds(step: StepCost, segments: Sequence[LocalSegment]) -> float:
+    return sum(sum(step.segment_time(segment.work, step.samples)) for segment in segments)
+
+
+def _output(step: StepCost, before: Sequence[LocalSegment]) -> float:
+    """Return the bytes of the output of the last module before a cut, for one micro-batch."""
+    sizes = (segment.work.output_bytes.at(step.samples) for segment in reversed(before))
+    return next((size for size in sizes if size), 0.0)
+
+
+def _call_of(name: str, calls: Sequence[str], options: PipelineOptions) -> int:
+    found = [i for i, call in enumerate(calls) if call == name or call.startswith(f"{name}.")]
+    if not found:
+        raise StrategyRefused(f"cuts={options.cuts}: the function does not call {name}.")
+    return found[0]
+
+
+def _with_sends(segments: Sequence[LocalSegment], crossing: dict[int, float]) -> list[LocalSegment]:
+    """Send activations behind each stage's last segment, and gradients behind its first."""
+    result = list(segments)
+    for index, segment in enumerate(segments):
+        behind = segments[index + 1].stage if index + 1 < len(segments) else segment.stage
+        if behind > segment.stage:
+            message = SentMessage("send", crossing[behind], "pipeline")
+            result[index] = replace(segment, after_forward=(*segment.after_forward, message))
+            following = result[index + 1]
+            result[index + 1] = replace(
+                following, after_backward=(*following.after_backward, message)
+            )
+    return result

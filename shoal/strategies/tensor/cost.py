@@ -1,0 +1,114 @@
+"""Cost of tensor parallelism: layers in slices, and sums of activations over the tensor group.
+
+      x whole ─> column ─> slices: 1/T of operations, activations, weights ─> row ─> sum, y whole
+                 └ backward: sum of x's gradient                              └ forward: sum of y
+
+All sums are waited for. What is divided is what the strategy's own plan says. With sequence=true,
+what lies between the regions is divided along the sequence, and each sum becomes a reduce-scatter
+and an all-gather of the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
+from shoal.strategies.tensor.plan import TensorPlan
+
+
+def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
+    """Return a step whose divided layers cost 1/T, with the sums that they need.
+
+    Args: made: the plan for the model. sequence: option of the strategy.
+    """
+    segments = list(step.segments)
+    paths = [segment.work.path for segment in segments]
+    regions = [*_regions(made, paths)]
+    part = 1 / made.degree
+    inside: set[int] = set()
+    for first, last in regions:
+        inside |= {*range(first, last + 1)}
+        entering = step.segments[max(first - 1, 0)].work.output_bytes.at(step.samples)
+        leaving = step.segments[last].work.output_bytes.at(step.samples)
+        segments[first] = _with_sum(segments[first], entering or leaving, backward=True)
+        if last < len(segments) - 1:  # logits stay in slices
+            segments[last] = _with_sum(segments[last], leaving, backward=False)
+    for index in _vocabulary_segments(made.embeddings, paths):
+        output = step.segments[index].work.output_bytes.at(step.samples)
+        segments[index] = _with_sum(segments[index], output, backward=False)
+    row_ends = {last for _, last in regions}
+    for index in sorted(inside):
+        segments[index] = _divided(segments[index], part, whole_output=index in row_ends)
+    if sequence:
+        between = {*range(min(inside), max(inside))} - inside
+        for index in between:
+            segments[index] = _divided(segments[index], part, whole_output=False)
+    step = replace(step, segments=tuple(segments))
+    step = step.map_parameters(_Slices(made, step).slice)
+    owned = sum(p.numel for segment in step.segments for p in segment.parameters)
+    return replace(step, optimizer_share=owned / max(step.model.numel, 1))
+
+
+def _regions(made: TensorPlan, paths: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Yield the first and last segment of each stretch that computes slices."""
+    pairs = [
+        *((heads.columns, heads.row) for heads in made.heads),
+        *((pair.columns, pair.row) for pair in made.pairs),
+        *(((name,), name) for name in made.multihead),
+    ]
+    for columns, row in pairs:
+        begins = [index for name in columns for index in _segments_of(paths, name)]
+        if begins:
+            yield min(begins), max(_segments_of(paths, row) or begins)
+    for name in made.vocabulary_heads:  # the loss takes logits in slices
+        if begins := _segments_of(paths, name):
+            yield min(begins), len(paths) - 1
+
+
+def _vocabulary_segments(embeddings: Sequence[str], paths: Sequence[str]) -> Iterator[int]:
+    for name in embeddings:
+        yield from _segments_of(paths, name)
+
+
+def _segments_of(paths: Sequence[str], name: str) -> list[int]:
+    return [i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+
+
+def _with_sum(segment: LocalSegment, size_bytes: float, backward: bool) -> LocalSegment:
+    message = SentMessage("all_reduce", size_bytes, "tensor")
+    if backward:
+        return replace(segment, after_backward=(*segment.after_backward, message))
+    return replace(segment, after_forward=(*segment.after_forward, message))
+
+
+def _divided(segment: LocalSegment, part: float, whole_output: bool) -> LocalSegment:
+    """Return a segment of which a rank computes and keeps `part`."""
+    kept, forward_extra = segment.kept, segment.forward_extra
+    return replace(
+        segment,
+        compute=segment.compute * part,
+        kept=kept if whole_output else kept.scaled(part),
+        forward_extra=forward_extra if whole_output else forward_extra.scaled(part),
+        backward_extra=segment.backward_extra.scaled(part),
+        gradient_extra=segment.gradient_extra.scaled(part),
+    )
+
+
+class _Slices:
+    """The share of each parameter that one rank holds."""
+
+    def __init__(self, made: TensorPlan, step: StepCost) -> None:
+        self.degree = made.degree
+        self.styles = made.parallel_styles()
+        self.shapes = {p.name: p.shape for p in step.model.parameters}
+
+    def slice(self, parameter: HeldParameter) -> HeldParameter:
+        owner = parameter.name.rpartition(".")[0]
+        styles = (s for name, s in self.styles.items() if f"{owner}.".startswith(f"{name}."))
+        style = next(styles, "")
+        # The bias of a row parallel layer is added after the sum, so every rank has all of it.
+        whole = style.startswith("row") and len(self.shapes[parameter.name]) == 1
+        if not style or whole:
+            return parameter
+        return HeldParameter(parameter.name, *(x / self.degree for x in parameter[1:]))

@@ -1,0 +1,180 @@
+"""Cost of ZeRO through torch's `fully_shard`.
+
+      between steps      shards of parameters, gradients and optimizer states, rounded up by rows
+      gathering a unit   its whole weights, and the message from which they are copied
+      reducing a unit    its whole gradients, and the message into which they are copied
+
+On the CPU a rank waits for every gathering and every reduction. zero1 and zero2 gather each unit
+once; zero3 frees it after its forward pass and gathers it again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
+from shoal.strategies.options import ZeroOptions
+from shoal.strategies.wrap_units import innermost, units
+
+
+def cost(options: ZeroOptions, stage: int, step: StepCost) -> StepCost:
+    """Return a step with sharded states.
+
+    Args: stage: 1, 2 or 3.
+    """
+    ranks = options.hybrid or step.layout.data
+    step = replace(step, shard_ranks=options.hybrid)
+    if step.layout.data == 1:
+        return step
+    shapes = {p.name: p.shape for p in step.model.parameters}
+
+    def shard(parameter: HeldParameter, all_kinds: bool) -> HeldParameter:
+        shape = shapes[parameter.name]
+        rows = shape[0] if shape else 1
+        share = ceil(rows / ranks) / rows if shape else 1.0
+        sharded = parameter._replace(optimizer_bytes=parameter.optimizer_bytes * share)
+        if not all_kinds:
+            return sharded
+        return sharded._replace(
+            parameter_bytes=parameter.parameter_bytes * share,
+            gradient_bytes=parameter.gradient_bytes * share,
+        )
+
+    if len(step.rows) > 1:
+        return _after_pipeline(step.map_parameters(lambda p: shard(p, False)), ranks)
+    whole = [_trained(segment) for segment in step.segments]
+    step = step.map_parameters(lambda p: shard(p, True))
+    step = _with_units(options, stage, step, whole)
+    return replace(step, optimizer_share=step.optimizer_share / ranks)
+
+
+def _after_pipeline(step: StepCost, ranks: int) -> StepCost:
+    """Shard optimizer states only; gradients of all micro-batches are whole (`pipeline_zero1`)."""
+    sizes = {rank: total(step.parameters_of_rank(rank)) for rank in range(len(step.rows))}
+    return replace(
+        step,
+        after_passes={r: (SentMessage("reduce_scatter", s, "shard"),) for r, s in sizes.items()},
+        after_step={r: (SentMessage("all_gather", s, "shard"),) for r, s in sizes.items()},
+        after_held={r: 2 * s for r, s in sizes.items()},  # what is sent, and what is received
+        optimizer_share=step.optimizer_share / ranks,
+    )
+
+
+def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[float]) -> StepCost:
+    """Add gatherings and reductions to the first and last segments of each unit.
+
+    Args: whole: bytes of the whole trained parameters of each segment.
+    """
+    names = step.once(
+        ("units", options.unit), lambda: [*innermost(units(step.module, options.unit))]
+    )
+    held = _HeldUnits([_unit(segment, names) for segment in step.segments], whole, stage == 3)
+    # zero1 keeps whole gradients until the last micro-batch, in place of shards.
+    kept = sum(whole) - sum(p.gradient_bytes for s in step.segments for p in s.parameters)
+    kept *= stage == 1 and step.accumulate > 1
+    segments = [
+        replace(
+            segment,
+            held_forward=segment.held_forward + held.forward(index),
+            held_backward=segment.held_backward + held.backward(index) + kept,
+            held_after=segment.held_after + held.after(index),
+        )
+        for index, segment in enumerate(step.segments)
+    ]
+    for index, (segment, name) in enumerate(zip(segments, held.unit_of, strict=True)):
+        segments[index] = _with_messages(
+            segment,
+            held.sizes[name],
+            begins=bool(name) and index == held.first[name],
+            gathers_again=stage == 3 and bool(name) and index == held.last[name],
+        )
+    root = held.sizes[""]
+    if root and segments:  # gathered before all units, and reduced after them
+        segments[0] = _with_messages(segments[0], root, begins=True, gathers_again=False)
+    return replace(step, segments=tuple(segments))
+
+
+class _HeldUnits:
+    """Bytes that the engine holds beside shards while each segment computes.
+
+    Attributes:
+        unit_of: the unit of each segment; "" for the root, which holds what is in no unit.
+        sizes: bytes of each unit's whole weights.
+        first, last: indices of the segments of each unit.
+    """
+
+    def __init__(self, unit_of: list[str], whole: list[float], frees: bool) -> None:
+        self.unit_of = unit_of
+        self.whole = whole
+        self.frees = frees
+        self.order = [*dict.fromkeys(name for name in unit_of if name)]
+        self.sizes = dict.fromkeys([*self.order, ""], 0.0)
+        for size, name in zip(whole, unit_of, strict=True):
+            self.sizes[name] += size
+        self.first = {name: unit_of.index(name) for name in self.order}
+        self.last = {name: len(unit_of) - 1 - unit_of[::-1].index(name) for name in self.order}
+
+    def forward(self, index: int) -> float:
+        """Return gathered weights, and the message of the last gathering, which stays so long."""
+        return self._weights(index) + self._last_message(index)
+
+    def backward(self, index: int) -> float:
+        """Return gathered weights, the copy from which the unit behind was reduced, and gradients
+        of this unit that are there already.
+        """
+        behind = [unit for unit in self.order if self.first[unit] > index]
+        reduced_from = self.sizes[behind[0]] if behind else self._last_message(index)
+        name = self.unit_of[index]
+        gradients = sum(
+            size
+            for size, unit in zip(self.whole[index + 1 :], self.unit_of[index + 1 :], strict=True)
+            if unit == name
+        )
+        return self._weights(index) + reduced_from + gradients
+
+    def after(self, index: int) -> float:
+        """Return the weights and, at the end of a unit, its gradients and their copy."""
+        name = self.unit_of[index]
+        ends_unit = bool(name) and index == self.first[name]
+        return self._weights(index) + 2 * self.sizes[name] * ends_unit
+
+    def _weights(self, index: int) -> float:
+        name = self.unit_of[index]
+        if self.frees:
+            return self.sizes[""] + (self.sizes[name] if name else 0.0)
+        begun = [unit for unit in self.order if self.first[unit] <= index]
+        return self.sizes[""] + sum(self.sizes[unit] for unit in begun)
+
+    def _last_message(self, index: int) -> float:
+        begun = [unit for unit in self.order if self.first[unit] <= index]
+        return self.sizes[begun[-1]] if begun else 0.0
+
+
+def _with_messages(
+    segment: LocalSegment, size: float, begins: bool, gathers_again: bool
+) -> LocalSegment:
+    """Add the gathering before a unit, its reduction behind it, and its second gathering."""
+    gather = (SentMessage("all_gather", size, "shard"),)
+    reduce = (
+        SentMessage("reduce_scatter", size, "shard"),
+        SentMessage("all_reduce", size, "replicate"),
+    )
+    if begins:
+        segment = replace(
+            segment,
+            before_forward=(*gather, *segment.before_forward),
+            after_backward=(*segment.after_backward, *reduce),
+        )
+    if gathers_again:
+        segment = replace(segment, before_backward=(*gather, *segment.before_backward))
+    return segment
+
+
+def _unit(segment: LocalSegment, names: list[str]) -> str:
+    path = segment.work.path
+    return next((name for name in names if f"{path}.".startswith(f"{name}.")), "")
+
+
+def _trained(segment: LocalSegment) -> float:
+    return sum(p.nbytes for p in segment.parameters if p.gradient_bytes)

@@ -1,0 +1,90 @@
+"""Cluster files: hosts, links as a tree, and all problems in one error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.costs import cluster
+from shoal.errors import ConfigError
+
+TWO_HOSTS = """
+hosts:
+  a: {ranks: 4, memory: 16GiB, inside: {bandwidth: 100GB/s}, link: {bandwidth: 400Mbit/s}}
+  b: {ranks: 4, memory: 16GiB, inside: {bandwidth: 100GB/s}, link: {bandwidth: 400Mbit/s}}
+mtbf: 1000h
+"""
+
+
+def load(tmp_path: Path, text: str) -> cluster.Cluster:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    return cluster.load(file)
+
+
+def test_quantities_have_units() -> None:
+    assert cluster.read_size("16GiB") == 16 * 2**30
+    assert cluster.read_size("16 GB") == 16e9
+    assert cluster.read_rate("400 Mbit/s") == 50e6
+    assert cluster.read_rate("50GB/s") == 50e9
+    assert cluster.read_time("5us") == pytest.approx(5e-6)
+    assert cluster.read_time("3h") == 10800.0
+
+
+@pytest.mark.parametrize("text", ["-1GB", "many", "0", "nan", "1 elephant"])
+def test_a_quantity_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"must be greater than 0|is not a number"):
+        cluster.read_size(text)
+
+
+def test_a_group_inside_a_host_uses_its_inner_link(tmp_path: Path) -> None:
+    found = load(tmp_path, TWO_HOSTS)
+    assert found.ranks == 8
+    assert found.mtbf_s == 3.6e6
+    assert found.link_of(4, 1).bandwidth == 100e9
+
+
+def test_groups_that_leave_a_host_together_share_its_link(tmp_path: Path) -> None:
+    found = load(tmp_path, TWO_HOSTS)
+    assert found.link_of(8, 1).bandwidth == 50e6
+    # Four groups of two, one rank of each on either host.
+    assert found.link_of(2, 4).bandwidth == 50e6 / 4
+
+
+def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(
+            tmp_path,
+            """
+hosts:
+  a: {ranks: 0, memori: 1GiB, link: {bandwidth: -3GB/s}}
+  b: {ranks: 2, link: {bandwidth: 1GB/s, to: nowhere}}
+colour: red
+""",
+        )
+    text = str(error.value)
+    for problem in (
+        "hosts.a.ranks: 0 is not a whole number above 0",
+        "hosts.a.memori: is not known; did you mean 'memory'?",
+        "hosts.a.link.bandwidth: -3GB must be greater than 0",
+        "its way leads to 'nowhere', which is no switch",
+        "colour: is not known",
+    ):
+        assert problem in text
+
+
+def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="in a circle: one -> two -> one"):
+        load(
+            tmp_path,
+            """
+hosts: {a: {ranks: 1, link: {bandwidth: 1GB/s, to: one}}}
+switches: {one: {bandwidth: 1GB/s, to: two}, two: {bandwidth: 1GB/s, to: one}}
+""",
+        )
+
+
+def test_a_file_without_hosts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="name at least one host"):
+        load(tmp_path, "- 1")

@@ -1,0 +1,73 @@
+"""Machines: curves between their points, files and what is wrong in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.costs import machine
+from shoal.costs.machine import PRESETS, Compute, Point, SpeedCurve
+from shoal.costs.work import Affine, OpWork
+from shoal.errors import ConfigError
+
+
+def test_a_curve_is_a_line_in_logarithms_between_its_points() -> None:
+    curve = SpeedCurve((Point(1.0, 10.0), Point(100.0, 1000.0)))
+    assert curve.at(10.0) == pytest.approx(100.0, rel=1e-12)
+    assert curve.at(0.1) == 10.0
+    assert curve.at(1e6) == 1000.0
+
+
+def test_a_time_grows_with_size_beyond_the_last_point() -> None:
+    curve = SpeedCurve((Point(1.0, 1.0), Point(4.0, 2.0)))
+    assert curve.seconds_at(8.0) == pytest.approx(4.0)
+
+
+def test_an_operation_takes_its_overhead_and_the_time_of_its_flops() -> None:
+    speeds = Compute(
+        matmul=machine.flat(100.0),
+        conv=machine.flat(50.0),
+        memory=machine.flat(10.0),
+        forward_op_s=1.0,
+        backward_op_s=1.0,
+        step_op_s=1.0,
+        step_s=0.0,
+    )
+    matmul = OpWork("matmul", Affine(0.0, 100.0), Affine(0.0, 1.0), 3)
+    assert speeds.op_s(matmul, 2, 1.0, 0.5) == pytest.approx(3 * (0.5 + 2.0))
+    assert speeds.op_s(matmul, 2, 0.5, 0.5) == pytest.approx(3 * (0.5 + 1.0))
+    addition = OpWork("memory", Affine(0.0, 0.0), Affine(20.0, 0.0), 1)
+    assert speeds.op_s(addition, 9, 1.0, 0.5) == pytest.approx(2.5)
+
+
+def test_a_saved_machine_is_read_back_as_it_was(tmp_path: Path) -> None:
+    for preset in PRESETS.values():
+        preset.save(tmp_path / "machine.json")
+        assert machine.load(tmp_path / "machine.json") == preset
+
+
+def test_presets_say_that_they_are_not_calibrated() -> None:
+    assert {preset.calibrated for preset in PRESETS.values()} == {False}
+    assert all("not measured" in preset.note for preset in PRESETS.values())
+
+
+def test_a_bad_machine_file_names_all_of_its_problems(tmp_path: Path) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(json.dumps({"name": "x", "server_rate": -1, "colour": "red", "compute": {}}))
+    with pytest.raises(ConfigError) as error:
+        machine.load(file)
+    text = str(error.value)
+    assert "unknown key 'colour'" in text
+    assert "no 'device'" in text
+    assert "server_rate=-1: must be greater than 0" in text
+
+
+def test_a_curve_with_a_negative_speed_is_refused(tmp_path: Path) -> None:
+    PRESETS["h100"].save(tmp_path / "machine.json")
+    read = json.loads((tmp_path / "machine.json").read_text())
+    read["compute"]["1"]["matmul"]["points"][0][1] = -5.0
+    (tmp_path / "machine.json").write_text(json.dumps(read))
+    with pytest.raises(ConfigError, match="sizes and values must be greater than 0"):
+        machine.load(tmp_path / "machine.json")

@@ -1,0 +1,114 @@
+"""The search over strategy lines: what is compared, what is refused, and what is best."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from shoal.costs.cluster import one_host
+from shoal.costs.machine import UNKNOWN_CPU
+from shoal.planner.plan_report import as_json, explain, report
+from shoal.planner.strategy_search import Planner, Workload, candidate_lines
+from shoal.planner.trace_model import trace_model
+from shoal.strategies import parse_line
+
+
+class Blocks(nn.Module):
+    """Blocks in a list, as most models hold them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.head = nn.Linear(64, 8)
+
+    def forward(self, x: Any) -> Any:
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.head(x)
+
+
+@pytest.fixture(scope="module")
+def workload() -> Workload:
+    model = Blocks()
+    work = trace_model(
+        model,
+        lambda x: model(x).square().mean(),
+        lambda module: torch.optim.SGD(module.parameters(), 0.1),
+        (torch.zeros(1, 64),),
+        "blocks",
+    )
+    return Workload(work, model, 32)
+
+
+def planner(workload: Workload, ranks: int, memory: float = 2.0**40) -> Planner:
+    return Planner(workload, UNKNOWN_CPU, one_host(ranks, ranks * memory))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 6, 8])
+def test_every_candidate_is_a_strategy_line_that_the_ranks_can_have(ranks: int) -> None:
+    lines = [*candidate_lines(ranks)]
+    assert len(lines) == len({*lines})
+    for line in lines:
+        parse_line(line)
+    assert "ddp" in lines
+    assert not any("pipeline=4" in line for line in lines) or ranks == 8
+
+
+def test_plans_are_sorted_by_time_and_best_is_exact(workload: Workload) -> None:
+    plans = planner(workload, 2).search()
+    times = [plan.seconds for plan in plans.fitting]
+    assert times == sorted(times)
+    assert plans.best is not None
+    assert plans.best.step.is_exact
+    assert plans.best.seconds <= 1.05 * min(p.seconds for p in plans.fitting if p.step.is_exact)
+
+
+def test_a_search_gives_the_same_plans_twice(workload: Workload) -> None:
+    first, second = (planner(workload, 4).search() for _ in range(2))
+    assert [(p.strategy, p.seconds) for p in first.fitting] == [
+        (p.strategy, p.seconds) for p in second.fitting
+    ]
+
+
+def test_what_does_not_fit_is_told_by_how_much(workload: Workload) -> None:
+    memory = 90_000.0
+    tight = planner(workload, 2, memory)
+    plans = tight.search(["ddp", "zero3"])
+    (ddp,) = (plan for plan in plans.too_large if plan.strategy == "ddp")
+    assert ddp.missing_bytes == ddp.memory.total - memory > 0
+    assert ddp.time is None
+    assert "does not fit by" in report(tight, plans, "shoal train x")
+
+
+def test_refusals_are_told_in_the_strategys_own_words(workload: Workload) -> None:
+    plans = planner(workload, 2).search()
+    assert plans.refused["single"].endswith("Use ddp, or start one process.")
+
+
+def test_more_ranks_than_samples_are_refused(workload: Workload) -> None:
+    plans = planner(workload, 64).search(["ddp"])
+    assert "batch 32 cannot be cut for 64 ranks" in plans.refused["ddp"]
+    assert plans.best is None
+
+
+def test_lines_of_a_report_fit_a_screen(workload: Workload) -> None:
+    made = planner(workload, 4)
+    text = report(made, made.search(), "shoal train blocks -n 4")
+    assert max(map(len, text.splitlines())) <= 100
+    assert text.splitlines()[-1].startswith("shoal train blocks -n 4 --strategy ")
+    detail = explain(made, made.plan("pipeline=2,zero1"))
+    assert max(map(len, detail.splitlines())) <= 100
+    assert "fits" in detail
+
+
+def test_json_has_every_plan_and_every_refusal(workload: Workload) -> None:
+    made = planner(workload, 2)
+    plans = made.search()
+    read = as_json(made, plans)
+    assert len(read["plans"]) == len(plans.fitting) + len(plans.too_large)
+    assert read["refused"] == plans.refused
+    kinds = read["plans"][0]["memory"]
+    assert kinds["total"] == pytest.approx(sum(v for k, v in kinds.items() if k != "total"))
