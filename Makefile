@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist
+.PHONY: help dist test-wheels
 .PHONY: demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
 
 help:  ## List the targets.
@@ -82,15 +82,15 @@ $(BIN)/python:
 # The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
 COMPILED := shoal/shm_backend/native.c shoal/platform/finite_values.c
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt -e .
+$(VENV)/.demo: pyproject.toml setup.py constraints.txt $(COMPILED) | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[plots,tensorboard]"
 	@touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt $(COMPILED) | $(BIN)/python
+$(VENV)/.test: pyproject.toml setup.py constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
 	@touch $@ $(VENV)/.demo
 
-$(WITH_TORCH)/.test: pyproject.toml constraints.txt $(COMPILED)
+$(WITH_TORCH)/.test: pyproject.toml setup.py constraints.txt $(COMPILED)
 	$(PYTHON) -m venv $(WITH_TORCH)
 	grep -vE '^(torch|torchvision|torchao)==' constraints.txt > $(WITH_TORCH)/constraints.txt
 	$(WITH_TORCH)/bin/python -m pip install -q -c $(WITH_TORCH)/constraints.txt torch==$(TORCH) -e ".[test]"
@@ -98,7 +98,7 @@ $(WITH_TORCH)/.test: pyproject.toml constraints.txt $(COMPILED)
 
 $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	$(PYTHON) -m venv $(BENCH)
-	$(BENCH)/bin/python -m pip install -q -c constraints.txt -e . -r benchmarks/requirements.txt
+	$(BENCH)/bin/python -m pip install -q -c constraints.txt -e ".[train,plots,tensorboard]" -r benchmarks/requirements.txt
 	@touch $@
 
 verified: $(VENV)/.demo  ## Write docs/verified.md anew: every strategy against one device, on every model.
@@ -212,8 +212,17 @@ bench-gpu: $(VENV)/.test  ## Measure steps on one GPU against hand-written loops
 	$(BIN)/python -m benchmarks.gpu.measure $(GPU_FLAGS)
 	$(BIN)/python -m benchmarks.gpu.report
 
-dist: $(VENV)/.test  ## Build the source distribution and the wheel into dist/, without the network.
-	$(BIN)/python -c "from setuptools import build_meta; build_meta.build_sdist('dist'); build_meta.build_wheel('dist')"
+# One wheel for every platform, and one with the compiled part for this machine.
+BUILD := $(BIN)/python -c "import sys; from setuptools import build_meta; [getattr(build_meta, 'build_' + kind)('dist') for kind in sys.argv[1:]]"
+
+dist: $(VENV)/.test  ## Build the source distribution and both wheels into dist/, without the network.
+	rm -rf dist build/lib build/bdist.*
+	SHOAL_PURE=1 $(BUILD) sdist wheel
+	rm -rf build/lib build/bdist.*
+	$(BUILD) wheel
+
+test-wheels: dist  ## Install each wheel of dist/ into a clean environment with what it asks for, and train with it.
+	for wheel in dist/*.whl; do .ci/test-wheel $$wheel || exit 1; done
 
 clean:  ## Remove everything that these targets have built, the virtual environments included.
 	rm -rf $(VENV) build dist *.egg-info

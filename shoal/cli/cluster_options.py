@@ -31,6 +31,7 @@ FLAGS = {
     "slurm": "run on a Slurm cluster, as one job",
     "dry-run": "print the batch script, and submit nothing",
 }
+NAMES = tuple(f"--{name}" for name in (*VALUES, *LISTS, *FLAGS))
 WITH_VALUE = tuple(f"--{name}" for name in (*VALUES, *LISTS))
 
 

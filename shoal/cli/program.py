@@ -13,11 +13,13 @@ from shoal import __version__
 from shoal.cli import (
     agent,
     calibrate,
+    cluster_options,
     config,
     doctor,
     evaluate,
     export,
     foreign_flags,
+    host_options,
     import_weights,
     job_options,
     launch,
@@ -87,9 +89,8 @@ EPILOG = """\
   shoal verify train.py -n 2                    is it right? your own script, unchanged
 
 `shoal VERB --help` has the options of a verb, and examples."""
-RARE = ("several hosts, by ssh", "clusters")
-"""Groups of options of which the short help shows only those that name the hosts."""
-SHOWN = ("--hosts", "--slurm", "--nodes")
+RARE = {*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm", "--nodes"}
+"""Options that the short help leaves out."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -118,13 +119,7 @@ class VerbParser(Parser):
 
     @contextmanager
     def _short(self) -> Iterator[None]:
-        groups = [group for group in self._action_groups if group.title in RARE]
-        rare = [
-            action
-            for group in groups
-            for action in group._group_actions
-            if not set(action.option_strings) & set(SHOWN)
-        ]
+        rare = [action for action in self._actions if is_rare(action)]
         before = [(action, action.help) for action in rare]
         for action in rare:
             action.help = argparse.SUPPRESS
@@ -133,6 +128,11 @@ class VerbParser(Parser):
         finally:
             for action, help in before:
                 action.help = help
+
+
+def is_rare(action: argparse.Action) -> bool:
+    """Return True for an option that the short help leaves out."""
+    return not RARE.isdisjoint(action.option_strings)
 
 
 class HelpAll(argparse.Action):
@@ -212,9 +212,9 @@ def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
             name, description=verb.HELP, epilog=epilog, formatter_class=formatter
         )
         verb.arguments(parser_of_verb)
-        if "-n" in parser_of_verb._option_string_actions:
+        if any("-n" in action.option_strings for action in parser_of_verb._actions):
             foreign_flags.arguments(parser_of_verb)
-        if any(group.title in RARE for group in parser_of_verb._action_groups):
+        if any(map(is_rare, parser_of_verb._actions)):
             help = "every option, those for several hosts and clusters too"
             parser_of_verb.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
     return parser, verb_parsers

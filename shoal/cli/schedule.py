@@ -50,9 +50,9 @@ def run(options: argparse.Namespace) -> int:
     # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
     if options.output is not None:
-        from shoal.plotting.curves import refuse_suffix
+        from shoal.plotting.curves import check_can_draw
 
-        refuse_suffix(options.output)
+        check_can_draw(options.output)
     schedule = table(options.name, options.ranks, microbatches, options.stages)
     print(legend(schedule))
     if options.output is not None:

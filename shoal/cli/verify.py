@@ -116,9 +116,9 @@ def _script_verdict(options: argparse.Namespace) -> int:
     from shoal.verification.script.script_verdict import verify_script
 
     if options.plot is not None:
-        from shoal.plotting.curves import refuse_suffix
+        from shoal.plotting.curves import check_can_draw
 
-        refuse_suffix(options.plot)
+        check_can_draw(options.plot)
     report = verify_script(
         options.source[0],
         options.script_arguments,

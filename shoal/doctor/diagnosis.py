@@ -11,8 +11,10 @@ from textwrap import wrap
 from typing import Any
 
 from shoal.doctor import machine_info
+from shoal.platform.optional_packages import EXTRAS
+from shoal.platform.torch_versions import NEWEST, OLDEST, minor_version, untested
 
-OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
+PIP_TORCH = f'pip install "torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
 TORCHVISION_BEHIND = 15  # torchvision 0.26 belongs to torch 2.11, 0.27 to 2.12, and so on
 NEWEST_TORCHVISION = 29  # 0.29.1 and later belong to every torch from 2.14 on
 LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
@@ -109,20 +111,29 @@ def _version_problems(software: Mapping[str, Any]) -> list[Problem]:
     torch = software["torch"]
     torchvision = software["torchvision"]
     if torch is None:
-        return [Problem("torch is not installed", 'pip install "torch>=2.11,<2.16"')]
+        return [Problem("torch is not installed", PIP_TORCH)]
     problems = []
-    if not OLDEST_TORCH <= _minor_version(torch) <= NEWEST_TORCH:
-        problems.append(
-            Problem(
-                f"torch {torch} was never tested; 2.11 to 2.15 are",
-                'pip install "torch>=2.11,<2.16"',
-            )
-        )
-    expected_minor = min(_minor_version(torch)[1] + TORCHVISION_BEHIND, NEWEST_TORCHVISION)
-    if torchvision is not None and _minor_version(torchvision) != (0, expected_minor):
+    if note := untested(torch):
+        problems.append(Problem(note, PIP_TORCH))
+    expected_minor = min(minor_version(torch)[1] + TORCHVISION_BEHIND, NEWEST_TORCHVISION)
+    is_other = torchvision is not None and minor_version(torchvision) != (0, expected_minor)
+    pip_torchvision = f'pip install "torchvision==0.{expected_minor}.*"'
+    if is_other:
         fact = f"torchvision {torchvision} does not belong to torch {torch}"
-        problems.append(Problem(fact, f'pip install "torchvision==0.{expected_minor}.*"'))
+        problems.append(Problem(fact, pip_torchvision))
+    for package, error in software["plain_import_errors"].items():
+        fact = f"`import {package}` fails in a script of your own: {error}"
+        problems.append(Problem(fact, _cure_of_import(error, is_other, pip_torchvision)))
     return problems
+
+
+def _cure_of_import(error: str, is_other: bool, pip_torchvision: str) -> str:
+    """Return what to install where a package is there, and cannot be imported."""
+    if "torchvision" in error:
+        if is_other:
+            return pip_torchvision
+        return "both from one index: pip install --force-reinstall torch torchvision"
+    return "install it again, in the version that its error asks for"
 
 
 def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
@@ -162,7 +173,7 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
 
 def _strategies(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
     if facts["software"]["torch"] is None:
-        missing = Diagnosis(False, 'torch; pip install "torch>=2.11,<2.16"')
+        missing = Diagnosis(False, f"torch; {PIP_TORCH}")
         return dict.fromkeys(COLLECTIVES, missing)
     ddp = _ddp(facts["communication"])
     verdicts = {"single": Diagnosis(True), "ddp": ddp}
@@ -218,11 +229,13 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
         "torchvision models": _needs(
             software["torchvision_error"] is None, software["torchvision_error"] or ""
         ),
-        "timm models": _needs(software["timm"], "pip install timm"),
-        "TensorBoard": _needs(software["tensorboard"], "pip install tensorboard"),
+        "timm models": _extra("timm", software),
+        "transformers": _extra("transformers", software),
+        "plots": _extra("matplotlib", software),
+        "TensorBoard": _extra("tensorboard", software),
         "servers: TLS": _needs(
             software["cryptography"],
-            "pip install cryptography (between machines; else encrypt=false)",
+            "pip install 'shoal[tls]' (between machines; else encrypt=false)",
         ),
         "GPUs": _gpus(devices),
         "NCCL": _needs(
@@ -262,9 +275,9 @@ def _needs(is_present: object, missing: str) -> Diagnosis:
     return Diagnosis(True) if is_present else Diagnosis(False, missing)
 
 
-def _minor_version(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
+def _extra(package: str, software: Mapping[str, Any]) -> Diagnosis:
+    extra, _ = EXTRAS[package]
+    return _needs(software[package], f"pip install 'shoal[{extra}]'")
 
 
 def _status_text(verdict: Diagnosis) -> str:

@@ -38,6 +38,9 @@ EXPECTED = {
 }
 """The results on rank 0 and on rank 1, where rank 0 starts with [1, 1] and rank 1 with [2, 2]."""
 
+PLAINLY_IMPORTED = ("torchvision", "timm", "transformers")
+"""Packages that scripts of users import by themselves."""
+
 
 def collect() -> dict[str, Facts]:
     """Return all sections of facts. It takes seconds: torch is imported, and two ranks
@@ -54,12 +57,16 @@ def collect() -> dict[str, Facts]:
 
 def software() -> Facts:
     """Return versions; None for a package that is not installed."""
-    packages = ("torch", "torchvision", "numpy", "timm", "tensorboard", "cryptography")
+    packages = (
+        *("torch", "torchvision", "numpy", "timm", "transformers", "matplotlib", "tensorboard"),
+        "cryptography",
+    )
     return {
         "python": platform.python_version(),
         "shoal": __version__,
         **{package: _version(package) for package in packages},
         "torchvision_error": _torchvision_error(),
+        "plain_import_errors": _plain_import_errors(),
         "compiler": shutil.which(os.environ.get("CXX", ""))
         or shutil.which("g++")
         or shutil.which("clang++"),
@@ -248,6 +255,27 @@ def _torchvision_error() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def _plain_import_errors() -> dict[str, str]:
+    """Return the errors of packages that are installed and that a script cannot import.
+
+    Shoal's own import of torchvision works where a plain one fails, so other interpreters try it.
+    """
+    installed = [package for package in PLAINLY_IMPORTED if _version(package) is not None]
+    command = (sys.executable, "-c", "import importlib, sys; importlib.import_module(sys.argv[1])")
+    tries = {
+        package: subprocess.Popen(
+            (*command, package), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        for package in installed
+    }
+    told = {package: (tried.communicate()[1], tried.returncode) for package, tried in tries.items()}
+    return {
+        package: (text.strip().splitlines() or [f"status {code}"])[-1]
+        for package, (text, code) in told.items()
+        if code != 0
+    }
 
 
 def _gpu(index: int) -> Facts:

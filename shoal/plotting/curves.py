@@ -19,6 +19,7 @@ import numpy as np
 
 from shoal.errors import ConfigError, ShoalError
 from shoal.platform.files import atomic_write
+from shoal.platform.optional_packages import missing_for
 from shoal.plotting.metrics_reader import Curve, Floats, RunMetrics, read_runs
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     Raises:
         ConfigError: a directory is no run or holds no records yet, or the suffix is unknown.
     """
-    refuse_suffix(output)
+    check_can_draw(output)
     metrics = read_runs(runs)
     for run in metrics:
         if run.unreadable_lines:
@@ -86,8 +87,10 @@ def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
         note(f"no curves were drawn: {error}")
 
 
-def refuse_suffix(output: Path) -> None:
-    """Raise ConfigError if figures cannot be written with this suffix."""
+def check_can_draw(output: Path) -> None:
+    """Raise ConfigError if no figure can be drawn here, or not into this file."""
+    if sentences := missing_for(f"-o {output}", ("matplotlib",)):
+        raise ConfigError(sentences)
     if output.suffix not in SUFFIXES:
         raise ConfigError(
             [f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.plotting.curves import STYLE, refuse_suffix, write_figure
+from shoal.plotting.curves import STYLE, check_can_draw, write_figure
 from shoal.verification.script.script_report import ScriptReport
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ MAX_LABELS = 40
 
 def save(report: ScriptReport, output: Path) -> None:
     """Draw a report into a file. Raises ConfigError: the suffix is unknown."""
-    refuse_suffix(output)
+    check_can_draw(output)
     from matplotlib import rc_context
 
     with rc_context(STYLE):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.plotting.curves import STYLE, refuse_suffix, write_figure
+from shoal.plotting.curves import STYLE, check_can_draw, write_figure
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
@@ -28,7 +28,7 @@ SECOND_STAGE_LABEL = "paler: every second stage of a rank"
 
 def save(table: ScheduleTable, output: Path) -> None:
     """Draw a table into a file. Raises ConfigError: the suffix is unknown."""
-    refuse_suffix(output)
+    check_can_draw(output)
     from matplotlib import rc_context
 
     with rc_context(STYLE):

@@ -18,6 +18,7 @@ from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
 from shoal.launch.environment import STARTED_BY_RANK, own_place
+from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
 from shoal.run.line_log import log_line
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
@@ -128,6 +129,8 @@ def init(
     place = own_place()
     if place.reason.startswith(STARTED_BY_RANK):
         announce(f"note: {place.describe()}")
+    if place.rank == 0 and (untested_torch := untested(torch.__version__)):
+        announce(f"note: {untested_torch}")
     mesh = init_mesh(place, helpers, ParallelDims(**mesh_sizes(chosen)))
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None

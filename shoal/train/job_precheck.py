@@ -16,20 +16,38 @@ from pathlib import Path
 from shoal.config.job import Job
 from shoal.config.setting_fields import is_path
 from shoal.errors import did_you_mean
+from shoal.platform.optional_packages import missing_for
 from shoal.train import library_models
 
 SOURCES = ("digits", "cifar10", "cifar100", "imagefolder", "stdlib", "dummy")
 OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt")
+TORCHVISION_MODELS = ("cifar_resnet18", "botnet50")
+"""Models of ours that are made of torchvision's."""
 REGISTERED = ("models", "data")
 NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
 
 
 def problems(job: Job) -> list[str]:
     """Return a line for each thing that a job names and that is not there."""
-    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job)]
+    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job), *_packages(job)]
     if not job.imports:  # otherwise its files may register the names
         found += [*_data(job), *_model(job)]
     return found
+
+
+def _packages(job: Job) -> Iterator[str]:
+    """Yield a sentence for each package that is needed and not installed."""
+    name = job.model.name
+    if find_spec("torch") is None:
+        return  # a login node, which only submits the job
+    if name.startswith("timm:"):
+        yield from missing_for("model.name", ("timm", "torchvision"))
+    elif name in TORCHVISION_MODELS or (name not in OUR_MODELS and not job.imports):
+        yield from missing_for("model.name", ("torchvision",))
+    if job.data.name == "imagefolder":
+        yield from missing_for("data.name", ("torchvision", "PIL"))
+    if job.optimizer.name == "AdamW8bit":
+        yield from missing_for("optimizer.name", ("torchao",))
 
 
 def _imports(job: Job) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import UsageError
+from shoal.platform.optional_packages import missing
 from shoal.train.console import print_rank_zero, print_summary, warn
 from shoal.train.metrics_file import NAME, MetricsFile, Record
 
@@ -88,10 +89,8 @@ class Log:
 
             self._files.append(Events(directory, resume_step))
         except ImportError:
-            self.note(
-                "no TensorBoard events are written: tensorboard is not installed. Cure: pip "
-                "install tensorboard"
-            )
+            (sentence,) = missing("tensorboard") or ["tensorboard cannot be imported"]
+            self.note(f"no TensorBoard events are written: {sentence}")
         except OSError as error:
             self._note_full_disk(error)
 

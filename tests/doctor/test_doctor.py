@@ -19,6 +19,7 @@ def report():
 
 def altered(report, section, **changes):
     found = copy.deepcopy(dict(report.facts))
+    found["software"]["plain_import_errors"] = {}  # this machine's own are another matter
     found[section].update(changes)
     return diagnosis.assess(found)
 
@@ -143,6 +144,22 @@ def test_without_torch_nothing_is_ready_and_the_cure_is_named(report):
             "does not belong",
             "torchvision==0.29.*",
         ),
+        (
+            "software",
+            {
+                "torch": "2.13.0",
+                "torchvision": "0.28.0",
+                "plain_import_errors": {"timm": "operator torchvision::nms does not exist"},
+            },
+            "`import timm` fails in a script of your own: operator torchvision::nms does not exist",
+            "pip install --force-reinstall torch torchvision",
+        ),
+        (
+            "software",
+            {"plain_import_errors": {"transformers": "ImportError: tokenizers>=0.22"}},
+            "`import transformers` fails",
+            "in the version that its error asks for",
+        ),
         ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB", "--shm-size"),
         ("machine", {"open_files": 256}, "256 files", "ulimit -n"),
         (
@@ -164,9 +181,9 @@ def test_each_problem_comes_with_its_cure(report, section, changes, fact, cure):
 @pytest.mark.parametrize(
     ("changes", "feature", "missing"),
     [
-        ({"timm": None}, "timm models", "pip install timm"),
-        ({"tensorboard": None}, "TensorBoard", "pip install tensorboard"),
-        ({"cryptography": None}, "servers: TLS", "pip install cryptography (between machines"),
+        ({"timm": None}, "timm models", "pip install 'shoal[timm]'"),
+        ({"tensorboard": None}, "TensorBoard", "pip install 'shoal[tensorboard]'"),
+        ({"cryptography": None}, "servers: TLS", "pip install 'shoal[tls]' (between machines"),
         ({"compiler": None}, "torch.compile", "C++ compiler"),
         ({"compiler": "/usr/bin/g++", "python_headers": False}, "torch.compile", "Python.h"),
         ({"torchvision_error": "ImportError: CUDA 13"}, "torchvision models", "CUDA 13"),
@@ -188,3 +205,14 @@ def test_a_gpu_is_shown_with_its_memory_and_makes_half_precision_fast(report):
 def test_a_taken_port_is_no_reason_to_call_the_loopback_broken():
     with socket.create_server(("127.0.0.1", 0)):
         assert machine_info._loopback_error() is None
+
+
+def test_packages_that_a_script_cannot_import_are_tried_as_a_script_does(monkeypatch, tmp_path):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms is absent')")
+    (tmp_path / "transformers.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    versions = {"timm": "1.0", "transformers": "5.0"}
+    monkeypatch.setattr(machine_info, "_version", versions.get)
+    assert machine_info.software()["plain_import_errors"] == {
+        "timm": "RuntimeError: operator torchvision::nms is absent"
+    }
