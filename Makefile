@@ -80,7 +80,7 @@ $(BIN)/python:
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 
 # The part of Shoal that is compiled, where there is a compiler: a change there asks for a new installation.
-COMPILED := shoal/shm_backend/native.c shoal/platform/finite_values.c
+COMPILED := shoal/shm_backend/native.c
 
 $(VENV)/.demo: pyproject.toml setup.py constraints.txt $(COMPILED) | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[plots,tensorboard]"

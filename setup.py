@@ -9,7 +9,6 @@ from setuptools import Extension, setup
 
 COMPILED = {
     "shoal.shm_backend._native": "shoal/shm_backend/native.c",
-    "shoal.platform._finite_values": "shoal/platform/finite_values.c",
 }
 setup(
     ext_modules=[]

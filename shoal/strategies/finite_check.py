@@ -1,9 +1,7 @@
 """Looks for NaN and infinities in what one rank has computed, in a few microseconds.
 
-Compiled code looks at each value that lies in the CPU's memory. For other tensors, and without
-a compiler, a sum takes the place of that: it is not finite if a term is not. Small tensors are
-joined first. A sum of finite values may overflow too: `nonfinite_names` decides then, and as that
-is rare it may take its time.
+A sum is not finite if a term is not. Small tensors are joined first. A sum of finite values may
+overflow too: `nonfinite_names` decides then, and as that is rare it may take its time.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.platform.finite_values import first_copy, first_look
 from shoal.platform.torch_private.kernels import flatten_dense_tensors, foreach_copy_
 
 JOINED_ELEMENTS = 1 << 15
@@ -58,19 +55,14 @@ class FiniteCheck:
         return self.found
 
     def copy(self, targets: list[Tensor], sources: list[Tensor]) -> bool:
-        """Copy gradients of this rank, and look at them on the way.
+        """Copy gradients of this rank, and look at them.
 
         Args: targets: of the shapes of `sources`.
 
         Returns: True if one is not finite, or their sum.
         """
-        finite, others = first_copy(targets, sources)
-        left = [targets[index] for index in others]
-        if left:
-            foreach_copy_(left, [sources[index] for index in others])
-        if not finite or not seem_finite(left):
-            self.found = True
-        return self.found
+        foreach_copy_(targets, sources)
+        return self.look(targets)
 
 
 def seem_finite(tensors: Iterable[Tensor]) -> bool:
@@ -79,12 +71,6 @@ def seem_finite(tensors: Iterable[Tensor]) -> bool:
     A DTensor counts with its shard on this rank. With offload some tensors lie on the CPU and some
     on a device. Waits for the device, once.
     """
-    finite, others = first_look(list(tensors))
-    return finite and (not others or sums_are_finite(others))
-
-
-def sums_are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return False if the sum of the values is not finite; `seem_finite` says of which tensors."""
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     sums: list[Tensor] = []
     for tensor in tensors:

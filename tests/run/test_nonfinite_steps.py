@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import ConfigError, TrainingDiverged
-from shoal.platform import finite_values
 from shoal.strategies.ddp import single_message
 from shoal.testing import world
 
@@ -82,25 +81,12 @@ def trains(
     return {"finite": finite, "moved": moved, "whole": whole, "notes": notes, "weights": weights}
 
 
-def trains_without_compiled_look(
-    strategy: str, plants: dict[int, tuple[int, str, float]], options: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Train the same where torch's functions look for what is not finite."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finite_values, "_is_usable", False)
-        return trains(strategy, plants, options)
-
-
-def trains_both_ways(strategy: str, plants: dict[int, tuple[int, str, float]]) -> list[Any]:
-    return [trains(strategy, plants), trains_without_compiled_look(strategy, plants)]
-
-
 def trains_in_single_messages(plants: dict[int, tuple[int, str, float]]) -> list[Any]:
     """Train with gradients looked at in the message, and while they are copied to it."""
     ways = [trains("ddp", plants)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(single_message, "SMALL_BYTES", 0)
-        ways += trains_both_ways("ddp", plants)
+        ways.append(trains("ddp", plants))
     return ways
 
 
@@ -140,15 +126,11 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(strategy: str) 
         assert "loss of rank 1 is nan" in notes[2]
 
 
-def test_steps_rank_and_parameter_are_the_same_without_a_compiler() -> None:
-    both = world.run(2, trains_both_ways, "ddp,bucket_mb=0.0001", PLANTS)
-    compiled, plain = ([result[way] for result in both] for way in (0, 1))
-    assert_skipped(plain, PLANTS)
-    assert told(plain) == told(compiled)
-    assert "first.weight" in told(plain)[0]
-    assert "of rank 1" in told(plain)[0]
-    for ours, theirs in zip(plain, compiled, strict=True):
-        torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=0)
+def test_a_bucket_names_rank_and_parameter() -> None:
+    results = world.run(2, trains, "ddp,bucket_mb=0.0001", PLANTS)
+    assert_skipped(results, PLANTS)
+    assert "first.weight" in told(results)[0]
+    assert "of rank 1" in told(results)[0]
 
 
 def test_gradients_that_are_looked_at_while_they_are_copied_are_judged_alike() -> None:
@@ -221,12 +203,7 @@ def test_steps_in_the_backward_pass_end_at_once_as_they_cannot_be_skipped() -> N
         trains("single", PLANTS, {"step_in_backward": True})
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_gradients_whose_sum_overflows_are_finite(
-    compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not compiled:
-        monkeypatch.setattr(finite_values, "_is_usable", False)
+def test_gradients_whose_sum_overflows_are_finite() -> None:
     run = shoal.init(announce=lambda _: None)
     model = nn.Linear(300, 2, bias=False)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-36))
@@ -287,8 +264,7 @@ def test_every_plant_of_a_seeded_table_is_known_in_its_step(
     plants = planted(seed * 100 + ranks, ranks, 3)  # 3 x 2 x 23 in all
     if "pipeline" in strategy or "tensor" in strategy:
         plants = {step: (ranks, kind, factor) for step, (_, kind, factor) in plants.items()}
-    body = trains if seed == 1 else trains_without_compiled_look
-    assert_skipped(world.run(ranks, body, strategy, plants, options), plants)
+    assert_skipped(world.run(ranks, trains, strategy, plants, options), plants)
 
 
 @pytest.mark.slow
