@@ -261,6 +261,9 @@ class LogConfig:
 
     every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
     tensorboard: bool = setting(True, "write TensorBoard events")
+    loggers: tuple[str, ...] = setting(
+        (), "more places for the metrics: wandb, mlflow, trackio, each by its own settings"
+    )
     trace: str | None = setting(
         None,
         "steps to trace into trace.json, as N@S: N, after the first S of this start; see `shoal "

@@ -16,6 +16,9 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "timm": ("timm", "timm"),
     "transformers": ("hf", "transformers"),
+    "wandb": ("loggers", "wandb"),
+    "mlflow": ("loggers", "mlflow"),
+    "trackio": ("loggers", "trackio"),
     "torchao": ("lean", "torchao"),
 }
 """By the name of the import: the extra, and the name of the package."""

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from shoal.config import read
 from shoal.errors import ConfigError
-from shoal.train.metrics_file import NAME, read_metrics
+from shoal.loggers.metrics_file import NAME, read_metrics
 
 Floats = NDArray[np.float64]
 

@@ -20,6 +20,7 @@ from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
+from shoal.run.script_log import ScriptLog
 from shoal.run.this_rank import ThisRank
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
@@ -49,6 +50,7 @@ class StatefulRun(ThisRank):
         self._run_guards = guards
         self._loss_scale = loss_scale
         self._first_failure = FirstFailure(mesh, self._steps_alone)
+        self._script_log = ScriptLog(mesh)
         guards.at = self._first_failure.at
 
     def weights(self) -> dict[str, Tensor]:
@@ -230,6 +232,38 @@ class StatefulRun(ThisRank):
         notes = resumable.load(tensors, info, private)
         self._run_guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
+
+    def log_to(self, *loggers: str, directory: str | Path = "runs/script", **settings: Any) -> None:
+        """Open loggers for `log`. Collective.
+
+        run.log_to("wandb", directory="runs/first", lr=0.1)
+
+        Args:
+            loggers: "jsonl", "tensorboard", "wandb", "mlflow", "trackio".
+            directory: of the run; their files lie in it, and it gives the run its name.
+            settings: to be shown beside the measurements.
+
+        Raises: UsageError: there is no such logger, or its package is not installed.
+        """
+        with self._first_failure.at("run.log_to"):
+            self._script_log.open([*loggers], directory, settings)
+
+    def log(
+        self, values: Mapping[str, float | Tensor], step: int, kind: str = "train"
+    ) -> dict[str, float]:
+        """Write measurements of a step: their means over all ranks. Collective.
+
+        run.log({"loss": loss, "lr": schedule.get_last_lr()[0]}, step=step)
+
+        Args:
+            values: single numbers by name, the same names on all ranks. Each waits for the device.
+            kind: with which the names begin, as in train/loss.
+
+        Returns: the means, the same on every rank.
+        Raises: UsageError: no logger was opened; a value is no single number.
+        """
+        with self._first_failure.at("run.log"):
+            return self._script_log.write(values, step, kind)
 
     def report(self) -> list[str]:
         """Return lines for the end of a run, such as the staleness that servers have measured."""

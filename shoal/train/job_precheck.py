@@ -16,6 +16,7 @@ from pathlib import Path
 from shoal.config.job import Job
 from shoal.config.setting_fields import is_path
 from shoal.errors import did_you_mean
+from shoal.loggers import problems_of
 from shoal.platform.optional_packages import missing_for
 from shoal.train import library_models
 
@@ -46,6 +47,7 @@ def _packages(job: Job) -> Iterator[str]:
         yield from missing_for("model.name", ("torchvision",))
     if job.data.name == "imagefolder":
         yield from missing_for("data.name", ("torchvision", "PIL"))
+    yield from (f"log.loggers: {problem}" for problem in problems_of([*job.log.loggers]))
     if job.optimizer.name == "AdamW8bit":
         yield from missing_for("optimizer.name", ("torchao",))
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shoal.errors import UsageError
+from shoal.errors import UsageError, headline_of
+from shoal.loggers import Logger, open_logger
+from shoal.loggers.metrics_file import NAME, MetricsFile, Record
 from shoal.platform.optional_packages import missing
 from shoal.train.console import print_rank_zero, print_summary, warn
-from shoal.train.metrics_file import NAME, MetricsFile, Record
-
-if TYPE_CHECKING:
-    from shoal.train.tensorboard_events import Events
 
 
 class Log:
@@ -26,17 +25,27 @@ class Log:
         active: True on the rank that writes and prints; on other ranks every method does nothing.
         tensorboard: write TensorBoard events too, in directory/tensorboard.
         resume_step: records of later steps are removed; 0 for a new run.
+        loggers: names of more loggers; see `shoal.loggers`.
+        settings: of the run, for these.
 
     Raises:
         UsageError: the directory cannot be written.
     """
 
     def __init__(
-        self, directory: Path, *, active: bool, tensorboard: bool, resume_step: int
+        self,
+        directory: Path,
+        *,
+        active: bool,
+        tensorboard: bool,
+        resume_step: int,
+        loggers: Sequence[str] = (),
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._active = active
         self._directory = directory
-        self._files: list[MetricsFile | Events] = []
+        self._files: list[Logger] = []
+        self._lost: set[str] = set()
         self._noted_full_disk = False
         if not active:
             return
@@ -48,7 +57,9 @@ class Log:
                 f"{directory / NAME} cannot be written: {error.strerror}. Give another --out."
             ) from error
         if tensorboard:
-            self._open_events(directory / "tensorboard", resume_step)
+            self._open_events(directory, resume_step)
+        for name in loggers:
+            self._files.append(open_logger(name, directory, resume_step, settings or {}))
 
     def header(self, lines: Sequence[str]) -> None:
         """Print the lines that describe the run."""
@@ -78,14 +89,14 @@ class Log:
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Close the files, and print the closing table. A run that was stopped has no summary."""
         for file in self._files:
-            file.close()
+            self._guarded(file, file.close)
         self._files.clear()
         if self._active and summary is not None:
             print_summary(summary)
 
     def _open_events(self, directory: Path, resume_step: int) -> None:
         try:
-            from shoal.train.tensorboard_events import Events
+            from shoal.loggers.tensorboard_events import Events
 
             self._files.append(Events(directory, resume_step))
         except ImportError:
@@ -96,10 +107,19 @@ class Log:
 
     def _write(self, kind: str, record: Record) -> None:
         for file in self._files:
-            try:
-                file.write(kind, record)
-            except OSError as error:
-                self._note_full_disk(error)
+            self._guarded(file, partial(file.write, kind, record))
+
+    def _guarded(self, logger: Logger, call: Callable[[], None]) -> None:
+        """Call a method of a logger; note its error, once for each kind of logger."""
+        try:
+            call()
+        except OSError as error:
+            self._note_full_disk(error)
+        except Exception as error:  # noqa: BLE001 - of another program, which must not end training
+            name = type(logger).__name__
+            if name not in self._lost:
+                self._lost.add(name)
+                self.note(f"{name} is losing records; training goes on: {headline_of(error)}")
 
     def _note_full_disk(self, error: OSError) -> None:
         if not self._noted_full_disk:

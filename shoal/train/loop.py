@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
 from shoal.errors import CleanupFailed, RecordError, TrainingDiverged
 from shoal.launch.rank import EXIT_RESTART
@@ -270,8 +271,15 @@ class Training:
     def _open(self, notes: list[str]) -> None:
         """Open log and display, and print what kind of run this is."""
         is_first = self.run.rank == 0
-        tensorboard, step = self.job.log.tensorboard, self.step
-        self.log = Log(self.directory, active=is_first, tensorboard=tensorboard, resume_step=step)
+        step = self.step
+        self.log = Log(
+            self.directory,
+            active=is_first,
+            tensorboard=self.job.log.tensorboard,
+            resume_step=step,
+            loggers=self.job.log.loggers,
+            settings=leaf_settings(self.job),
+        )
         self.log.header(self.lines)
         self._lines_before_log = None
         if is_first and self.run.remote is not None:

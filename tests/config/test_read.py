@@ -159,7 +159,7 @@ def test_all_problems_are_reported_at_once_with_file_and_line(here: Path) -> Non
         ("train.epoch", "did you mean 'train.epochs'?"),
         ("optimizer.epochs", "did you mean 'train.epochs' or 'train.warm_start.epochs'?"),
         ("trian.epochs", "did you mean 'train.epochs' or 'train.warm_start.epochs'?"),
-        ("log.xyz", "known in log: log.every, log.tensorboard, log.trace"),
+        ("log.xyz", "known in log: log.every, log.tensorboard, log.loggers, log.trace"),
         ("model.option.width", "did you mean 'model.options.width'?"),
     ],
 )

@@ -45,6 +45,8 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "load_state",
         "load_state_dict",
         "local_rank",
+        "log",
+        "log_to",
         "main_first",
         "microbatches",
         "outside_step",

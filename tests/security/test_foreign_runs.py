@@ -13,7 +13,7 @@ from strangers import STRANGER, needs_root, strangers_files
 from shoal import cli
 from shoal.config import read
 from shoal.errors import ConfigError
-from shoal.train.metrics_file import MetricsFile
+from shoal.loggers.metrics_file import MetricsFile
 from shoal.train.run_directory import check_usable, lock
 
 

@@ -13,8 +13,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shoal.errors import UsageError
+from shoal.loggers.metrics_file import read_metrics
 from shoal.train.log import Log
-from shoal.train.metrics_file import read_metrics
 
 
 def record(step: int) -> dict[str, float | int]:

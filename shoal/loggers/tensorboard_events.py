@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,32 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-from shoal.train.metrics_file import Record, append
+from shoal.loggers.metrics_file import Record, append
 
 POSITIONS = ("step", "epoch", "sample", "time_s")
 """Names in a record that say when it was measured: no scalars."""
 
 
 class Events:
-    """An event file, unbuffered: each record is in the file when `write` returns.
+    """An event file in directory/tensorboard: each record is in it when `write` returns.
 
     torch's SummaryWriter is not used. Its thread keeps up to two minutes of events in memory, is
     dangerous when data-loader workers are forked, and dies with a traceback when the disk is full.
     The format is TensorBoard's own.
 
     Args:
-        directory: it is made if it does not exist; earlier files stay.
+        directory: of the run; earlier files stay.
         resume_step: TensorBoard ignores events of later steps in earlier files.
+        settings: are not written.
 
     Raises:
         OSError: here or in `write`. An event that does not fit on the disk is left out completely.
     """
 
-    def __init__(self, directory: Path, resume_step: int) -> None:
+    def __init__(
+        self, directory: Path, resume_step: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        directory /= "tensorboard"
         directory.mkdir(parents=True, exist_ok=True)
         # TensorBoard reads the files in the order of their names.
         order = sum(1 for _ in directory.glob("events.out.tfevents.*"))

@@ -84,6 +84,14 @@ class MetricsFile:
         return known
 
 
+class JsonLines(MetricsFile):
+    """`metrics.jsonl` in the directory of a run. Arguments as in `open_logger`."""
+
+    def __init__(self, directory: Path, resume_step: int, settings: Mapping[str, Any]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        super().__init__(directory / NAME, resume_step)
+
+
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a metrics.jsonl, and the number of lines that a crash has damaged."""
     with path.open("rb") as file:

@@ -1,0 +1,90 @@
+"""Where measurements of a run go: each file has one logger, and `open_logger` opens it by name.
+
+    logger = open_logger("wandb", directory, resume_step=0, settings={"optimizer.lr": 0.1})
+    logger.write("train", {"step": 20, "loss": 2.1})       train/loss at step 20
+    logger.close()
+
+Loggers of other programs are told what their own environment variables say, such as WANDB_MODE,
+MLFLOW_TRACKING_URI or TRACKIO_DIR. A run that is resumed goes on in the same record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol
+
+from shoal.errors import UsageError, did_you_mean
+from shoal.loggers.metrics_file import Record
+from shoal.platform.optional_packages import missing
+
+LOGGERS = {
+    "jsonl": ("metrics_file", "JsonLines", ""),
+    "tensorboard": ("tensorboard_events", "Events", "tensorboard"),
+    "wandb": ("weights_and_biases", "WandbLogger", "wandb"),
+    "mlflow": ("ml_flow", "MlflowLogger", "mlflow"),
+    "trackio": ("track_io", "TrackioLogger", "trackio"),
+}
+"""By name: the module, its class, and the package that it needs."""
+
+
+class Logger(Protocol):
+    """Writes the measurements of one run, in the order of steps."""
+
+    def write(self, kind: str, record: Record) -> None:
+        """Write the measurements of a step.
+
+        Args:
+            kind: such as "train", with which their names begin.
+            record: `step`, and numbers by name.
+
+        Raises: Exception: they are lost; the next ones may be written again.
+        """
+
+    def close(self) -> None:
+        """Write what is left, and end the record."""
+
+
+def open_logger(
+    name: str, directory: Path, resume_step: int, settings: Mapping[str, Any]
+) -> Logger:
+    """Open a logger of LOGGERS. On one rank of all.
+
+    Args:
+        directory: of the run; files of the logger lie in it.
+        resume_step: measurements of later steps are written again; 0 for a new run.
+        settings: of the run, to be shown beside its measurements.
+
+    Raises: UsageError: there is no such logger, or its package is not installed.
+    """
+    if problems := problems_of([name]):
+        raise UsageError(f"loggers: {'; '.join(problems)}")
+    module, kind, _ = LOGGERS[name]
+    logger: Logger = getattr(import_module(f"shoal.loggers.{module}"), kind)(
+        directory, resume_step, settings
+    )
+    return logger
+
+
+def problems_of(names: list[str]) -> list[str]:
+    """Return a sentence for each logger that does not exist or lacks its package."""
+    found = [
+        f"there is no logger '{name}'; {did_you_mean(name, LOGGERS)}"
+        for name in names
+        if name not in LOGGERS
+    ]
+    packages = [LOGGERS[name][2] for name in names if name in LOGGERS]
+    return found + missing(*filter(None, packages))
+
+
+def kept_id(directory: Path, name: str, new: str) -> str:
+    """Return the name of a record, which is kept in the run's directory for resuming.
+
+    Args: new: where there is none yet.
+    """
+    path = directory / f"{name}.id"
+    if not path.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(new)
+    return path.read_text()
