@@ -27,6 +27,8 @@ NOT_SENT_BYTES = 256 * 1024
 """Unsent bytes that the system may hold: no frame of a higher priority can overtake these."""
 _CHUNK_BYTES = 256 * 1024
 """Bytes that are encrypted or received at once: they stay in the cache."""
+KEY_LIMIT_BYTES = 2**38
+"""Bytes under one key of TLS: AES-GCM is for 2**24.5 records of 16 KiB (RFC 8446, 5.5)."""
 # A peer that has gone must not end this process by SIGPIPE, whatever the user's program does with
 # that signal.
 _SEND_FLAGS: int = socket.MSG_NOSIGNAL
@@ -146,6 +148,7 @@ class TlsStream(Stream):
         self._leaving = ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arriving, self._leaving, server_side)
         self._calls = threading.Lock()  # the two directions share their state
+        self._encrypted_bytes = 0
         self._chunk = memoryview(bytearray(4096))
         while not self._shake_hands():
             self._receive_chunk(deadline_s)
@@ -189,6 +192,10 @@ class TlsStream(Stream):
         return is_done
 
     def _encrypted(self, data: bytes | memoryview) -> bytes:
+        self._encrypted_bytes += len(data)
+        if self._encrypted_bytes > KEY_LIMIT_BYTES:
+            self.close()  # as after any loss, both ends connect again, and then have new keys
+            raise ConnectionLost(f"{KEY_LIMIT_BYTES} bytes were encrypted under one key of TLS")
         with self._calls:
             while data:
                 data = data[self._tls.write(data) :]

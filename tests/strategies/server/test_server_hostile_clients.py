@@ -15,8 +15,9 @@ from torch import Tensor
 
 import shoal
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.launcher import cluster_launcher
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import HANDSHAKES
+from shoal.parameter_server.transport.settings import UNIX
 from shoal.testing import world
 
 
@@ -28,7 +29,7 @@ def undisturbed() -> dict[str, Tensor]:
 def visited(network: str, seed: int) -> tuple[dict[str, Tensor], list[int], list[str], bool]:
     """Return weights, refusals by shard, the report, and if all servers are the first ones."""
     if network == "tls":  # as if the two ranks were on two machines
-        cluster_launcher.spans_machines = lambda _: True  # type: ignore[assignment]
+        ClusterLauncher._listen_host = lambda _: "127.0.0.1"  # type: ignore[method-assign]
     torch.manual_seed(0)
     run, net = shoal.init("server=2,part_mb=0.01", announce=lambda _: None), fault_injection.model()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
@@ -36,6 +37,8 @@ def visited(network: str, seed: int) -> tuple[dict[str, Tensor], list[int], list
     fleet = part.remote_optimizer.launcher.pool
     before = [] if fleet is None else [*fleet.servers, fleet.coordinator.pid]
     with contextlib.ExitStack() as silent, ThreadPoolExecutor(1) as pool:
+        if fleet is not None:
+            assert (fleet.coordinator_address[0] == UNIX) == (network == "unix")
         visits = pool.submit(visit, fleet, Random(seed), silent) if run.rank == 0 else None
         fault_injection.steps(run, net, optimizer)
         if visits is not None:

@@ -5,11 +5,14 @@ from random import Random
 from typing import Any
 
 import pytest
+from connected_channels import needs_tls
 from fault_injection import STEPS, check, trained, trials
 from faulty_network import Trouble
 from torch import Tensor
 
 from shoal.parameter_server.codec import Op
+from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.parameter_server.transport import stream
 from shoal.testing import world
 
 TROUBLES = {
@@ -45,6 +48,30 @@ def trained_in_trouble(what: str, op: Op, seed: int, folder: Path) -> Any:
     found = world.run(2, trained, strategy, trouble, timeout_s=30)
     assert trouble.mark.exists(), f"nothing happened to {op.name}"
     return found
+
+
+def trained_under_short_keys(strategy: str) -> Any:
+    """Train over TLS whose keys are for fewer bytes than a run sends."""
+    ClusterLauncher._listen_host = lambda _: "127.0.0.1"  # type: ignore[method-assign]
+    stream.KEY_LIMIT_BYTES = 40_000
+    made = stream.TlsStream.__init__
+
+    def counted(self: Any, *words: Any) -> None:
+        counted.connections += 1  # type: ignore[attr-defined]
+        made(self, *words)
+
+    counted.connections = 0  # type: ignore[attr-defined]
+    stream.TlsStream.__init__ = counted  # type: ignore[method-assign]
+    return *trained(strategy), counted.connections  # type: ignore[attr-defined]
+
+
+@needs_tls
+def test_connections_are_made_again_under_new_keys_and_change_no_bit(
+    undisturbed: dict[str, Tensor],
+) -> None:
+    found = world.run(2, trained_under_short_keys, "server=2,part_mb=0.01,shared_memory=false")
+    check([(weights, figures) for weights, figures, _ in found], undisturbed)
+    assert all(connections > 6 for _, _, connections in found)  # without the limit 3, or 4
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
