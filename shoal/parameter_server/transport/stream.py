@@ -29,6 +29,8 @@ _CHUNK_BYTES = 256 * 1024
 """Bytes that are encrypted or received at once: they stay in the cache."""
 KEY_LIMIT_BYTES = 2**38
 """Bytes under one key of TLS: AES-GCM is for 2**24.5 records of 16 KiB (RFC 8446, 5.5)."""
+_RECORD_BYTES = 2**14 + 2**8 + 5
+"""Longest record of TLS 1.3 with its header (RFC 8446, 5.2)."""
 # A peer that has gone must not end this process by SIGPIPE, whatever the user's program does with
 # that signal.
 _SEND_FLAGS: int = socket.MSG_NOSIGNAL
@@ -165,7 +167,10 @@ class TlsStream(Stream):
 
     def receive(self, into: memoryview, deadline_s: float | None = None) -> None:
         while into := into[self._decrypt(into) :]:
-            self._receive_chunk(deadline_s)
+            # At least so many bytes are still to come: what is encrypted is longer, and OpenSSL
+            # itself holds a record at most.
+            present_bytes = self._arriving.pending + _RECORD_BYTES
+            self._receive_chunk(deadline_s, len(into) - present_bytes)
 
     def _shake_hands(self) -> bool:
         """Take the handshake as far as what has arrived allows; return whether it is done."""
@@ -216,10 +221,14 @@ class TlsStream(Stream):
             raise WireError(f"what came is damaged or not the peer's ({error.reason})") from error
         return received
 
-    def _receive_chunk(self, deadline_s: float | None) -> None:
+    def _receive_chunk(self, deadline_s: float | None, expected_bytes: int = 0) -> None:
+        """Receive what has come; of a large payload wait for all that it still lacks."""
+        into, flags = self._chunk, 0
+        if expected_bytes > 0:
+            into, flags = into[:expected_bytes], socket.MSG_WAITALL
         with self._open() as sock:
-            count = _receive_some(sock, self._chunk, deadline_s, 0)
-        self._arriving.write(self._chunk[:count])
+            count = _receive_some(sock, into, deadline_s, flags)
+        self._arriving.write(into[:count])
 
 
 def _receive_some(
