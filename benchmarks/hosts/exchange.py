@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
+from shoal.costs.server_count import FORWARD
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.events import StepRequest
@@ -43,7 +44,6 @@ from shoal.parameter_server.worker.client import connect_to_servers
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import MIB
 
-from .closed_form import FORWARD
 from .namespaces import address
 from .worker_pool import answer, await_end
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.hosts.closed_form import all_reduce, reduced_beside, servers_beside
+from benchmarks.hosts.closed_form import all_reduce
+from shoal.costs.server_count import reduced_beside, servers_beside
 
 
 @dataclass(frozen=True)

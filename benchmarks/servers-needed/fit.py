@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from benchmarks.hosts.closed_form import ring_beside, servers_beside
+from shoal.costs.server_count import ring_beside, servers_beside
 
 ENOUGH = 1.05
 """Servers are enough when no larger number is faster by more than this factor."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.hosts.closed_form import ring_is_beaten_by, saturation
 from benchmarks.report_page import fill, table, told
+from shoal.costs.server_count import ring_is_beaten_by, saturation
 
 from . import picture
 from .fit import Point, deviation, efficiency, enough, points
