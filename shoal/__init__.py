@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shoal.data.batch_fetcher import Collate
     from shoal.data.source import Source
     from shoal.errors import ShoalError
+    from shoal.planner.library import plan
     from shoal.run import Run, init
     from shoal.strategies.base import Strategy
     from shoal.strategies.loss_terms import counted, summed
@@ -39,6 +40,7 @@ __all__ = [
     "broadcast",
     "counted",
     "init",
+    "plan",
     "summed",
     "verify",
     "verify_script",
@@ -49,6 +51,7 @@ _HOMES = {
     "Run": "shoal.run",
     "counted": "shoal.strategies.loss_terms",
     "summed": "shoal.strategies.loss_terms",
+    "plan": "shoal.planner.library",
     "verify": "shoal.verification",
     "Verdict": "shoal.verification",
     "verify_script": "shoal.verification.script.script_verdict",

@@ -108,6 +108,7 @@ class Machine:
         collectives: backend/kind/ranks -> seconds over bytes of the whole tensor.
         server_rate: bytes/s that one parameter server receives, sums and steps.
         overlap_slowdown: factor of computing while a message is under way.
+        cores: that ranks on CPUs share; 0 where each rank has a device.
     """
 
     name: str
@@ -119,6 +120,7 @@ class Machine:
     server_rate: float = 1e9
     overlap_slowdown: float = 1.0
     note: str = ""
+    cores: int = 0
 
     def compute_of(self, ranks: int) -> Compute:
         """Return the speeds of each of `ranks` ranks on one host."""
@@ -127,9 +129,8 @@ class Machine:
         return self.compute[fitting[0] if fitting else known[-1]]
 
     def crowding(self, ranks: int) -> float:
-        """Return the factor by which more ranks than were measured slow each other down."""
-        largest = max(self.compute)
-        return max(1.0, ranks / largest) if self.device == "cpu" else 1.0
+        """Return the factor by which more ranks than cores slow each other down."""
+        return max(1.0, ranks / self.cores) if self.cores else 1.0
 
     def collective(self, backend: str, kind: str, ranks: int) -> SpeedCurve | None:
         """Return the measured seconds of a collective, of as many ranks or the next number."""
@@ -269,6 +270,7 @@ UNKNOWN_CPU = Machine(
         1: Compute(flat(50e9), flat(30e9), flat(10e9), 1.5e-5, 1e-5, 3e-6, 5e-4),
     },
     server_rate=2e9,
+    cores=os.cpu_count() or 1,
     note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine in a minute",
 )
 """A CPU of which nothing is known."""

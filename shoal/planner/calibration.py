@@ -8,13 +8,15 @@ For each number of ranks on this host (1, 2, 4, ... up to twice its cores), all 
       a step          what Shoal adds around a model's operations
 
 Each number is the least of its repetitions, as in `timeit`: what is above it comes from other
-programs. Its spread is how far the median lies above it. Ranks measure at once, because ranks that
-train compute at once: what they take from each other (cores, caches, memory bandwidth) is in every
-number.
+programs. Its spread is how far the median lies above it. A rank of one thread is timed by its
+processor time, which other programs do not lengthen. Ranks measure at once, because ranks that
+train compute at once: what they take from each other (caches, memory bandwidth) is in every number.
+More ranks than cores take turns, which the plan adds.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 import warnings
@@ -27,7 +29,16 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm import equal_chunks
-from shoal.costs.machine import Compute, Machine, Point, SpeedCurve, least_and_spread
+from shoal.costs.machine import (
+    VIEW_SHARE,
+    Compute,
+    Machine,
+    Point,
+    SpeedCurve,
+    least_and_spread,
+)
+from shoal.costs.work import OpWork
+from shoal.planner.trace_model import trace_model
 from shoal.platform.cgroups import usable_cores
 from shoal.testing import world
 
@@ -70,6 +81,7 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
         collectives=collectives,
         server_rate=_server_rate(compute),
         overlap_slowdown=overlap,
+        cores=usable_cores(),
         note=f"{usable_cores()} cores, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
     )
 
@@ -129,20 +141,27 @@ def _measure_rank() -> dict[str, Any]:
     }
 
 
-def _timed(run: Callable[[], Any], budget_s: float = BUDGET_S) -> tuple[float, float]:
-    """Return the least seconds of a call and their spread, from about `budget_s` of calls."""
+def _timed(
+    run: Callable[[], Any], budget_s: float = BUDGET_S, is_small: bool = False
+) -> tuple[float, float]:
+    """Return the least seconds of a call and their spread, from about `budget_s` of calls.
+
+    Args: is_small: torch uses one thread for it, however many there are.
+    """
+    uses_one_thread = is_small or torch.get_num_threads() == 1
+    clock = time.process_time if uses_one_thread else time.perf_counter
     run()
-    start_s = time.perf_counter()
+    start_s = clock()
     run()
-    once_s = max(time.perf_counter() - start_s, 1e-7)
+    once_s = max(clock() - start_s, 1e-7)
     inner = max(1, int(2e-4 / once_s))  # a clock costs a microsecond
     samples: list[float] = []
     end_s = time.perf_counter() + budget_s
     while len(samples) < 5 or (time.perf_counter() < end_s and len(samples) < 100):
-        start_s = time.perf_counter()
+        start_s = clock()
         for _ in range(inner):
             run()
-        samples.append((time.perf_counter() - start_s) / inner)
+        samples.append((clock() - start_s) / inner)
     return least_and_spread(samples)
 
 
@@ -178,27 +197,43 @@ def _memory_point(size_bytes: int) -> Point:
     return Point(float(size_bytes), size_bytes / max(seconds - overhead_s, seconds * 0.05), spread)
 
 
-class _Tiny(nn.Module):
-    """One operation that costs nothing but its overhead."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 1.5
-
-
 def _op_overheads() -> tuple[float, float, float]:
-    """Return the seconds of an operation on one number: forward, backward, in an optimizer."""
-    count = 50
-    layers = nn.Sequential(*(_Tiny() for _ in range(count)))
-    x = torch.zeros(1, requires_grad=True)
+    """Return the seconds that an operation costs whatever its size.
+
+    Layers of eight numbers compute nothing, so their time over the number of operations, as the
+    planner counts them, is what an operation costs: in a module's forward pass, in the backward
+    pass, in an optimizer.
+    """
+    layers = (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8))
+    model = nn.Sequential(*(layer for _ in range(12) for layer in copy.deepcopy(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.zeros(2, 8)
 
     def forward() -> Tensor:
-        return layers(x)  # type: ignore[no-any-return]
+        return model(x).sum()  # type: ignore[no-any-return]
 
-    forward_s, _ = _timed(forward)
-    both_s, _ = _timed(lambda: forward().backward())
-    a = torch.zeros(1)
-    step_op_s, _ = _timed(lambda: a.mul_(0.9))
-    return forward_s / count, max(both_s - forward_s, 0.0) / count, step_op_s
+    work = trace_model(
+        model,
+        lambda x: model(x).sum(),
+        lambda module: torch.optim.AdamW(module.parameters()),
+        (x,),
+    )
+    forward_s, _ = _timed(forward, is_small=True)
+    both_s, _ = _timed(lambda: forward().backward(), is_small=True)
+    step_s, _ = _timed(optimizer.step, is_small=True)
+    counts = [
+        sum(map(_weight, ops))
+        for ops in (
+            [op for segment in work.segments for op in segment.forward],
+            [op for segment in work.segments for op in segment.backward],
+            work.optimizer,
+        )
+    ]
+    return forward_s / counts[0], max(both_s - forward_s, 0.0) / counts[1], step_s / counts[2]
+
+
+def _weight(op: OpWork) -> float:
+    return op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
 
 
 def _step_overhead() -> float:

@@ -79,13 +79,16 @@ def trace_model(
     Raises: UsageError: the model cannot run without values.
     """
     counted = []
+    # An optimizer may hold the parameters as they were before.
+    names = {id(p): parameter_name for parameter_name, p in model.named_parameters()}
     with fake_tensors(), _without_memory(model):
         # Activations scale with the batch, so the difference of two steps is their slope.
         for samples in SAMPLES:
             counted.append(_count(model, compute_loss, _resized(batch, samples)))
         segments = _affine_segments(*counted)
         parameters, buffers = _tensors_of(model)
-        optimizer = _optimizer_work(model, make_optimizer(model))
+        names |= {id(p): parameter_name for parameter_name, p in model.named_parameters()}
+        optimizer = _optimizer_work(make_optimizer(model), names)
     return ModelWork(
         name or type(model).__name__,
         segments,
@@ -428,15 +431,24 @@ class _OptimizerWork(NamedTuple):
     extra: float
 
 
-def _optimizer_work(model: nn.Module, optimizer: Optimizer) -> _OptimizerWork:
-    """Count a step of one parameter of each shape, and put it together for all parameters."""
+def _optimizer_work(optimizer: Optimizer, names: dict[int, str]) -> _OptimizerWork:
+    """Count a step of one parameter of each shape, and put it together for all parameters.
+
+    Args: names: name of each parameter, by its id.
+
+    Raises: UsageError: a parameter is not the model's.
+    """
     counted: dict[Any, tuple[float, tuple[OpWork, ...], float]] = {}
-    names = {id(p): name for name, p in model.named_parameters()}
     states: dict[str, float] = {}
     ops: Counter[OpWork] = Counter()
     for number, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
         for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise UsageError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
+                    "the model's. Make it with model.parameters()."
+                )
             key = (number, tuple(parameter.shape), parameter.dtype)
             if key not in counted:
                 counted[key] = _step_of_one(type(optimizer), options, parameter)

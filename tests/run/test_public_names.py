@@ -18,6 +18,7 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "broadcast",
         "counted",
         "init",
+        "plan",
         "summed",
     ]
     assert sorted(shoal.__all__) == [*names, "verify", "verify_script"]
