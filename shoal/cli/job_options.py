@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 WITHOUT_DASHES = re.compile(r"[a-z_]+(\.\w+)*")
 """The name of a setting without dashes, as in `train.epochs=3`, which other programs accept."""
+AUTO = "auto"
+"""The strategy that `shoal plan` would take."""
 SETTINGS = """\
 Any setting can be given by its dotted name, e.g. --optimizer.lr 0.1 --train.epochs 5 --seed 3;
 `shoal config NAME --explain` lists them all with their meaning, value and origin."""
@@ -134,6 +136,13 @@ def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, Strateg
     from shoal.strategies import add_allreduce_option, parse_line
 
     read, notes = _read_settings(options, ranks, list(options.settings))
+    if read.job.strategy == AUTO:
+        from shoal.planner.auto_strategy import choose
+
+        chosen, reason = choose(read.job, ranks)
+        options.settings = [*options.settings, ("strategy", chosen)]
+        read, notes = _read_settings(options, ranks, list(options.settings))
+        notes.append(reason)
     line = parse_line(read.job.strategy)
     if options.allreduce is None:
         return read, line, notes

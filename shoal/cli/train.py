@@ -77,6 +77,11 @@ def run(options: argparse.Namespace) -> int:
         _check_single(info)
         world = options.processes = hosts.processes
     restarts = _restarts(options, info)
+    if info.world > 1 and ("strategy", job_options.AUTO) in options.settings:
+        raise UsageError(
+            "--strategy auto: another launcher has started this process, and every rank would "
+            "choose by itself. Use the line that `shoal plan` tells."
+        )
     settings, line, notes = _settings(options, world)
     if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:

@@ -284,7 +284,8 @@ class Job:
         "ddp",
         "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
         "pipeline=P, server=N, local=H, "
-        "diloco=H, recompute=K; with commas between them several at once",
+        "diloco=H, recompute=K; with commas between them several at once; auto, which shoal plan "
+        "would take",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)
     imports: tuple[str, ...] = setting(

@@ -135,6 +135,11 @@ def _parse_specs(text: str) -> list[StrategySpec]:
             problems.append(problem)
         elif name in STRATEGIES or ":" in name:
             specs.append(StrategySpec(name, value, ()))
+        elif name == "auto":
+            problems.append(
+                "auto stands alone, and `shoal train -n` chooses it; for a script, "
+                "shoal.plan(...) tells the line"
+            )
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")
         elif specs and value is not None:  # an option of the strategy before it

@@ -1,0 +1,40 @@
+"""`--strategy auto`: the planner's choice, made once for a run.
+
+The run directory keeps the choice with all other settings, so a run that goes on keeps it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shoal.config.job import Job
+from shoal.costs.find_machine import find_machine, one_machine
+from shoal.errors import StrategyRefused
+from shoal.planner.job_workload import job_workload
+from shoal.planner.plan_report import bytes_text, machine_text, seconds_text
+from shoal.planner.strategy_search import Planner
+from shoal.train.run_directory import CONFIG, job_of
+
+
+def choose(job: Job, ranks: int) -> tuple[str, str]:
+    """Return the strategy line for a job on one host, and a sentence with the reason.
+
+    Raises: StrategyRefused: no strategy fits.
+    """
+    directory = Path(job.directory)
+    if (directory / CONFIG).is_file():
+        kept = job_of(directory).strategy
+        return kept, f"strategy auto: {kept}, as the run in {directory} has it"
+    machine = find_machine("")
+    planner = Planner(job_workload(job), machine, one_machine(machine, ranks))
+    best = planner.search().best
+    if best is None:
+        raise StrategyRefused(
+            f"strategy auto: nothing fits on {ranks} ranks; `shoal plan` says by how much."
+        )
+    reason = (
+        f"strategy auto: {best.strategy}: {seconds_text(best.seconds)} a step predicted (±"
+        f"{best.band:.0%}), {bytes_text(best.memory.total)} on each of {ranks} ranks; "
+        f"{machine_text(machine)}"
+    )
+    return best.strategy, reason
