@@ -5,8 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels
-.PHONY: demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean
+.PHONY: help dist test-wheels demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -134,6 +133,10 @@ bench-launch: $(BENCH)/.done  ## Measure the time until training starts, against
 bench-memory: $(BENCH)/.done  ## Measure what each rank holds, tensor by tensor.
 	$(BENCH)/bin/python -m benchmarks.memory.measure
 	$(BENCH)/bin/python -m benchmarks.memory.report
+
+bench-plan: $(BENCH)/.done  ## Measure what shoal plan has predicted: time and memory of steps.
+	$(BENCH)/bin/python -m benchmarks.plan.measure
+	$(BENCH)/bin/python -m benchmarks.plan.report
 
 bench-zero: $(BENCH)/.done  ## Measure sharded steps against a hand-written fully_shard.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
