@@ -2,7 +2,8 @@
 bench-plan`, when predictions.json is committed.
 
 Rounds go through all cases, so that a slow minute of the machine meets all of them alike;
-result.json has the least of each round.
+result.json has the least of each round. Beside the time of the clock stands the processor time of
+the ranks, which other programs do not lengthen.
 """
 
 from __future__ import annotations
@@ -60,19 +61,19 @@ def measured(case: PlannedCase) -> dict[str, Any] | str:
         batches = list(loader)
         compute = supervised(loss, model)
 
-        def step() -> float:
+        def step() -> tuple[float, float]:
             dist.barrier()
-            start_s = time.perf_counter()
+            start_s, start_cpu_s = time.perf_counter(), time.process_time()
             optimizer.zero_grad()
             run.forward_backward(compute, *batches[0])
             optimizer.step()
-            return time.perf_counter() - start_s
+            return time.perf_counter() - start_s, time.process_time() - start_cpu_s
 
         for _ in range(WARM):
             step()
         samples = [step() for _ in range(LEAST)]
         # Ranks must take as many steps, so rank 0 says how many.
-        count = torch.tensor([min(60, int(SECONDS / sorted(samples)[LEAST // 2]))])
+        count = torch.tensor([min(60, int(SECONDS / sorted(samples)[LEAST // 2][0]))])
         dist.broadcast(count, 0)
         samples += [step() for _ in range(max(0, int(count) - LEAST))]
     except StrategyRefused as refused:
@@ -84,10 +85,17 @@ def measured(case: PlannedCase) -> dict[str, Any] | str:
         for value in dict.get(optimizer.state, p, {}).values()  # type: ignore[call-overload]
         if isinstance(value, Tensor)
     ]
+    if case.strategy.startswith("server"):  # its values and gradients lie in shared memory
+        return {
+            "step_s": [wall_s for wall_s, _ in samples],
+            "cpu_s": [cpu_s for _, cpu_s in samples],
+            **dict.fromkeys(("peak_bytes", "parameters", "optimizer"), 0),
+        }
     with OwnPeak(parameters, state, run.device) as peak:
         step()
     return {
-        "step_s": samples,
+        "step_s": [wall_s for wall_s, _ in samples],
+        "cpu_s": [cpu_s for _, cpu_s in samples],
         "peak_bytes": peak.peak_bytes,
         "parameters": held_bytes(parameters),
         "optimizer": held_bytes(state),
@@ -117,11 +125,14 @@ def _round(case: PlannedCase) -> dict[str, Any]:
     ranks = [each for each in found if not isinstance(each, str)]
     # A step ends when its slowest rank ends.
     steps = [max(times) for times in zip(*(rank["step_s"] for rank in ranks), strict=True)]
+    cpu = [*zip(*(rank["cpu_s"] for rank in ranks), strict=True)]
     fullest = max(ranks, key=lambda rank: rank["peak_bytes"])
     return {
         "least_s": min(steps),
         "median_s": sorted(steps)[len(steps) // 2],
         "steps": len(steps),
+        "cpu_slowest_s": min(map(max, cpu)),
+        "cpu_sum_s": min(map(sum, cpu)),
         **{name: fullest[name] for name in ("peak_bytes", "parameters", "optimizer")},
     }
 

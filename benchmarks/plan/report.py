@@ -12,6 +12,7 @@ from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
 MIB = 2**20
+CORES = json.loads((HERE / "machine.json").read_text())["cores"]
 
 
 class Compared(NamedTuple):
@@ -31,8 +32,8 @@ def main() -> None:
     predictions = json.loads((HERE / "predictions.json").read_text())
     result = json.loads((HERE / "result.json").read_text())
     cases = [*zip(predictions, result["cases"], strict=True)]
-    times = [c for case in cases if (c := _compared(case, "step_s", "least_s"))]
-    memory = [c for case in cases if (c := _compared(case, "peak_bytes", "peak_bytes"))]
+    times = [one for case in cases if (one := _time(case))]
+    memory = [one for case in cases if (one := _memory(case))]
     parts = [
         _summary(times, memory),
         _rows(cases),
@@ -53,16 +54,32 @@ def _rounds(case: dict[str, Any], name: str) -> list[float]:
     return [one[name] for one in case["rounds"] if name in one]
 
 
-def _compared(
-    case: tuple[dict[str, Any], dict[str, Any]], predicted: str, measured: str
-) -> Compared | None:
+def _memory(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
     prediction, found = case
-    rounds = _rounds(found, measured)
-    if predicted not in prediction or not rounds:
+    rounds = [size for size in _rounds(found, "peak_bytes") if size]
+    if "peak_bytes" not in prediction or not rounds:
+        return None  # a server's values lie in shared memory, which the count leaves out
+    return Compared(_label(prediction), prediction["model"], prediction["peak_bytes"], min(rounds))
+
+
+def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
+    """Return the predicted and the measured seconds of a step on an idle machine.
+
+    Measured is processor time: that of the slowest rank, or of all ranks over the cores that they
+    share. Ranks of a pipeline are idle by design, so there the busy time of a rank is compared.
+    """
+    prediction, found = case
+    if "step_s" not in prediction or not _rounds(found, "cpu_sum_s") or prediction["ranks"] == 1:
         return None
-    if measured == "peak_bytes" and prediction["strategy"].startswith("server"):
-        return None  # a worker's values lie in shared memory, which the count leaves out
-    return Compared(_label(prediction), prediction["model"], prediction[predicted], min(rounds))
+    predicted = prediction["step_s"]
+    measured = min(_rounds(found, "cpu_slowest_s"))
+    shared = min(_rounds(found, "cpu_sum_s"))
+    if prediction["strategy"].startswith("pipeline"):
+        predicted *= 1 - prediction["idle"]
+        measured = shared / prediction["ranks"]
+    else:
+        measured = max(measured, shared / CORES)
+    return Compared(_label(prediction), prediction["model"], predicted, measured)
 
 
 def _summary(times: Sequence[Compared], memory: Sequence[Compared]) -> str:
@@ -102,33 +119,31 @@ def _order(times: Sequence[Compared]) -> tuple[int, int]:
 
 def _rows(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     head = [
-        "case",
-        "predicted",
-        "measured",
-        "error",
-        "spread",
-        "peak predicted",
-        "measured",
-        "error",
+        *("case", "predicted", "measured", "error", "spread", "by the clock"),
+        *("peak predicted", "measured", "error"),
     ]
     rows = []
-    for prediction, found in cases:
-        if "step_s" not in prediction or not (times := _rounds(found, "least_s")):
+    for case in cases:
+        prediction, found = case
+        time, memory = _time(case), _memory(case)
+        if time is None and memory is None:
             continue
-        peak = min(_rounds(found, "peak_bytes"))
-        rows.append(
-            [
-                _label(prediction),
-                f"{1e3 * prediction['step_s']:.1f} ms",
-                f"{1e3 * min(times):.1f} ms",
-                f"{prediction['step_s'] / min(times) - 1:+.0%}",
-                f"{max(times) / min(times) - 1:.0%}",
-                f"{prediction['peak_bytes'] / MIB:.2f} MiB",
-                f"{peak / MIB:.2f} MiB",
-                f"{prediction['peak_bytes'] / peak - 1:+.1%}",
-            ]
-        )
+        rounds = _rounds(found, "cpu_sum_s")
+        of_time = ["-", "-", "-"]
+        if time is not None:
+            of_time = [_ms(time.predicted), _ms(time.measured), f"{time.error:+.0%}"]
+        of_memory = ["-", "-", "-"]
+        if memory is not None:
+            sizes = [f"{size / MIB:.2f} MiB" for size in (memory.predicted, memory.measured)]
+            of_memory = [*sizes, f"{memory.error:+.1%}"]
+        spread = f"{max(rounds) / min(rounds) - 1:.0%}"
+        clock = _ms(min(_rounds(found, "least_s")))
+        rows.append([_label(prediction), *of_time, spread, clock, *of_memory])
     return table(head, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
 
 
 def _left_out(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
@@ -136,7 +151,7 @@ def _left_out(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
     for prediction, found in cases:
         reasons = [prediction.get("refused")]
         reasons += [r.get("refused") or r.get("failed") for r in found["rounds"]]
-        if "step_s" in prediction and _rounds(found, "least_s"):
+        if _time((prediction, found)) or _memory((prediction, found)):
             continue
         reason = next((reason for reason in reasons if reason), "not measured")
         lines.append(f"- {_label(prediction)}: {reason.splitlines()[0]}")

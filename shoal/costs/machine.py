@@ -65,6 +65,8 @@ class Compute:
         forward_op_s, backward_op_s, step_op_s: seconds that an operation costs whatever its size:
             in a module's forward pass, in the backward pass, in an optimizer.
         step_s: seconds of a step of Shoal around all operations.
+        engine_call_s, engine_tensor_s: seconds that fully_shard's hooks take around a message, and
+            for each tensor in it.
     """
 
     matmul: SpeedCurve
@@ -74,6 +76,8 @@ class Compute:
     backward_op_s: float
     step_op_s: float
     step_s: float
+    engine_call_s: float = 0.0
+    engine_tensor_s: float = 0.0
 
     def op_s(self, op: OpWork, samples: float, share: float, overhead_s: float) -> float:
         """Return the seconds of `op.number` operations.

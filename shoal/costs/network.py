@@ -48,6 +48,13 @@ class Network:
         """Return the links that a message of a rank of the pipeline uses."""
         return (f"{message.axis} link",) if message.kind == "send" else (f"rank {rank} link",)
 
+    def server_crowding(self, step: StepCost) -> float:
+        """Return how much servers and ranks slow each other down where they share cores."""
+        if not step.servers or len(self.cluster.hosts) > 1:
+            return 1.0
+        ranks = self.cluster.ranks_per_host
+        return self.machine.crowding(ranks + step.servers) / self.machine.crowding(ranks)
+
     def _stride(self, axis: str, step: StepCost) -> int:
         layout = step.layout
         shard = step.shard_ranks or layout.data
@@ -65,6 +72,7 @@ class Network:
         rate = self.machine.server_rate
         if len(self.cluster.hosts) > 1:
             rate = min(rate, self.cluster.link_of(self.cluster.ranks, 1).bandwidth)
+        rate /= self.server_crowding(step)
         # A worker's own link carries all of M, a server's m M / n: max(M/B, m M / (n B)).
         return max(message.size_bytes, workers * message.size_bytes / servers) / rate
 

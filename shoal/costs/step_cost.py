@@ -27,12 +27,14 @@ class SentMessage(NamedTuple):
         size_bytes: of the whole tensor: of all ranks' shards together, for gathers and scatters.
         axis: whose ranks take part: data, shard, replicate, tensor, pipeline or servers.
         share: share of the steps in which it is sent.
+        packed: tensors that an engine packs into it and unpacks; 0 without an engine.
     """
 
     kind: str
     size_bytes: float
     axis: str = "data"
     share: float = 1.0
+    packed: int = 0
 
 
 class StepAction(NamedTuple):

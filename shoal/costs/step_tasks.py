@@ -90,7 +90,8 @@ def step_time(step: StepCost, timer: SegmentTimer, network: Network) -> StepTime
     """Simulate a step and return its time."""
     builder = _TaskBuilder(step, timer, network)
     tasks = builder.tasks()
-    slow = network.machine.overlap_slowdown
+    # Parameter servers of one host compute too, on the cores of the ranks.
+    slow = network.machine.overlap_slowdown * network.server_crowding(step)
     slowdowns = {
         f"rank {rank} compute": (f"rank {rank} messages", slow) for rank in range(len(step.rows))
     }
@@ -256,6 +257,10 @@ class _TaskBuilder:
         queue = f"rank {rank} sends" if message.kind == "send" else f"rank {rank} messages"
         label = f"{message.kind} ({message.axis})"
         seconds = self.network.seconds(message, self.step)
+        if message.packed:
+            speeds = self.timer.speeds
+            engine_s = speeds.engine_call_s + message.packed * speeds.engine_tensor_s
+            seconds += message.share * engine_s * self.timer.crowding
         links = self.network.links(message, rank)
         return self._add(StepTask(queue, seconds, after, links, label))
 

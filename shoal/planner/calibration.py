@@ -21,6 +21,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,8 +68,8 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
     for ranks in rank_counts(usable_cores()):
         start_s = time.perf_counter()
         measured = world.run(ranks, _measure_rank, timeout_s=300.0)
-        compute[ranks] = measured[0]["compute"]
         collectives |= measured[0]["collectives"]
+        compute[ranks] = _with_engines(measured[0]["compute"], ranks, collectives)
         overlap = max(overlap, measured[0]["overlap"]) if ranks == 2 else overlap
         took_s = time.perf_counter() - start_s
         announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
@@ -127,7 +128,7 @@ def _measure_rank() -> dict[str, Any]:
     conv = SpeedCurve(tuple(sorted(_conv_point(*shape) for shape in CONV_SHAPES)))
     memory = SpeedCurve(tuple(_memory_point(size) for size in MEMORY_BYTES))
     forward_s, backward_s, step_op_s = _op_overheads()
-    speeds = Compute(matmul, conv, memory, forward_s, backward_s, step_op_s, _step_overhead())
+    speeds = Compute(matmul, conv, memory, forward_s, backward_s, step_op_s, step_s=0.0)
     ranks = dist.get_world_size()
     collectives = {}
     if ranks > 1:
@@ -236,26 +237,81 @@ def _weight(op: OpWork) -> float:
     return op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
 
 
-def _step_overhead() -> float:
-    """Return the seconds of a whole step of Shoal with a model of one number. Collective."""
-    run = shoal.init("ddp", announce=lambda _: None)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    model, optimizer = run.prepare(model, optimizer)[:2]
-    batch = torch.zeros(1, 1)
+ENGINE_LAYERS = (1, 6)
+BLOCKS = 8
+"""Blocks of the model with which a step of Shoal and of fully_shard is measured."""
 
-    def step() -> None:
+
+class _TinyBlock(nn.Module):
+    """Layers of eight numbers, gathered together."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.count = layers
+        for number in range(layers):
+            setattr(self, f"layer{number}", nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(self.count):
+            x = getattr(self, f"layer{number}")(x)
+        return x
+
+
+def _step_of_blocks(strategy: str, layers: int = 1) -> float:
+    """Return the seconds of a step with blocks of so many layers each. Collective."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    model: Any = nn.Sequential(*(_TinyBlock(layers) for _ in range(BLOCKS)))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = run.prepare(model, optimizer)[:2]
+    batch = torch.zeros(2, 8)
+    samples: list[float] = []
+    for number in range(60):
+        start_s = time.process_time()
         optimizer.zero_grad()
         run.forward_backward(lambda x: model(x).mean(), batch)
         optimizer.step()
-
-    samples: list[float] = []
-    for number in range(60):
-        start_s = time.perf_counter()
-        step()
         if number >= 20:
-            samples.append(time.perf_counter() - start_s)
+            samples.append(time.process_time() - start_s)
     return least_and_spread(samples)[0]
+
+
+def _blocks_s(speeds: Compute) -> float:
+    """Return the seconds of the operations of those blocks, without Shoal."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(BLOCKS)))
+    work = trace_model(
+        model,
+        lambda x: model(x).mean(),
+        lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
+        (torch.zeros(1, 8),),
+    )
+    passes = sum(
+        sum(speeds.op_s(op, 2, 1.0, speeds.forward_op_s) for op in segment.forward)
+        + sum(speeds.op_s(op, 2, 1.0, speeds.backward_op_s) for op in segment.backward)
+        for segment in work.segments
+    )
+    return passes + sum(speeds.op_s(op, 2, 1.0, speeds.step_op_s) for op in work.optimizer)
+
+
+def _with_engines(speeds: Compute, ranks: int, collectives: dict[str, SpeedCurve]) -> Compute:
+    """Add what a step of Shoal costs, and a call of fully_shard's hooks, beside operations."""
+    operations_s = _blocks_s(speeds)
+    plain_s = world.run(ranks, _step_of_blocks, "ddp" if ranks > 1 else "single")[0]
+    message_s = 0.0
+    if ranks > 1:
+        message_s = collectives[f"shoal/all_reduce/{ranks}"].points[0].value
+    speeds = replace(speeds, step_s=max(plain_s - operations_s - message_s, 1e-5))
+    if ranks == 1:
+        return speeds
+    # Two gatherings and a reduction of each block, with two tensors for each layer:
+    #     extra(layers) = 3 blocks (call + 2 layers tensor)
+    extra_s = []
+    for layers in ENGINE_LAYERS:
+        of_engine_s = world.run(ranks, _step_of_blocks, "zero3", layers)[0]
+        extra_s.append((of_engine_s - plain_s - (layers - 1) * operations_s) / (3 * BLOCKS))
+    few, many = (2 * layers for layers in ENGINE_LAYERS)
+    tensor_s = max((extra_s[1] - extra_s[0]) / (many - few), 0.0)
+    call_s = max(extra_s[0] - few * tensor_s, 0.0)
+    return replace(speeds, engine_call_s=call_s, engine_tensor_s=tensor_s)
 
 
 def _collective_point(kind: str, size_bytes: int) -> Point:
@@ -270,13 +326,15 @@ def _collective_point(kind: str, size_bytes: int) -> Point:
         "broadcast": lambda: dist.broadcast(whole, 0),
         "send": lambda: _ping_pong(whole, rank),
     }
+    # In shared memory a message is copied and added by the rank itself.
+    clock = time.perf_counter if kind == "send" else time.process_time
     samples: list[float] = []
     repetitions = max(5, min(60, int(3e7 / (size_bytes + 1e5))))
     for number in range(repetitions + 2):
-        start_s = time.perf_counter()
+        start_s = clock()
         calls[kind]()
         if number >= 2:
-            samples.append(time.perf_counter() - start_s)
+            samples.append(clock() - start_s)
     seconds, spread = least_and_spread(samples)
     return Point(float(size_bytes), seconds / (2 if kind == "send" else 1), spread)
 

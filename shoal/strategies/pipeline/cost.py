@@ -80,6 +80,11 @@ def _units_of_segments(
         ("pipeline", stages, options.cuts),
         lambda: [*find_units(step.module, stages, named=named)],
     )
+    if not names:
+        raise StrategyRefused(
+            f"pipeline={options.ranks}: the model has no modules inside that stages could begin "
+            "with. Use ddp."
+        )
     found: list[str] = []
     for segment in step.segments:
         path = segment.work.path

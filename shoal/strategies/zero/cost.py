@@ -10,6 +10,7 @@ once; zero3 frees it after its forward pass and gathers it again.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from math import ceil
 
@@ -82,16 +83,22 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
         )
         for index, segment in enumerate(step.segments)
     ]
+    tensors: Counter[str] = Counter()
+    for segment, name in zip(segments, held.unit_of, strict=True):
+        tensors[name] += sum(p.gradient_bytes > 0 for p in segment.parameters)
     for index, (segment, name) in enumerate(zip(segments, held.unit_of, strict=True)):
         segments[index] = _with_messages(
             segment,
             held.sizes[name],
+            tensors[name],
             begins=bool(name) and index == held.first[name],
             gathers_again=stage == 3 and bool(name) and index == held.last[name],
         )
     root = held.sizes[""]
     if root and segments:  # gathered before all units, and reduced after them
-        segments[0] = _with_messages(segments[0], root, begins=True, gathers_again=False)
+        segments[0] = _with_messages(
+            segments[0], root, tensors[""], begins=True, gathers_again=False
+        )
     return replace(step, segments=tuple(segments))
 
 
@@ -152,12 +159,12 @@ class _HeldUnits:
 
 
 def _with_messages(
-    segment: LocalSegment, size: float, begins: bool, gathers_again: bool
+    segment: LocalSegment, size: float, tensors: int, begins: bool, gathers_again: bool
 ) -> LocalSegment:
     """Add the gathering before a unit, its reduction behind it, and its second gathering."""
-    gather = (SentMessage("all_gather", size, "shard"),)
+    gather = (SentMessage("all_gather", size, "shard", packed=tensors),)
     reduce = (
-        SentMessage("reduce_scatter", size, "shard"),
+        SentMessage("reduce_scatter", size, "shard", packed=tensors),
         SentMessage("all_reduce", size, "replicate"),
     )
     if begins:

@@ -1,0 +1,102 @@
+"""`shoal plan`: its screen, its exit status, and bad input in one error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli import program
+from shoal.costs.machine import PRESETS
+
+SMALL = ("--model.options", "{widths: [8, 16]}")
+
+
+def shoal(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        program.main(words)
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(autouse=True)
+def _no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_the_screen_ends_with_the_command_to_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "2", *SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert "NOT CALIBRATED" in "\n".join(lines)
+    assert lines[-1].startswith("shoal train digits --model.options")
+    assert " -n 2 --strategy " in lines[-1]
+
+
+def test_a_calibration_in_the_cache_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    PRESETS["h100"].save(tmp_path / "cache" / "shoal" / "machine.json")
+    assert shoal("plan", "digits", *SMALL) == 0
+    assert "H100" in capsys.readouterr().out
+
+
+def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "2", "--strategy", "zero3", *SMALL) == 0
+    out = capsys.readouterr().out
+    for word in ("parameters", "gradients", "optimizer", "activations", "gathered", "a step:"):
+        assert word in out
+
+
+def test_what_does_not_fit_exits_with_1_and_names_the_smallest_change(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert shoal("plan", "digits", "-n", "2", "--memory", "100KiB", *SMALL) == 1
+    out = capsys.readouterr().out
+    assert "does not fit by" in out
+    assert "nothing fits; the least needs" in out
+    assert "smallest change" in out or "states alone" in out
+
+
+def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "2", "--json", *SMALL) == 0
+    read = json.loads(capsys.readouterr().out)
+    assert read["best"] in [plan["strategy"] for plan in read["plans"]]
+    assert read["calibrated"] is False
+
+
+def test_servers_are_counted_by_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "4", "--servers", *SMALL) == 0
+    out = capsys.readouterr().out
+    assert "enough:" in out
+    assert "ring" in out
+    assert "assumed: workers of one pace" in out
+
+
+def test_failures_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "2", "--mtbf", "100h", *SMALL) == 0
+    assert "(Daly)" in capsys.readouterr().out
+
+
+def test_all_bad_input_comes_in_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text("hosts: {a: {ranks: 2, link: {bandwidth: -1GB/s}}}\ncolour: red\n")
+    words = ["plan", "digits", "--memory", "lots", "--mtbf", "0h", "--cluster", str(cluster)]
+    assert shoal(*words, "-n", "2", "--train.batch_size", "0") == 2
+    error = capsys.readouterr().err
+    for problem in (
+        "--memory lots: 'lots' is not a number with a unit, as in 16GiB",
+        "--mtbf 0h: 0h must be greater than 0",
+        "hosts.a.link.bandwidth",
+        "colour: is not known",
+        "-n and --cluster",
+        "train.batch_size",
+    ):
+        assert problem in error
+
+
+def test_a_machine_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "--machine", "h10") == 2
+    assert "did you mean 'h100'?" in capsys.readouterr().err
