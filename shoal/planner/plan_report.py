@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shoal.costs.machine import Machine
-from shoal.planner.strategy_search import Plan, Planner, Plans
+from shoal.planner.strategy_search import Plan, Planner, Plans, complexity
 from shoal.strategies import parse_line
 
 WIDTH = 100
@@ -36,16 +36,36 @@ def report(planner: Planner, plans: Plans, command: str) -> str:
     Args: command: with which the best is run, without its strategy.
     """
     lines = [*_head(planner), ""]
-    if plans.fitting:
-        lines += [*_table(plans.fitting[:ROWS]), ""]
-    if len(plans.fitting) > ROWS:
-        lines += [f"and {len(plans.fitting) - ROWS} more that are slower: --json has all", ""]
-    inexact = [plan.strategy for plan in plans.fitting[:ROWS] if not plan.step.is_exact]
+    shown = _worth_showing(plans.fitting)[:ROWS]
+    if shown:
+        lines += [*_table(shown), ""]
+    if len(plans.fitting) > len(shown):
+        left_out = len(plans.fitting) - len(shown)
+        lines += [f"and {left_out} more that are slower or the same: --json has all", ""]
+    inexact = [plan.strategy for plan in shown if not plan.step.is_exact]
     if inexact:
         lines += _wrapped(f"~ not the numbers of one device: {', '.join(inexact)}", "  ")
     lines += [*_why_not(plans)]
     lines += _next(planner, plans, command)
     return "\n".join(lines)
+
+
+def _worth_showing(plans: Sequence[Plan]) -> list[Plan]:
+    """Leave out plans that cost what a simpler one costs, and recomputation that is not needed.
+
+    With one data rank, for example, all ways to share out the batch are the same.
+    """
+    lines = {plan.strategy for plan in plans}
+    shown: dict[tuple[float, float], Plan] = {}
+    for plan in plans:
+        specs = parse_line(plan.strategy).specs
+        without = ",".join(str(spec) for spec in specs if spec.name != "recompute")
+        if without != ",".join(map(str, specs)) and without.removesuffix(",ddp") in lines:
+            continue
+        key = (plan.seconds, plan.memory.total)
+        if key not in shown or complexity(plan) < complexity(shown[key]):
+            shown[key] = plan
+    return [*shown.values()]
 
 
 def _head(planner: Planner) -> Iterator[str]:

@@ -99,16 +99,16 @@ class Plans:
         """Return the plan to use: of those that are about as fast as the fastest, the simplest.
 
         It computes the numbers of one device. Predictions do not tell times apart that are within
-        `ALIKE`, so fewer strategies decide, and then the order of the registry.
+        `ALIKE`, so fewer strategies decide, and then the shorter line.
         """
         exact = [plan for plan in self.fitting if plan.step.is_exact]
         alike = [plan for plan in exact if plan.seconds <= exact[0].seconds * (1 + ALIKE)]
-        return min(alike, key=_complexity, default=None)
+        return min(alike, key=complexity, default=None)
 
 
-def _complexity(plan: Plan) -> tuple[int, int, float]:
-    specs = parse_line(plan.strategy).specs
-    return len(specs), [*STRATEGIES].index(specs[-1].name), plan.seconds
+def complexity(plan: Plan) -> tuple[int, int, float]:
+    """Return a key that sorts the simplest plan first: fewest strategies, then the shorter line."""
+    return len(parse_line(plan.strategy).specs), len(plan.strategy), plan.seconds
 
 
 class Planner:
@@ -211,7 +211,8 @@ def candidate_lines(ranks: int) -> Iterator[str]:
     ]
     sharing = [text for name in DATA for text in STRATEGIES[name].options.variants(name, ranks)]
     for parts in product(*dividing, sharing):
-        line = ",".join(part for part in parts if part)
+        # ddp is what a line means that names no way to share out the batch.
+        line = ",".join(part for part in parts if part).removesuffix(",ddp")
         degrees = [degree for part in parts if part for degree in _degrees(part)]
         if ranks % prod(degrees) == 0:
             yield line
