@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import full_tensor
+from shoal.comm.norm import full_tensor, to_local
 from shoal.data.fingerprint import difference
 from shoal.data.seeds import load_random_state, random_state
 from shoal.data.sharded_loader import ShardedLoader
@@ -228,15 +228,17 @@ def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:
 def whole_on_rank_zero(local_model: LocalModel, mesh: Mesh) -> dict[str, Tensor]:
     """Return the full model's `state_dict` on rank 0, and less on others. Collective."""
     mesh.data.broadcast_buffers(local_model.module)
-    state = {}
     if local_model.is_partial:
-        state = full_state_dict(local_model)
-    else:
-        # One tensor at a time, so that no rank but 0 ever has room for the full model.
-        for name, value in tensors_of(local_model.module).items():
-            full = full_tensor(value)
-            if mesh.rank == 0:
-                state[name] = full.cpu() if full is not value else value
+        return full_state_dict(local_model)
+    state = {}
+    by_place: dict[Any, Tensor] = {}  # tied weights stay one tensor
+    # One tensor at a time, so that no rank but 0 ever has room for the full model.
+    for name, value in tensors_of(local_model.module).items():
+        full = full_tensor(value)
+        if mesh.rank == 0:
+            held = to_local(value)
+            place = (held.data_ptr(), held.shape, held.stride()) if held.numel() else name
+            state[name] = by_place.setdefault(place, full.cpu() if full is not value else value)
     return state
 
 
