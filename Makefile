@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 BENCH := build/bench-venv
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-wheels demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan
+.PHONY: help dist test-wheels demo test test-torch test-slow test-anywhere test-real test-hf affected test-faults test-collectives test-gpu lint verified scripts mutants ablation house bench-overhead bench-launch bench-memory bench-zero bench-checkpoint bench-restart bench-recovery bench-faults bench-server bench-servers-needed bench-convergence bench-collectives bench-trace bench-tensor bench-sequence bench-pipeline bench-slow-links bench-ordered-mean bench-scaling bench-gpu clean bench-plan site
 
 help:  ## List the targets.
 	@echo "Usage: make TARGET [PYTHON=python3.12]; each target makes the virtual environment that it needs."
@@ -226,6 +226,13 @@ dist: $(VENV)/.test  ## Build the source distribution and both wheels into dist/
 
 test-wheels: dist  ## Install each wheel of dist/ into a clean environment with what it asks for, and train with it.
 	for wheel in dist/*.whl; do .ci/test-wheel $$wheel || exit 1; done
+
+$(VENV)/.site: pyproject.toml | $(VENV)/.test
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@
+
+site: $(VENV)/.site  ## Build the site of the documents into build/site; a link that leads nowhere is an error.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## Remove everything that these targets have built, the virtual environments included.
 	rm -rf $(VENV) build dist *.egg-info
