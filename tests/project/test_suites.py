@@ -17,7 +17,7 @@ ROOT_NAMES = {
     *(".ci", ".github", ".gitignore", ".importlinter", ".pre-commit-config.yaml"),
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile"),
     *("README.md", "benchmarks", "constraints.txt", "docs", "examples", "pyproject.toml"),
-    *("shoal", "tests"),
+    *("Dockerfile", "mkdocs.yml", "setup.py", "shoal", "tests"),
 }
 
 
