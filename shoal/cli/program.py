@@ -79,7 +79,7 @@ HIDDEN = ("agent",)
 """Verbs that only Shoal itself calls."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
-    "Look": ("doctor", "config", "trace", "plot"),
+    "Look": ("plan", "calibrate", "doctor", "config", "trace", "plot"),
     "While it trains": ("scale", "servers"),
 }
 """Verbs by what they are for; all others are for models."""
