@@ -34,9 +34,10 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
     layout = _layout(options, step)
     if layout is LayoutName.SINGLE:
         size = total(step.parameters_of_rank(0)) + 4 * (TOTALS_LENGTH + len(step.model.parameters))
-        step = replace(
-            step, gradients_stay=True, after_passes={0: (SentMessage("all_reduce", size),)}
-        )
+        sent = (SentMessage("all_reduce", size),)
+        step = replace(step, gradients_stay=True, after_passes={0: sent})
+        if step.accumulate > 1:  # gradients of earlier micro-batches are there all the time
+            return replace(step, always_held={0: size})
         return _with_gradients_beside(step)
     if layout is LayoutName.ENGINE:
         limits = (FIRST_BUCKET_BYTES, options.bucket_mb * MIB)
