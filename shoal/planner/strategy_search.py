@@ -27,10 +27,10 @@ from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
 from shoal.strategies.options import mesh_sizes
 
-MEASURED_BAND = 0.75
+MEASURED_BAND = 0.85
 """Share by which nine of ten calibrated predictions were off at most, on a machine that was not
 idle: benchmarks/plan."""
-DATASHEET_BAND = 0.75
+DATASHEET_BAND = 0.85
 """Share for numbers of datasheets, for which nothing was measured: no less than the other."""
 ALIKE = 0.05
 """Share by which times differ that a prediction tells apart."""
