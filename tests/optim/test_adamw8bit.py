@@ -259,7 +259,7 @@ def test_torchaos_own_cannot_be_saved_without_pickle() -> None:
     with torch.compiler.set_stance("force_eager"):
         epoch(run, *parts)
     with pytest.raises(
-        CheckpointError, match=r"AdamWFp8 keeps a OptimStateFp8.*shoal\.optim\.adamw8bit"
+        CheckpointError, match=r"AdamWFp8 keeps a OptimStateFp8.*shoal\.optim\.AdamW8bit"
     ):
         run.state()
 

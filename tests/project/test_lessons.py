@@ -87,7 +87,14 @@ def here(tmp_path: Path) -> Path:
 
 
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] if page.stem[:1] in "456" else [])
+        for page in PAGES
+    ],
+    ids=[page.stem for page in PAGES],
+)
 def test_the_commands_of_a_page_print_what_it_says(here: Path, page: Path) -> None:
     assert commands(page)
     for command, said in commands(page):

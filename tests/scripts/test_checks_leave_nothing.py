@@ -44,7 +44,7 @@ def apart(one: Outcome, other: Outcome) -> Iterator[str]:
 
 
 def test_checks_leave_a_handful_of_scripts_as_they_are(monkeypatch):
-    assert differences(EVERYDAY, Layout("ddp", 2), monkeypatch) == []
+    assert differences(EVERYDAY[:5], Layout("ddp", 2), monkeypatch) == []
 
 
 @pytest.mark.slow
