@@ -134,6 +134,8 @@ class StepCost:
         servers: parameter servers.
         after_held: further bytes of each rank between its passes and its step.
         is_exact: the numbers are those of one device.
+        band: share by which nine of ten predicted times of this kind were off at most, on an idle
+            machine with a core for each rank: benchmarks/plan.
         segment_time: predicts times, for strategies that balance them.
         device: of the ranks: cpu or cuda.
         known: results of `once`, shared by all steps of one model.
@@ -157,6 +159,7 @@ class StepCost:
     servers: int = 0
     after_held: Mapping[int, float] = field(default_factory=dict)
     is_exact: bool = True
+    band: float = 0.33
     device: str = "cpu"
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -27,11 +27,10 @@ from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
 from shoal.strategies.options import mesh_sizes
 
-MEASURED_BAND = 0.85
-"""Share by which nine of ten calibrated predictions were off at most, on a machine that was not
-idle: benchmarks/plan."""
+TURNS_BAND = 0.66
+"""Share by which times of more ranks than cores were off at most: benchmarks/plan."""
 DATASHEET_BAND = 0.85
-"""Share for numbers of datasheets, for which nothing was measured: no less than the other."""
+"""Share for numbers of datasheets, for which nothing was measured: no less than any other."""
 ALIKE = 0.05
 """Share by which times differ that a prediction tells apart."""
 
@@ -77,6 +76,11 @@ class Plan:
         return self.time.seconds if self.time is not None else float("inf")
 
     @property
+    def latest_s(self) -> float:
+        """Seconds of a step if the prediction is too short by its whole band, as most are."""
+        return self.seconds / (1 - self.band)
+
+    @property
     def samples_per_s(self) -> float:
         return self.step.global_batch / self.seconds
 
@@ -86,7 +90,7 @@ class Plans:
     """The answer of a search.
 
     Attributes:
-        fitting: best first.
+        fitting: best first, by `latest_s`.
         too_large: do not fit, nearest first.
         refused: strategy line -> reason.
     """
@@ -103,7 +107,7 @@ class Plans:
         `ALIKE`, so fewer strategies decide, and then the shorter line.
         """
         exact = [plan for plan in self.fitting if plan.step.is_exact]
-        alike = [plan for plan in exact if plan.seconds <= exact[0].seconds * (1 + ALIKE)]
+        alike = [plan for plan in exact if plan.latest_s <= exact[0].latest_s * (1 + ALIKE)]
         return min(alike, key=complexity, default=None)
 
 
@@ -144,7 +148,7 @@ class Planner:
                 found.append(self.plan(text))
             except (StrategyRefused, ConfigError) as error:
                 refused[text] = str(error)
-        fitting = sorted((p for p in found if p.time), key=lambda p: (p.seconds, p.memory.total))
+        fitting = sorted((p for p in found if p.time), key=lambda p: (p.latest_s, p.memory.total))
         too_large = sorted((p for p in found if not p.time), key=lambda p: p.missing_bytes)
         return Plans(tuple(fitting), tuple(too_large), refused)
 
@@ -158,7 +162,9 @@ class Planner:
         time = None
         if memory.total <= self.memory_limit:
             time = step_time(step, self.timer, self.network)
-        band = MEASURED_BAND if self.machine.calibrated else DATASHEET_BAND
+        band = step.band if self.machine.calibrated else DATASHEET_BAND
+        if self.machine.crowding(self.cluster.ranks_per_host) > 1:
+            band = max(band, TURNS_BAND)
         return Plan(text, step, memory, self.memory_limit, time, band)
 
     def step_cost(self, text: str) -> StepCost:

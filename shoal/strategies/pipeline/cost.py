@@ -18,6 +18,9 @@ from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.units import find_units
 
+PYTHON_BAND = 0.85
+"""How far times were off: Python around absent tensors is not calibrated."""
+
 
 def cost(options: PipelineOptions, schedule: ScheduleTable, step: StepCost) -> StepCost:
     """Return a step whose segments lie in stages.
@@ -41,7 +44,8 @@ def cost(options: PipelineOptions, schedule: ScheduleTable, step: StepCost) -> S
     rows = tuple(tuple(StepAction(*action) for action in row) for row in schedule.rows)
     step = replace(step, segments=tuple(_with_sends(segments, crossing)), rows=rows)
     shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in range(len(rows))]
-    return replace(step, optimizer_share=max(shares) / max(step.model.numel, 1))
+    share = max(shares) / max(step.model.numel, 1)
+    return replace(step, optimizer_share=share, band=PYTHON_BAND)
 
 
 def _first_calls(

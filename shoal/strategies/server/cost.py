@@ -16,6 +16,9 @@ from shoal.parameter_server.partitioning import ParamMeta, partition, partition_
 from shoal.platform.tensors import MIB
 from shoal.strategies.server_options import ServerOptions
 
+BAND = 0.55
+"""How far times were off: what servers and workers take from each other is not calibrated."""
+
 
 def cost(options: ServerOptions, step: StepCost) -> StepCost:
     """Return the step of a worker.
@@ -45,4 +48,5 @@ def cost(options: ServerOptions, step: StepCost) -> StepCost:
             first, prefetched=(*first.prefetched, pull), beside=(*first.beside, push)
         )
     step = replace(step, segments=tuple(segments), servers=options.servers, optimizer_share=0.0)
+    step = replace(step, band=max(step.band, BAND))
     return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))

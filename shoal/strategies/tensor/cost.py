@@ -16,6 +16,9 @@ from dataclasses import replace
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
 from shoal.strategies.tensor.plan import TensorPlan
 
+PYTHON_BAND = 0.85
+"""How far times were off: Python around each operation and sum is not calibrated."""
+
 
 def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     """Return a step whose divided layers cost 1/T, with the sums that they need.
@@ -47,7 +50,8 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     step = replace(step, segments=tuple(segments))
     step = step.map_parameters(_Slices(made, step).slice)
     owned = sum(p.numel for segment in step.segments for p in segment.parameters)
-    return replace(step, optimizer_share=owned / max(step.model.numel, 1))
+    share = owned / max(step.model.numel, 1)
+    return replace(step, optimizer_share=share, band=PYTHON_BAND)
 
 
 def _regions(made: TensorPlan, paths: Sequence[str]) -> Iterator[tuple[int, int]]:
