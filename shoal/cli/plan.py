@@ -77,9 +77,12 @@ def run(options: argparse.Namespace) -> int:
         machine = find_machine(options.machine or (cluster.machine if cluster else ""))
     except ConfigError as error:
         problems += error.problems
+    processes = 1 if options.processes is None else options.processes
+    if processes < 1:
+        problems.append(f"-n {processes}: there must be at least one process")
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
-    ranks = cluster.ranks if cluster is not None else options.processes or 1
+    ranks = cluster.ranks if cluster is not None else max(processes, 1)
     try:
         settings, line, _ = job_options.settings(options, ranks)
         problems += job_precheck.problems(settings.job)
