@@ -113,7 +113,7 @@ CHECKS = {
     "watch of the loop": Check(
         (
             *(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),
-            *(f"{TRIAL}.loop_draws"),
+            f"{TRIAL}.loop_draws",
         ),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),

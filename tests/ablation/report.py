@@ -24,11 +24,9 @@ from tests.scripts.script import catalog, loops
 
 LAYOUTS = [
     Layout("ddp", 2),
-    Layout("ddp", 2, 2),
     Layout("zero3", 2),
     Layout("tensor=2", 2),
     Layout("pipeline=2", 2),
-    Layout("server=1", 2),
 ]
 ALL = "all checks"
 GROUP = 10
@@ -50,7 +48,7 @@ are exact without it. A check without silent and worse cells looks for a fault t
 scripts has: the tests beside it plant the fault.
 
 {table}
-
+{missing}
 ## Cells that change
 
 {changes}
@@ -166,10 +164,12 @@ def page(found: Mapping[str, Cells]) -> str:
             f"- {check}: `{name}`: {before.verdict} -> {after.verdict}"
             for name, (before, after) in {**silent, **worse, **better}.items()
         ]
+    absent = [check for check in CHECKS if check not in found]
     return PAGE.format(
         scripts=len(names()),
         layouts=", ".join(map(str, LAYOUTS)),
         table="\n".join(rows),
+        missing=f"\nNot measured: {', '.join(absent)}.\n" if absent else "",
         changes="\n".join(changes),
     )
 
