@@ -113,7 +113,7 @@ mutants: $(VENV)/.test  ## Plant bugs in loops, and write what the proof finds i
 # Some of them: make ablation CHECKS="'kept numbers'"
 CHECKS ?=
 
-ablation: $(VENV)/.test  ## Switch each check off in turn, run all scripts, and write docs/checks.md, in minutes.
+ablation: $(VENV)/.test  ## Switch each check off in turn, run all scripts, and write docs/checks.md: half an hour.
 	$(BIN)/python -m tests.ablation.report docs/checks.md $(CHECKS)
 
 house: $(VENV)/.test  ## Count the source anew, and write the numbers into docs/design.md.
