@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import shoal
 from shoal.integrations.transformers import ShoalTrainer
@@ -36,8 +37,11 @@ def llama() -> LlamaForCausalLM:
 def train(
     strategy: str, folder: Path, settings: dict[str, Any], resume: str | None = None
 ) -> dict[str, list[float]]:
-    """Train two epochs; return the losses of steps and evaluations, as this rank has them."""
-    run = shoal.init(strategy, announce=lambda _: None)
+    """Train two epochs; return the losses of steps and evaluations, as this rank has them.
+
+    Args: strategy: empty for transformers' own Trainer.
+    """
+    run = shoal.init(strategy, announce=lambda _: None) if strategy else None
     args = TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=8,
@@ -53,9 +57,8 @@ def train(
         **settings,
     )
     data = texts()
-    trainer = ShoalTrainer(
-        model=llama(), args=args, train_dataset=data, eval_dataset=data[:10], run=run
-    )
+    kind = partial(ShoalTrainer, run=run) if strategy else Trainer
+    trainer = kind(model=llama(), args=args, train_dataset=data, eval_dataset=data[:10])
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     return {
