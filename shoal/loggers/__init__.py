@@ -10,12 +10,14 @@ MLFLOW_TRACKING_URI or TRACKIO_DIR. A run that is resumed goes on in the same re
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import errno
+from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from shoal.errors import UsageError, did_you_mean
+from shoal.errors import UsageError, did_you_mean, headline_of
 from shoal.loggers.metrics_file import Record
 from shoal.platform.optional_packages import missing
 
@@ -27,6 +29,10 @@ LOGGERS = {
     "trackio": ("track_io", "TrackioLogger", "trackio"),
 }
 """By name: the module, its class, and the package that it needs."""
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk that is full, of a quota, and of a limit on files."""
 
 
 class Logger(Protocol):
@@ -44,6 +50,52 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Write what is left, and end the record."""
+
+
+class LoggerGroup:
+    """Several loggers of one run. What one of them loses is noted once, and ends no training.
+
+    Attributes: loggers: in the order in which they are written.
+    Args: note: prints a note.
+    """
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self.loggers: list[Logger] = []
+        self._note = note
+        self._noted: set[str] = set()
+
+    def write(self, kind: str, record: Record) -> None:
+        """Write the measurements of a step to all of them; see `Logger.write`."""
+        for logger in self.loggers:
+            self._guarded(logger, partial(logger.write, kind, record))
+
+    def close(self) -> None:
+        """Close all of them."""
+        for logger in self.loggers:
+            self._guarded(logger, logger.close)
+        self.loggers.clear()
+
+    def note_loss(self, error: Exception, name: str) -> None:
+        """Note once that records are lost.
+
+        Args: name: of the logger that has met `error`.
+        """
+        text = f"{name} is losing records; training goes on: {headline_of(error)}"
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            name = "the log"  # one note for all files of a disk
+            text = (
+                f"{name} is losing records ({error.strerror}); training goes on. Make room on the "
+                "disk."
+            )
+        if name not in self._noted:
+            self._noted.add(name)
+            self._note(text)
+
+    def _guarded(self, logger: Logger, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - of another program, which must not end training
+            self.note_loss(error, type(logger).__name__)
 
 
 def open_logger(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +13,47 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
-from shoal.loggers import LOGGERS, Logger, open_logger, problems_of
+from shoal.loggers import LOGGERS, LoggerGroup, open_logger, problems_of
+from shoal.loggers.metrics_file import NAME
 
 
 class ScriptLog:
     """The loggers of a run. On other ranks than 0 it has none, and takes part in the means."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, note: Callable[[str], None]) -> None:
         self._mesh = mesh
-        self._loggers: list[Logger] = []
-        self._names: list[str] = []
+        self._group = LoggerGroup(note)
+        self._is_open = False
 
-    def open(self, names: list[str], directory: str | Path, settings: Mapping[str, Any]) -> None:
+    def open(
+        self,
+        names: Sequence[str],
+        directory: str | Path | None,
+        step: int,
+        settings: dict[str, Any],
+    ) -> None:
         """Open loggers. Collective.
 
-        Raises: UsageError: on every rank; there is no such logger, or its package is missing.
+        Raises:
+            UsageError: on every rank; there is no such logger, or its package is missing. On rank
+                0; the directory has the measurements of another run.
         """
-        if problems := problems_of(names):
+        if problems := problems_of([*names]):
             raise UsageError(f"run.log_to: {'; '.join(problems)}")
-        self._names += names
-        if self._mesh.rank == 0:
-            opened = [open_logger(name, Path(directory), 0, settings) for name in names]
-            self._loggers += opened
-            for logger in opened:
-                atexit.register(logger.close)
+        if not self._is_open:
+            atexit.register(self._group.close)
+        self._is_open = True
+        if self._mesh.rank != 0:
+            return
+        path = new_directory() if directory is None else Path(directory)
+        if not step and (found := records_in(path)):
+            raise UsageError(
+                f"run.log_to: {path} has the measurements of another run ({found}). Give another "
+                "directory; or the step from which this run goes on, "
+                "run.log_to(..., step=checkpoint.resume())."
+            )
+        opened = [open_logger(name, path, step, settings) for name in dict.fromkeys(names)]
+        self._group.loggers += opened
 
     def write(self, values: Mapping[str, float | Tensor], step: int, kind: str) -> dict[str, float]:
         """Write the means over ranks. Collective.
@@ -42,7 +61,7 @@ class ScriptLog:
         Returns: the means, on every rank.
         Raises: UsageError: no logger was opened; a value is no number.
         """
-        if not self._names:
+        if not self._is_open:
             known = ", ".join(LOGGERS)
             raise UsageError(
                 f'run.log: say where to, before the loop: run.log_to("jsonl"); there are {known}.'
@@ -50,9 +69,20 @@ class ScriptLog:
         numbers = [_number(name, value) for name, value in values.items()]
         sums = self._mesh.sum_of_host_numbers(numbers)
         record = {name: s / self._mesh.size for name, s in zip(values, sums, strict=True)}
-        for logger in self._loggers:
-            logger.write(kind, {"step": step, **record})
+        self._group.write(kind, {"step": step, **record})
         return record
+
+
+def new_directory() -> Path:
+    """Return a directory in runs/, with the name of the script and the time."""
+    script = Path(sys.argv[0]).stem or "python"
+    return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def records_in(directory: Path) -> str:
+    """Return the name of a record of measurements in a directory; empty if there is none."""
+    names = (NAME, "tensorboard", *(f"{logger}.id" for logger in LOGGERS))
+    return next((name for name in names if (directory / name).exists()), "")
 
 
 def _number(name: str, value: float | Tensor) -> float:

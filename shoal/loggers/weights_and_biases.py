@@ -15,7 +15,7 @@ from shoal.loggers.metrics_file import Record
 
 
 class WandbLogger:
-    """A run of W&B, in the project WANDB_PROJECT or one named by the parent of `directory`.
+    """A run of W&B, in the project WANDB_PROJECT or "shoal".
 
     Arguments as in `open_logger`.
     """

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
+from shoal.loggers.script_log import ScriptLog
 from shoal.run import pretrained, train_state
 from shoal.run.checks import check_path, check_state
 from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
-from shoal.run.script_log import ScriptLog
 from shoal.run.this_rank import ThisRank
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
@@ -50,7 +50,7 @@ class StatefulRun(ThisRank):
         self._run_guards = guards
         self._loss_scale = loss_scale
         self._first_failure = FirstFailure(mesh, self._steps_alone)
-        self._script_log = ScriptLog(mesh)
+        self._script_log = ScriptLog(mesh, announce)
         guards.at = self._first_failure.at
 
     def weights(self) -> dict[str, Tensor]:
@@ -233,20 +233,26 @@ class StatefulRun(ThisRank):
         self._run_guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
 
-    def log_to(self, *loggers: str, directory: str | Path = "runs/script", **settings: Any) -> None:
+    def log_to(
+        self, *loggers: str, directory: str | Path | None = None, step: int = 0, **settings: Any
+    ) -> None:
         """Open loggers for `log`. Collective.
 
         run.log_to("wandb", directory="runs/first", lr=0.1)
 
         Args:
             loggers: "jsonl", "tensorboard", "wandb", "mlflow", "trackio".
-            directory: of the run; their files lie in it, and it gives the run its name.
+            directory: of the run; their files lie in it, and it gives the run its name. By default
+                a new one in runs/, with the name of the script and the time.
+            step: from which a run goes on, as `checkpoint.resume()` returns it; measurements of
+                later steps are written again.
             settings: to be shown beside the measurements.
 
-        Raises: UsageError: there is no such logger, or its package is not installed.
+        Raises: UsageError: there is no such logger, or its package is not installed; the directory
+            has the measurements of another run, and there is no `step`.
         """
-        with self._first_failure.at("run.log_to"):
-            self._script_log.open([*loggers], directory, settings)
+        with self._first_failure.shared("run.log_to"):
+            self._script_log.open(loggers, directory, step, settings)
 
     def log(
         self, values: Mapping[str, float | Tensor], step: int, kind: str = "train"

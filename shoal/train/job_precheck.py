@@ -47,6 +47,8 @@ def _packages(job: Job) -> Iterator[str]:
         yield from missing_for("model.name", ("torchvision",))
     if job.data.name == "imagefolder":
         yield from missing_for("data.name", ("torchvision", "PIL"))
+    for name in {*job.log.loggers} & {"jsonl", "tensorboard"}:
+        yield f"log.loggers: {name} is written by itself; log.tensorboard says whether events are"
     yield from (f"log.loggers: {problem}" for problem in problems_of([*job.log.loggers]))
     if job.optimizer.name == "AdamW8bit":
         yield from missing_for("optimizer.name", ("torchao",))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import UsageError, headline_of
-from shoal.loggers import Logger, open_logger
+from shoal.errors import UsageError
+from shoal.loggers import LoggerGroup, open_logger
 from shoal.loggers.metrics_file import NAME, MetricsFile, Record
 from shoal.platform.optional_packages import missing
 from shoal.train.console import print_rank_zero, print_summary, warn
@@ -44,22 +43,20 @@ class Log:
     ) -> None:
         self._active = active
         self._directory = directory
-        self._files: list[Logger] = []
-        self._lost: set[str] = set()
-        self._noted_full_disk = False
+        self._group = LoggerGroup(self.note)
         if not active:
             return
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            self._files.append(MetricsFile(directory / NAME, resume_step))
+            self._group.loggers.append(MetricsFile(directory / NAME, resume_step))
         except OSError as error:
             raise UsageError(
                 f"{directory / NAME} cannot be written: {error.strerror}. Give another --out."
             ) from error
         if tensorboard:
             self._open_events(directory, resume_step)
-        for name in loggers:
-            self._files.append(open_logger(name, directory, resume_step, settings or {}))
+        for name in dict.fromkeys(loggers):
+            self._group.loggers.append(open_logger(name, directory, resume_step, settings or {}))
 
     def header(self, lines: Sequence[str]) -> None:
         """Print the lines that describe the run."""
@@ -68,11 +65,11 @@ class Log:
 
     def step(self, record: Record) -> None:
         """Write the record of an optimizer step, in the order of steps. It has `step` at least."""
-        self._write("train", record)
+        self._group.write("train", record)
 
     def evaluation(self, record: Record) -> None:
         """Write the record of the evaluation after step `record["step"]`."""
-        self._write("validation", record)
+        self._group.write("validation", record)
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
@@ -81,16 +78,14 @@ class Log:
 
     def reopen(self) -> None:
         """Write to a new metrics.jsonl from now on: the directory was removed, and made again."""
-        for index, file in enumerate(self._files):
+        for index, file in enumerate(self._group.loggers):
             if isinstance(file, MetricsFile):
                 file.close()
-                self._files[index] = MetricsFile(self._directory / NAME, 0)
+                self._group.loggers[index] = MetricsFile(self._directory / NAME, 0)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Close the files, and print the closing table. A run that was stopped has no summary."""
-        for file in self._files:
-            self._guarded(file, file.close)
-        self._files.clear()
+        self._group.close()
         if self._active and summary is not None:
             print_summary(summary)
 
@@ -98,33 +93,9 @@ class Log:
         try:
             from shoal.loggers.tensorboard_events import Events
 
-            self._files.append(Events(directory, resume_step))
+            self._group.loggers.append(Events(directory, resume_step))
         except ImportError:
             (sentence,) = missing("tensorboard") or ["tensorboard cannot be imported"]
             self.note(f"no TensorBoard events are written: {sentence}")
         except OSError as error:
-            self._note_full_disk(error)
-
-    def _write(self, kind: str, record: Record) -> None:
-        for file in self._files:
-            self._guarded(file, partial(file.write, kind, record))
-
-    def _guarded(self, logger: Logger, call: Callable[[], None]) -> None:
-        """Call a method of a logger; note its error, once for each kind of logger."""
-        try:
-            call()
-        except OSError as error:
-            self._note_full_disk(error)
-        except Exception as error:  # noqa: BLE001 - of another program, which must not end training
-            name = type(logger).__name__
-            if name not in self._lost:
-                self._lost.add(name)
-                self.note(f"{name} is losing records; training goes on: {headline_of(error)}")
-
-    def _note_full_disk(self, error: OSError) -> None:
-        if not self._noted_full_disk:
-            self._noted_full_disk = True
-            self.note(
-                f"the log is losing records ({error.strerror}); training goes on. Make room on the "
-                "disk."
-            )
+            self._group.note_loss(error, "TensorBoard")

@@ -13,7 +13,8 @@ import torch
 
 import shoal
 from shoal.errors import UsageError
-from shoal.loggers import open_logger
+from shoal.loggers import LoggerGroup, open_logger
+from shoal.loggers.metrics_file import JsonLines, Record
 from shoal.platform.optional_packages import is_installed
 from shoal.testing import world
 
@@ -110,6 +111,50 @@ def test_a_script_logs_the_means_of_all_ranks_on_one(tmp_path: Path) -> None:
         assert found == [{"loss": 0.5, "lr": 0.1}] * 2
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"kind": "train", "step": step, "loss": 0.5, "lr": 0.1} for step in (1, 2)]
+
+
+def resumes(directory: Path) -> str:
+    run = shoal.init("ddp", announce=lambda _: None)
+    try:
+        run.log_to("jsonl", directory=directory)
+    except UsageError as error:
+        run.log_to("jsonl", directory=directory, step=1)
+        run.log({"loss": 5.0}, step=2)
+        return str(error)
+    return ""
+
+
+def test_an_earlier_record_is_kept_up_to_the_step_from_which_a_script_goes_on(
+    tmp_path: Path,
+) -> None:
+    world.run(1, logs, tmp_path)
+    (refused,) = world.run(1, resumes, tmp_path)
+    assert "measurements of another run (metrics.jsonl)" in refused
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.0), (2, 5.0)]
+
+
+class LosesAll:
+    """A logger of a program that cannot be reached."""
+
+    def write(self, kind: str, record: Record) -> None:
+        raise ConnectionError("no route to host")
+
+    def close(self) -> None:
+        raise RuntimeError("never opened")
+
+
+def test_a_logger_that_loses_records_is_noted_once_and_the_others_go_on(tmp_path: Path) -> None:
+    notes: list[str] = []
+    group = LoggerGroup(notes.append)
+    group.loggers += [LosesAll(), JsonLines(tmp_path, 0, {})]
+    for step in (1, 2):
+        group.write("train", {"step": step, "loss": 0.5})
+    group.close()
+    assert notes == [
+        "LosesAll is losing records; training goes on: ConnectionError: no route to host"
+    ]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
 def test_a_script_without_a_logger_is_told_where_to_log() -> None:
