@@ -144,8 +144,12 @@ def _resized(batch: Any, samples: int, device: str | None = None) -> Any:
     return tree_map(resize, batch)
 
 
+def _tensors(nest: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
+
+
 def _num_bytes(nest: Any) -> float:
-    return float(sum(leaf.nbytes for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)))
+    return float(sum(tensor.nbytes for tensor in _tensors(nest)))
 
 
 def _count(model: nn.Module, compute_loss: Loss, batch: Any) -> list[_TracedSegment]:
@@ -207,10 +211,9 @@ class _StepTracer(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
         if not outputs:
             return result
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         segment = self._segment()
         if not self._is_backward:
             for tensor in inputs:
@@ -401,13 +404,10 @@ class _StepCounter(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = _tensors(result)
         if not outputs:
             return result
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.ops.append(
-            _CountedOp("memory", 0.0, float(sum(x.nbytes for x in (*inputs, *outputs))))
-        )
+        self.ops.append(_CountedOp("memory", 0.0, _num_bytes((args, kwargs, result))))
         for output in outputs:
             key, storage = _key(output), output.untyped_storage()
             if key not in self._known and key not in self._alive:
