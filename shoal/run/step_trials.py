@@ -22,7 +22,6 @@ from shoal.run.step_output import StepOutput
 from shoal.strategies import base
 from shoal.trial import LossTrial
 from shoal.trial.judge_loss import MAX_ROWS
-from shoal.trial.untouched import leaving_no_trace
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -40,31 +39,66 @@ class StepTrials:
         self._announce = announce
         self._trial: LossTrial | None = None
         self._keeps_scale = False
-        self._tries_again = False
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
-        """Return the batch to compute; a trial may look on."""
+        """Try the loss if a trial is due. Return the batch to compute."""
         if not self._guards.enabled:
             return batch
-        if self._trial is not None:
-            batch = self._tried(self._trial, batch)
-            return batch._replace(keeps_scale=True) if self._keeps_scale else batch
+        if self._trial is None:
+            self._trial = trial = self._make()
+            trial.begin_step(batch)
+            self._try_first(trial, batch)
+            self._keeps_scale = self._is_bounded_on_any_rank(trial)
+            if self._keeps_scale:
+                self._check_keeps_gradients()
+        else:
+            trial = self._trial
+            trial.begin_step(batch)
+            if self._is_due(trial):
+                self._try_again(trial, batch)
+        if trial.verdict is not None:
+            batch = batch._replace(objection=lambda: trial.objection)
+        return batch._replace(keeps_scale=True) if self._keeps_scale else batch
+
+    def _try_first(self, trial: LossTrial, batch: base.LocalBatch) -> None:
+        """Try the loss in the first step. Collective."""
         sizes, data = self._prepared.sizes, self._prepared.mesh.data
         sizes.check_shared(data)
         if not batch.sizes_known and data.size > 1:
             sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
-        with self._guards.in_step(), self._whole_models() as whole_models:
-            self._trial = self._make(whole_models)
-            tried = self._with_rows_of_all_ranks(batch)
-            if tried is batch:
-                batch = self._tried(self._trial, batch)
-            elif whole_models:
-                batch = self._tried_with_others(self._trial, tried, batch)
-        found = self._found_on_any_rank(self._trial)
-        self._keeps_scale, self._tries_again = found
-        if self._keeps_scale:
-            self._check_keeps_gradients()
-        return batch._replace(keeps_scale=self._keeps_scale)
+        with self._guards.in_step(), self._whole_models() as are_whole:
+            batch = self._with_rows_of_all_ranks(batch)
+            if batch.num_samples < 2:
+                return
+            if not are_whole:
+                trial.note_divided()
+                return
+            with own_progress().during(Phase.FORWARD):
+                trial.try_models(batch)
+
+    def _is_due(self, trial: LossTrial) -> bool:
+        """Return True if a later step makes a trial. Collective in few steps, where models are
+        divided among ranks, for all of them must put their parts together.
+        """
+        model, mesh = self._prepared.local_model(), self._prepared.mesh
+        if mesh.pipeline.size > 1:
+            return False  # each rank has some layers
+        if not self._is_divided(model):
+            return trial.has_news or (trial.counts_rows and trial.is_scheduled)
+        if not trial.is_scheduled or not model.strategy_state.is_synchronous:
+            return False
+        wants = torch.tensor(float(trial.has_news or trial.counts_rows), device=mesh.host_device)
+        return bool(mesh.all_reduce_max(wants))
+
+    def _try_again(self, trial: LossTrial, batch: base.LocalBatch) -> None:
+        """Try the loss on a later batch. Collective where models are divided among ranks."""
+        # A capacity shows in as many rows as the models are given at once.
+        rows = -(-batch.num_samples // self._prepared.settings.accumulate)
+        max_rows = max(MAX_ROWS, rows) if trial.counts_rows else MAX_ROWS
+        with self._guards.in_step(), self._whole_models() as are_whole:
+            if are_whole and batch.num_samples >= 2:
+                with own_progress().during(Phase.FORWARD):
+                    trial.try_models(batch, max_rows)
 
     def _with_rows_of_all_ranks(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the samples of all data ranks as one batch, if a rank has fewer than two of its
@@ -87,25 +121,15 @@ class StepTrials:
         kwargs = {name: gather_rows(t.detach()[:rows], data) for name, t in batch.kwargs.items()}
         return batch._replace(args=args, kwargs=kwargs, num_samples=int(total))
 
-    def _tried_with_others(
-        self, trial: LossTrial, everyone: base.LocalBatch, batch: base.LocalBatch
-    ) -> base.LocalBatch:
-        """Try the models on the samples of all ranks; return this rank's batch."""
-        if trial.is_due(everyone):
-            with own_progress().during(Phase.FORWARD):
-                trial.try_models(everyone)
-        return batch._replace(objection=lambda: trial.objection)
-
-    def _found_on_any_rank(self, trial: LossTrial) -> tuple[bool, bool]:
-        """Return whether gradients are bounded on their way back, and whether rows are counted, on
-        any rank. Collective, where ranks step together.
+    def _is_bounded_on_any_rank(self, trial: LossTrial) -> bool:
+        """Return whether gradients are bounded on their way back, on any rank. Collective, where
+        ranks step together.
         """
         mesh = self._prepared.mesh
         if not self._prepared.local_model().strategy_state.is_synchronous:
-            return trial.bounds_gradients, trial.counts_rows  # nothing is sent between rounds
-        flags = [float(trial.bounds_gradients), float(trial.counts_rows)]
-        bounds, counts = mesh.all_reduce_max(torch.tensor(flags, device=mesh.host_device)).tolist()
-        return bool(bounds), bool(counts)
+            return trial.bounds_gradients  # nothing is sent between rounds
+        flag = torch.tensor(float(trial.bounds_gradients), device=mesh.host_device)
+        return bool(mesh.all_reduce_max(flag))
 
     def _check_keeps_gradients(self) -> None:
         """Raise StrategyRefused if bounded gradients are used before a factor can follow."""
@@ -140,47 +164,6 @@ class StepTrials:
             return error
         return self._trial.refusal() or error
 
-    def _tried(self, trial: LossTrial, batch: base.LocalBatch) -> base.LocalBatch:
-        is_due = trial.is_due(batch)
-        if is_due or (self._tries_again and trial.is_scheduled):
-            with own_progress().during(Phase.FORWARD):
-                return self._tried_now(trial, batch, is_due)
-        if trial.verdict is None:  # as in most steps
-            return batch
-        return batch._replace(objection=lambda: trial.objection)
-
-    def _tried_now(self, trial: LossTrial, batch: base.LocalBatch, is_due: bool) -> base.LocalBatch:
-        if self._tries_again and trial.is_scheduled:
-            self._try_models_again(trial, batch)
-        if not is_due and trial.verdict is None:
-            return batch
-        if is_due:
-            with self._guards.in_step():
-                batch = trial.begin(batch)
-                if self._prepared.is_applied and self._prepared.mesh.pipeline.size > 1:
-                    self._try_stages(trial, batch)
-        return batch._replace(objection=lambda: trial.objection)
-
-    def _try_models_again(self, trial: LossTrial, batch: base.LocalBatch) -> None:
-        """Try whole models, where a later batch may couple its rows. Collective."""
-        if self._prepared.mesh.pipeline.size > 1:
-            return  # each rank has some layers
-        rows = -(-batch.num_samples // self._prepared.settings.accumulate)
-        with self._guards.in_step(), self._whole_models() as whole_models:
-            if whole_models and batch.num_samples >= 2:
-                trial.try_models_again(batch, max(MAX_ROWS, rows))
-
-    def _try_stages(self, trial: LossTrial, batch: base.LocalBatch) -> None:
-        """Try the loss on what the stages of a pipeline compute. Collective over the pipeline."""
-        model = self._prepared.local_model()
-        if model.pass_traits.collective_forward and not trial.is_scheduled:
-            return  # other data ranks have no news, and make no pass
-        given = batch.args, batch.kwargs
-        with leaving_no_trace(self._prepared.models, batch.compute_loss, given) as can_repeat:
-            # Ranks decide alike: an iterator may have been read on some of them.
-            if self._prepared.mesh.pipeline.sum_of_host_numbers([not can_repeat])[0] == 0:
-                trial.try_stages(batch, model.outside_step.call)
-
     def _whole_models(self) -> AbstractContextManager[bool]:
         """Return a context that yields True if this rank can run the models alone in it.
 
@@ -189,10 +172,18 @@ class StepTrials:
         model = self._prepared.local_model()
         if model.outside_step.whole_models is not None:
             return model.outside_step.whole_models()
-        is_divided = model.pass_traits.collective_forward or model.has_sharded_params
-        return nullcontext(not is_divided)
+        return nullcontext(not self._is_divided(model))
 
-    def _make(self, whole_models: bool) -> LossTrial:
+    @staticmethod
+    def _is_divided(model: base.LocalModel) -> bool:
+        """Return True if this rank alone cannot run the models."""
+        return (
+            model.outside_step.whole_models is not None
+            or model.pass_traits.collective_forward
+            or model.has_sharded_params
+        )
+
+    def _make(self) -> LossTrial:
         prepared = self._prepared
         mesh = prepared.mesh
         stages = 2 if mesh.pipeline.size > 1 else 1  # there are several micro-batches then
@@ -200,9 +191,6 @@ class StepTrials:
             prepared.models,
             mesh.data.size * prepared.settings.accumulate * stages,
             self._announce,
-            runs_once=stages == 1,
             # Under servers a pass waits for values that a thread receives.
             in_child=prepared.local_model().remote_optimizer is None,
-            in_parts=prepared.settings.accumulate > 1,
-            whole_models=whole_models,
         )

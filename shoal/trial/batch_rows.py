@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -57,26 +57,6 @@ def choose_rows(batch: Any, num_samples: int, most: int) -> Tensor:
     for step in range(most):
         chosen.setdefault(step * num_samples // most)
     return torch.tensor(sorted(list(chosen)[:most]))
-
-
-def count_rows(values: Iterable[Any]) -> int:
-    """Return the samples of a batch whose columns are `values`; 0 if nothing tells.
-
-    The first tensor tells by dimension 0, a list of anything but tensors of one length by its own.
-    """
-    for value in values:
-        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
-            return len(value)
-        if type(value) is list and value:
-            lengths = {len(v) if isinstance(v, Tensor) and v.dim() else None for v in value}
-            length = lengths.pop()
-            return len(value) if lengths or length is None else length
-        items = value.values() if isinstance(value, Mapping) else value
-        if isinstance(items, Iterable) and not isinstance(items, (str, bytes, Tensor, np.ndarray)):
-            found = count_rows(items)
-            if found:
-                return found
-    return 0
 
 
 def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -28,17 +28,13 @@ CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
 
 
-def can_fork() -> bool:
-    """Return True if a child of this process can compute what it does."""
-    return hasattr(os, "fork") and not torch.cuda.is_initialized()
+def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
+    """Return the verdict of `judge`, called in a copy of this process. Not collective.
 
-
-def judged_in_child(judge: Callable[[], list[LossVerdict]]) -> list[LossVerdict]:
-    """Return the verdicts of `judge`, called in a copy of this process. Not collective.
-
-    There is one, NOT_TRIED with its reason, if the child does not end in time or is killed.
+    It is NOT_TRIED with its reason if the child does not end in time or is killed. Where a child
+    could not compute what this process does, `judge` is called here.
     """
-    if not can_fork():
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
         return judge()
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
@@ -57,8 +53,8 @@ def judged_in_child(judge: Callable[[], list[LossVerdict]]) -> list[LossVerdict]
             os.waitpid(pid, 0)
 
 
-def _compute_and_exit(judge: Callable[[], list[LossVerdict]], sending: int) -> None:
-    """Judge, write the verdicts, and end this child without any cleaning up of its parent's."""
+def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
+    """Judge, write the verdict, and end this child without any cleaning up of its parent's."""
     status = 1
     try:
         # Handlers of the parent would stop a run. The parent ends the child; if that has died, a
@@ -68,12 +64,12 @@ def _compute_and_exit(judge: Callable[[], list[LossVerdict]], sending: int) -> N
         signal.setitimer(signal.ITIMER_REAL, 2 * CHILD_S)
         torch.set_num_threads(1)  # the parent's pool of threads is not here
         try:
-            verdicts = judge()
+            verdict = judge()
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
-            verdicts = [LossVerdict(LossKind.NOT_TRIED, reason=text)]
-        rows = [(verdict.kind.value, *astuple(verdict)[1:]) for verdict in verdicts]
-        data = memoryview(json.dumps(rows).encode())
+            verdict = LossVerdict(LossKind.NOT_TRIED, reason=text)
+        row = (verdict.kind.value, *astuple(verdict)[1:])
+        data = memoryview(json.dumps(row).encode())
         while data:
             data = data[os.write(sending, data) :]
         status = 0
@@ -81,7 +77,7 @@ def _compute_and_exit(judge: Callable[[], list[LossVerdict]], sending: int) -> N
         os._exit(status)  # without a verdict the parent says that there is none
 
 
-def _received(receiving: int) -> list[LossVerdict]:
+def _received(receiving: int) -> LossVerdict:
     text, ready = b"", [receiving]
     while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
@@ -90,12 +86,9 @@ def _received(receiving: int) -> list[LossVerdict]:
             break
         text += data
     try:
-        rows = json.loads(text)
+        kind, difference, sizes, *others = json.loads(text)
     except ValueError:
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
         reason = f"its trial in a process of its own {what}"
-        return [LossVerdict(LossKind.NOT_TRIED, reason=reason)]
-    return [
-        LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
-        for kind, difference, sizes, *others in rows
-    ]
+        return LossVerdict(LossKind.NOT_TRIED, reason=reason)
+    return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)

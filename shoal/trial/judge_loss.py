@@ -27,8 +27,6 @@ MAX_ROWS = 16
 """Rows of a batch that are enough for the passes through whole models."""
 TOLERANCE = 1e-4
 """float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
-TOLERANCE_IN_FLOAT64 = 1e-5
-"""For recorded outputs, converted to float64. The function may compute in float32."""
 LARGEST_ROUNDING = 0.05
 """Differences up to which float32 is not believed. In a deep network of ReLUs rounding switches a
 few units that are near 0, and their gradients jump; a convolution of one image may be computed in

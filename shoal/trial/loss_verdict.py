@@ -60,7 +60,6 @@ class LossVerdict:
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
-        outputs_only: the models' recorded outputs were used; what models do inside was not seen.
         bounds_gradients: twice the loss has not twice the gradients: a hook or an autograd.Function
             bounds them on their way back.
         counts_rows: an operator counts or orders rows, so later batches may couple them.
@@ -71,7 +70,6 @@ class LossVerdict:
     sizes: tuple[int, ...] = ()
     cause: str = ""
     reason: str = ""
-    outputs_only: bool = False
     bounds_gradients: bool = False
     counts_rows: bool = False
 

@@ -74,26 +74,19 @@ class Untouched:
     Args:
         models: the modules that the function calls.
         function: the user's function.
-        with_modules: False leaves the modules out, where none of them is called.
     """
 
-    def __init__(
-        self, models: Sequence[nn.Module], function: Any, with_modules: bool = True
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], function: Any) -> None:
         self._models = list(models)
         self._function = function
-        self._with_modules = with_modules
         self._stack = ExitStack()
         self._seed: int | None = None
         self._evaluated: tuple[type[nn.Module], ...] = (BatchNormBase,)
 
     def __enter__(self) -> Untouched:
         self._objects = SavedObjects()
-        if self._with_modules:
-            for model in self._models:
-                self._objects.save(model)
-        else:
-            self._objects.skip(module for model in self._models for module in model.modules())
+        for model in self._models:
+            self._objects.save(model)
         self._objects.save(self._function)
         self._generators = GeneratorStates(devices_of(self._models))
         self._parameters = [p for model in self._models for p in model.parameters()]
@@ -135,7 +128,7 @@ class Untouched:
         self._evaluated = (BatchNormBase, *kinds)
 
     def _prepare_modules(self) -> None:
-        for model in self._models if self._with_modules else ():
+        for model in self._models:
             for module in model.modules():
                 if isinstance(module, self._evaluated):
                     module.training = False

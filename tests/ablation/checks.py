@@ -87,10 +87,10 @@ CHECKS = {
         planted_in="trial/test_losses.py",
     ),
     "later trials": Check(
-        (f"{TRIAL}.recorded_outputs",),
+        (),
         "a loss that becomes coupled after the first step",
-        replaced(f"{TRIAL}.loss_trial:LossTrial._watching", lambda self, b, _: b.compute_loss),
-        planted_in="trial/test_loss_trial.py",
+        replaced(f"{RUN}.step_trials:StepTrials._is_due", lambda *_: False),
+        planted_in="trial/test_trial_ranks.py",
     ),
     "trial in float64": Check(
         (f"{TRIAL}.float64_models",),
@@ -103,12 +103,6 @@ CHECKS = {
         "hooks that clamp gradients by an absolute number",
         replaced(f"{TRIAL}.judge_loss:bounded_leaves", lambda *_: set()),
         planted_in="strategies/test_bounded_gradients.py",
-    ),
-    "trial of stages": Check(
-        (f"{TRIAL}.staged_outputs",),
-        "a loss under a pipeline that becomes coupled",
-        replaced(f"{RUN}.step_trials:StepTrials._try_stages", _nothing),
-        planted_in="trial/test_trials_in_stages.py",
     ),
     "watch of the loop": Check(
         (

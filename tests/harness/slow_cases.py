@@ -137,7 +137,6 @@ SLOW_CASES = tuple(
         ("train/test_spoiled_checkpoints.py", "train/checkpoint", "each byte damaged"),
         ("train/test_stop.py", "train launch", "signals at each moment"),
         ("trial/test_trial_ranks.py", "trial", "trials under mixed strategies"),
-        ("trial/test_trials_in_stages.py", "trial strategies/pipeline", "trials in stages"),
         ("verification/test_check_strategy.py", "verification", "strategies of other packages"),
         ("verification/test_foreign_scripts.py", "verification", "scripts of other libraries"),
         ("verification/test_script_verification.py", "verification", "scripts, whole"),

@@ -20,24 +20,24 @@ class Calls:
 def test_a_verdict_arrives_whole_and_the_effects_of_the_trial_do_not() -> None:
     expected = LossVerdict(LossKind.COUPLED, 0.25, (1, 3, 4), "a cause", bounds_gradients=True)
 
-    def judge() -> list[LossVerdict]:
+    def judge() -> LossVerdict:
         Calls.count += 1
-        return [expected, LossVerdict(LossKind.MEAN)]
+        return expected
 
-    assert judged_in_child(judge) == [expected, LossVerdict(LossKind.MEAN)]
+    assert judged_in_child(judge) == expected
     assert Calls.count == 0
 
 
-def killed() -> list[LossVerdict]:
+def killed() -> LossVerdict:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
 
-def failing() -> list[LossVerdict]:
+def failing() -> LossVerdict:
     raise ValueError("no such table")
 
 
-def sleeping() -> list[LossVerdict]:
+def sleeping() -> LossVerdict:
     time.sleep(100)
     raise AssertionError
 
@@ -51,9 +51,9 @@ def sleeping() -> list[LossVerdict]:
     ],
 )
 def test_a_trial_without_a_verdict_counts_as_not_tried_and_says_why(
-    judge: Callable[[], list[LossVerdict]], reason: str, monkeypatch: pytest.MonkeyPatch
+    judge: Callable[[], LossVerdict], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if judge is sleeping:
         monkeypatch.setattr(child_process, "CHILD_S", 0.2)
-    (verdict,) = judged_in_child(judge)
+    verdict = judged_in_child(judge)
     assert (verdict.kind, verdict.reason) == (LossKind.NOT_TRIED, reason)

@@ -9,18 +9,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from known_losses import CASES, N, labels, mlp, x
+from known_losses import N, labels, mlp, x
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.trial import (
-    LossKind,
-    LossTrial,
-    OutputRecorder,
-    end_trial,
-    try_loss,
-    try_recorded,
-)
+from shoal.trial import LossKind, LossTrial, end_trial, try_loss
 
 CALLS = Counter[str]()
 
@@ -36,8 +29,11 @@ class Batch(NamedTuple):
 
 def step(trial: LossTrial, compute_loss: Callable[..., Any], *args: Any) -> Any:
     """A training step, as a run makes it."""
-    batch = trial.before_step(Batch(compute_loss, args, {}, len(args[0])))
-    loss = batch.compute_loss(*batch.args)
+    batch = Batch(compute_loss, args, {}, len(args[0]))
+    trial.begin_step(batch)
+    if trial.has_news:
+        trial.try_models(batch)
+    loss = compute_loss(*args)
     trial.after_step(trial.objection)
     return loss
 
@@ -47,22 +43,9 @@ def judged(compute_loss: Callable[..., Any], *args: Any, models: list[nn.Module]
     return try_loss(compute_loss, args, {}, len(args[0]), models, parameters)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.filterwarnings("ignore:reduction")
-def test_recorded_outputs_give_the_same_verdict_or_none(case: Any) -> None:
-    torch.manual_seed(0)
-    compute_loss, args, models = case.make()
-    recorder, state = OutputRecorder(models), torch.get_rng_state()
-    with recorder.recording():
-        compute_loss(*args)
-    torch.set_rng_state(state)
-    verdict = try_recorded(compute_loss, args, {}, N, models, recorder.calls, num_splits=3)
-    assert verdict.kind in (case.kind, LossKind.NOT_TRIED, LossKind.CANNOT_JUDGE), verdict
-
-
 def test_padding_that_comes_late_is_seen_when_it_comes() -> None:
     model, notes = mlp(), []
-    trial = LossTrial([model], 1, notes.append, whole_models=True)
+    trial = LossTrial([model], 1, notes.append)
     targets = labels()
     for _ in range(6):
         step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
@@ -87,37 +70,9 @@ def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> No
     assert verdict.kind is LossKind.COUPLED
 
 
-def test_micro_batches_are_tried_as_they_come() -> None:
-    model, weight = nn.Conv2d(3, 4, 3, padding=1), torch.tensor([0.1, 1.0, 2.0, 5.0])
-    images, y = [torch.randn(3, 5, 4 + row) for row in range(N)], labels()
-
-    def loss(images: list[Tensor], y: Tensor) -> Tensor:
-        if len(images) != len(y):
-            raise ValueError("images and labels of other samples")
-        sizes = [image.shape[-1] for image in images]
-        wide = torch.stack(
-            [F.pad(i, (0, max(sizes) - s)) for i, s in zip(images, sizes, strict=True)]
-        )
-        return F.cross_entropy(model(wide).mean((2, 3)), y, weight=weight)
-
-    trial = LossTrial([model], 2, print, whole_models=False)
-    watched = trial.before_step(Batch(loss, (images, y), {}, N)).compute_loss
-    watched(images[:6], y[:6])
-    assert trial.verdict is not None
-    assert trial.verdict.kind in (LossKind.COUPLED, LossKind.NOT_TRIED), trial.verdict
-    padded = torch.stack([F.pad(image, (0, 20 - image.shape[-1])) for image in images])
-
-    def mean_of(a: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(a).mean((2, 3)), y, weight=weight)
-
-    watched = trial.before_step(Batch(mean_of, (padded, y), {}, N)).compute_loss
-    watched(padded[:6], y[:6])
-    assert trial.objection == 1
-
-
 def test_on_several_ranks_a_loss_that_is_no_mean_is_an_error_with_its_cures() -> None:
     model, weight = mlp(), torch.tensor([0.1, 1.0, 2.0, 5.0])
-    trial = LossTrial([model], 2, print, whole_models=True)
+    trial = LossTrial([model], 2, print)
     with pytest.raises(UsageError) as error:
         step(trial, lambda a, y: F.cross_entropy(model(a), y, weight=weight), x(), labels())
     text = str(error.value)
@@ -129,8 +84,8 @@ def test_on_several_ranks_a_loss_that_is_no_mean_is_an_error_with_its_cures() ->
 
 def test_a_rank_without_an_objection_of_its_own_refuses_with_the_others() -> None:
     model = mlp()
-    trial = LossTrial([model], 2, print, whole_models=True)
-    trial.before_step(Batch(lambda a: model(a).square().mean(), (x()[:1],), {}, 1))
+    trial = LossTrial([model], 2, print)
+    trial.begin_step(Batch(lambda a: model(a).square().mean(), (x()[:1],), {}, 1))
     assert trial.objection == 0
     with pytest.raises(UsageError, match="as another rank has found"):
         trial.after_step(1)
@@ -155,22 +110,6 @@ def test_a_loss_that_needs_two_samples_is_told_apart_from_a_coupled_one() -> Non
     verdict = judged(loss, x(), models=[model])
     assert verdict.kind is LossKind.NEEDS_TWO_ROWS
     assert "at least 2 samples on each rank" in verdict.text()
-
-
-def test_coupling_inside_of_a_model_is_said_to_be_there() -> None:
-    class Centred(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 4)
-
-        def forward(self, a: Tensor) -> Any:
-            hidden = self.layer(a)
-            return hidden - hidden.mean(0)
-
-    model = Centred()
-    trial = LossTrial([model], 2, print, whole_models=True)
-    with pytest.raises(UsageError, match="happens inside of a model"):
-        step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), labels())
 
 
 def test_dropout_over_two_views_in_one_call_is_no_coupling() -> None:
@@ -226,17 +165,6 @@ def test_a_batch_that_cannot_be_cut_is_not_tried() -> None:
     assert "a Graph, which cannot be cut into parts" in verdict.text()
 
 
-def test_weights_in_16_bits_are_judged_by_outputs_in_float64() -> None:
-    torch.manual_seed(3)  # with most other seeds the trial says that 16 bits hide the answer
-    model, weight = mlp().bfloat16(), torch.tensor([0.1, 1.0, 2.0, 5.0])
-    a, y = x().bfloat16(), labels()
-    trial = LossTrial([model], 2, print, whole_models=True)
-    step(trial, lambda a, y: F.cross_entropy(model(a).float(), y), a, y)
-    trial = LossTrial([model], 2, print, whole_models=True)
-    with pytest.raises(UsageError, match="weights of classes"):
-        step(trial, lambda a, y: F.cross_entropy(model(a).float(), y, weight=weight), a, y)
-
-
 def test_a_function_that_gathers_ends_the_trial_in_silence() -> None:
     model, notes = mlp(), []
 
@@ -245,7 +173,7 @@ def test_a_function_that_gathers_ends_the_trial_in_silence() -> None:
         output = model(a)
         return (output - output.mean(0)).square().mean()
 
-    trial = LossTrial([model], 1, notes.append, whole_models=True)
+    trial = LossTrial([model], 1, notes.append)
     step(trial, loss, x())
     assert notes == []
     end_trial()
@@ -262,34 +190,6 @@ def test_a_collective_in_the_function_ends_the_trial() -> None:
     verdict = judged(loss, x(), models=[model])
     assert verdict.kind is LossKind.NOT_TRIED
     assert "communication between ranks" in verdict.text()
-
-
-@pytest.mark.parametrize("is_mean", [True, False])
-def test_an_ensemble_of_as_many_models_as_samples_has_its_samples_along_dimension_1(
-    is_mean: bool,
-) -> None:
-    model = Ensemble()
-    features = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
-    recorder = OutputRecorder([model])
-    classes = torch.tensor([0, 2, 1])
-    weight = None if is_mean else torch.tensor([1.0, 5.0, 2.0])
-
-    def compute_loss(features: Tensor, classes: Tensor) -> Any:
-        return sum(F.cross_entropy(output, classes, weight) for output in model(features))
-
-    with recorder.recording():
-        compute_loss(features, classes)
-    verdict = try_recorded(compute_loss, (features, classes), {}, 3, [model], recorder.calls, 3)
-    assert verdict.kind is (LossKind.NOT_TRIED if is_mean else LossKind.COUPLED)
-
-
-class Ensemble(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.models = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([model(x) for model in self.models])
 
 
 def test_rows_that_the_loop_has_sorted_stay_in_order() -> None:

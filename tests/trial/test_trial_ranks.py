@@ -93,6 +93,37 @@ def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None
     assert last == ""
 
 
+def padded_later(strategy: str) -> tuple[str, int]:
+    """Four steps; labels are ignored from the second one on, on the last rank alone. Returns the
+    error, and the steps before it.
+    """
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    targets = torch.randint(4, (48,))
+    targets[[22, 23, 34, 35, 46, 47]] = -100
+    batches = DataLoader(TensorDataset(torch.randn(48, 6).double(), targets), batch_size=12)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, batches = run.prepare(model, optimizer, batches)
+    count = 0
+    for x, y in batches:
+        try:
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        except UsageError as error:
+            return str(error), count
+        optimizer.step()
+        optimizer.zero_grad()
+        count += 1
+    return "", count
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(strategy: str) -> None:
+    for error, count in world.run(2, padded_later, strategy):
+        assert "compute_loss is no mean over samples" in error
+        assert count == 1
+
+
 class OwnLoss(nn.Module):
     """Computes its own loss inside, of tied layers; rows of some ranks take another branch."""
 

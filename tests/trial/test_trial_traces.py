@@ -101,5 +101,5 @@ def test_the_random_numbers_of_a_step_are_those_of_a_step_without_trial() -> Non
     torch.manual_seed(5)
     plain = [loss(a, y).item() for _ in range(3)]
     torch.manual_seed(5)
-    trial = LossTrial([model], 1, print, whole_models=True)
+    trial = LossTrial([model], 1, print)
     assert [step(trial, loss, a, y).item() for _ in range(3)] == plain
