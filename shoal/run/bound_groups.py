@@ -15,8 +15,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.run.checks import check_stages_keep_layers
-from shoal.strategies.base import LocalModel
 from shoal.strategies.full_model import given_up_params
 
 Groups = list[list[Tensor]]
@@ -65,16 +63,12 @@ class BoundGroups:
         self._groups = WeakKeyDictionary()
         self._owned, self._shown, self._known = {}, {}, {}
 
-    def replaced(self, root: nn.Module, local_model: LocalModel) -> list[str]:
+    def replaced(self, root: nn.Module) -> list[str]:
         """Return the names of trained parameters of `root` that were not there when optimizers were
         bound, as after a layer was replaced.
-
-        Raises: StrategyRefused: there are any, and a pipeline has divided the layers.
         """
         named = root.named_parameters()
-        names = [name for name, p in named if p.requires_grad and id(p) not in self._known]
-        check_stages_keep_layers(names, local_model)
-        return names
+        return [name for name, p in named if p.requires_grad and id(p) not in self._known]
 
     def shown(self, parameter: Tensor) -> Tensor:
         """Return what the model shows for a parameter of an optimizer."""

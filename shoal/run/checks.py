@@ -252,22 +252,12 @@ def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool
             "strategy has divided or sent away those of the first. Give all models to the "
             "first prepare, with all layers trainable that any phase trains, and a learning "
             "rate of 0 for those that rest; or save with run.save(path) and train the next "
-            "phase in a run of its own; or use ddp or zero."
+            "phase in a run of its own; or use ddp, zero or tensor."
         )
     if step_in_backward:
         raise StrategyRefused(
             "prepare: other parameters are trained than in the first prepare, and "
             "step_in_backward steps the first ones. Use step_in_backward=False."
-        )
-
-
-def check_stages_keep_layers(replaced: list[str], local_model: LocalModel) -> None:
-    """Raise StrategyRefused for parameters of layers that were replaced in a divided pipeline."""
-    if replaced and local_model.is_partial:
-        raise StrategyRefused(
-            f"prepare: {', '.join(replaced)}: of a layer that was put into the model after its "
-            "layers were divided among stages. Put it there before the first prepare; or save with "
-            "run.save(path) and train on in a run of its own; or use ddp, zero or tensor."
         )
 
 

@@ -221,7 +221,14 @@ def load_optimizer_state(
     Raises:
         CheckpointError: state of parameters that the model lacks, or for another optimizer.
     """
-    by_name = state_by_name(optimizer, owned, tensors, scalars)
+    by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
+    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        name, key, part = split_state_key(path, owned)
+        parts.setdefault((name, key), {})[part] = tensor
+    for (name, key), tensors_of_key in parts.items():
+        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
+        by_name.setdefault(name, {})[key] = value
     unknown = sorted(set(by_name) - set(owned))
     if unknown:
         raise CheckpointError(
@@ -244,26 +251,6 @@ def load_optimizer_state(
         for key, value in values.items():
             if isinstance(value, Tensor) and loaded[key].dtype != value.dtype:
                 loaded[key] = value.to(loaded[key].device)
-
-
-def state_by_name(
-    optimizer: Optimizer,
-    owned: Mapping[str, nn.Parameter],
-    tensors: Mapping[str, Tensor],
-    scalars: Scalars,
-) -> dict[str, dict[str, Any]]:
-    """Return what `optimizer_state` has returned, for each parameter by key, as the optimizer has
-    it.
-    """
-    by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
-    parts: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for path, tensor in tensors.items():
-        name, key, part = split_state_key(path, owned)
-        parts.setdefault((name, key), {})[part] = tensor
-    for (name, key), tensors_of_key in parts.items():
-        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
-        by_name.setdefault(name, {})[key] = value
-    return by_name
 
 
 def split_state_key(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, str, str]:

@@ -193,7 +193,7 @@ class Prepared:
             return
         assert self._local_model is not None
         agree_on_trained(self.root, self._local_model)
-        changed = self._bound.replaced(self.root, self._local_model) if new_optimizers else []
+        changed = self._bound.replaced(self.root) if new_optimizers else []
         changed += trained_names(self.root) ^ self._trained
         if changed or any(map(is_trained, new_models)):
             self._apply_again()
@@ -330,7 +330,6 @@ class Prepared:
             root,
             self.optimizers,
             groups,
-            self._bound,
             self._optimizer_watch.seen,
         )
         self._bound.forget()

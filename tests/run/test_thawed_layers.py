@@ -14,6 +14,8 @@ import shoal
 from shoal.errors import StrategyRefused, UsageError
 from shoal.testing import world
 
+REFUSES = ("dataparallel", "pipeline=2")
+"""Strategies that train no other parameters than those of the first `prepare`."""
 QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
 
 
@@ -87,8 +89,6 @@ def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str
         pytest.param("zero1", 3, 1, marks=pytest.mark.slow),
         pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
         pytest.param("zero3,hybrid=2", 4, 1, marks=pytest.mark.slow),
-        pytest.param("pipeline=2", 2, 1, marks=pytest.mark.slow),
-        pytest.param("pipeline=2,zero1", 4, 2, marks=pytest.mark.slow),
     ],
 )
 def test_layers_are_thawed_and_frozen_as_on_one_device(
@@ -144,11 +144,9 @@ def all_in_phases(strategies: list[str]) -> list[Any]:
     return [one_model_in_phases(strategy) for strategy in strategies]
 
 
-def test_servers_local_steps_and_pipelines_train_other_layers_from_phase_to_phase() -> None:
+def test_servers_and_local_steps_train_other_layers_from_phase_to_phase() -> None:
     losses, weights = one_model_in_phases("single")
-    for found in world.run(
-        2, all_in_phases, ["server=1", "local=1", "recompute,ddp", "pipeline=2"]
-    ):
+    for found in world.run(2, all_in_phases, ["server=1", "local=1", "recompute,ddp"]):
         for their_losses, their_weights in found:
             assert their_losses[-1] == pytest.approx(losses[-1], rel=1e-10)
             for name, value in weights.items():
@@ -225,17 +223,6 @@ def all_by_shares(strategies: list[str]) -> list[Any]:
     ("strategies", "ranks"),
     [
         (["tensor=2"], 2),
-        (["pipeline=2"], 2),
-        pytest.param(
-            [
-                "pipeline=2,ddp",
-                "pipeline=2,zero1",
-                "tensor=2,pipeline=2",
-                "pipeline=2,schedule=zbv",
-            ],
-            4,
-            marks=pytest.mark.slow,
-        ),
         pytest.param(
             ["tensor=2,ddp", "tensor=2,zero1", "tensor=2,zero3", "recompute,tensor=2,ddp"],
             4,
@@ -252,36 +239,6 @@ def test_layers_of_which_a_rank_has_a_share_are_thawed_and_frozen_as_on_one_devi
             assert their_losses == pytest.approx(losses, rel=1e-10)
             for name, value in weights.items():
                 assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
-
-
-def by_held_parameters(strategy: str) -> list[Tensor]:
-    """Train all layers in a second phase, by parameters that the script held before the first."""
-    torch.manual_seed(0)
-    run = shoal.init(strategy, **QUIET)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    held = list(net.parameters())
-    for parameter in held[:2]:
-        parameter.requires_grad_(False)
-    net, optimizer, batches = run.prepare(net, torch.optim.SGD(held[2:], lr=0.1), loader())
-    for phase in range(2):
-        if phase == 1:
-            for parameter in held:
-                parameter.requires_grad_(True)
-            optimizer = run.prepare(torch.optim.SGD(held, lr=0.1))
-            assert all(map(torch.equal, held, net.parameters()))  # whole until the next batch
-            assert [id(parameter) for parameter in held] == [*map(id, net.parameters())]
-        for x, y in batches:
-            run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
-            optimizer.step()
-            optimizer.zero_grad()
-    return list(run.weights().values())
-
-
-def test_held_parameters_are_those_of_the_model_again() -> None:
-    weights = by_held_parameters("single")
-    for found in world.run(2, by_held_parameters, "pipeline=2"):
-        for value, their_value in zip(weights, found, strict=True):
-            assert torch.allclose(their_value, value, rtol=1e-10, atol=1e-12)
 
 
 def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
@@ -303,7 +260,7 @@ def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
             optimizer.zero_grad()
     weights = {name: value.clone() for name, value in run.weights().items()}
     refusal = ""
-    if strategy == "dataparallel":
+    if strategy in REFUSES:
         net[0].requires_grad_(False)
         with pytest.raises(StrategyRefused) as caught:
             run.prepare(torch.optim.SGD(net[2].parameters(), lr=0.1))
@@ -326,7 +283,7 @@ def check_sentence_of_a_thawed_layer(strategy: str) -> None:
 
 def all_at_rest(strategies: list[str]) -> list[Any]:
     for strategy in strategies:
-        if strategy == "dataparallel":
+        if strategy in REFUSES:
             check_sentence_of_a_thawed_layer(strategy)
     return [at_rest(strategy) for strategy in strategies]
 
@@ -341,7 +298,7 @@ def test_layers_rest_at_a_rate_of_zero_which_is_the_cure_where_they_cannot_be_th
     for found in world.run(ranks, all_at_rest, strategies):
         for strategy, (refusal, their_losses, their_weights) in zip(strategies, found, strict=True):
             is_refused = "a learning rate of 0 for those that rest" in refusal
-            assert is_refused == (strategy == "dataparallel")
+            assert is_refused == (strategy in REFUSES)
             assert their_losses == pytest.approx(losses, rel=1e-10)
             for name, value in weights.items():
                 assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name

@@ -15,7 +15,6 @@
    `p2p.py` sends it, over a `p2p_link.py`.
 7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics,
    `executor.py` tells all ranks what the last stage has.
-8. Restore: `tensor_places.py` makes the model whole on every rank, before it is divided anew.
 
 `schedule_timing.py` shows a table without running it.
 """

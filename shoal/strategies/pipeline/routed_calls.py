@@ -45,22 +45,10 @@ class CopiedForward:
         )
 
 
-def route_calls(model: nn.Module, executor: PipelineExecutor) -> Callable[[], None]:
+def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
     """Let a call of the model outside of a step go through all stages.
 
     A model that the script has compiled runs as it is written from now on.
-
-    Returns: a function that undoes it.
     """
-    compiled = replace_call(model, None)
-    own = vars(model).get("forward")
+    replace_call(model, None)
     vars(model)["forward"] = RoutedForward(model.forward, executor)
-
-    def undo() -> None:
-        replace_call(model, compiled)
-        if own is None:
-            del vars(model)["forward"]
-        else:
-            vars(model)["forward"] = own
-
-    return undo

@@ -57,7 +57,6 @@ from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
 from shoal.strategies.pipeline.stage_trial import has_gradient_hooks, try_stages
-from shoal.strategies.pipeline.tensor_places import TensorPlaces
 from shoal.strategies.pipeline.ties import Ties
 
 GRADS_NOT_READY = "a pipeline adds up the gradients of its micro-batches."
@@ -85,7 +84,6 @@ class Pipeline(PipelineOptions, Strategy):
     """Pipeline parallel."""
 
     needs_example_batch: ClassVar[bool] = True
-    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Keep this rank's stages; replace `module`, `forward`, `run` and `trainable_params`.
@@ -220,7 +218,6 @@ def _keep_local_stages(
         for name, parameter in model.trainable_params.items()
         if id(parameter) in local_ids
     }
-    places = TensorPlaces(module, local_module, axis)
     # Here memory is saved: until now every rank has held the full model.
     free_other_params(module, local_module)
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
@@ -229,21 +226,15 @@ def _keep_local_stages(
     )
     example = model.planning.example
     user_models = {call.module for call in example.calls} if example else set()
-    undo_routes = [route_calls(user_model, executor) for user_model in user_models]
-
-    def close() -> None:
-        for undo in undo_routes:
-            undo()
-        places.restore()
-        model.outside_step.close()
-
+    for user_model in user_models:
+        route_calls(user_model, executor)
     return replace(
         model,
         module=local_module,
         forward=executor.forward,
         run=executor.run,
         trainable_params=trainable,
-        outside_step=replace(model.outside_step, call=executor.evaluate, close=close),
+        outside_step=replace(model.outside_step, call=executor.evaluate),
         pass_traits=PassTraits(
             module_called=False,
             complete_after_run=True,
