@@ -50,13 +50,20 @@ class QuantizedOptimizer(Protocol):
 
 
 def bind_optimizer(
-    optimizer: Optimizer, groups: list[list[str]], owned: Mapping[str, nn.Parameter]
+    optimizer: Optimizer,
+    groups: list[list[str]],
+    owned: Mapping[str, nn.Parameter],
+    absent: Mapping[str, nn.Parameter] | None = None,
 ) -> None:
     """Replace the parameters of every group by those that this rank owns, by name.
 
     Frozen parameters leave their group: they are never stepped. State that a parameter has by now,
     from a checkpoint of the script's own for example, is cut as the parameter is.
+
+    Args: absent: those that ranks of other pipeline stages own. They stay in their group, so that a
+        script sees those of the whole model; `OptimizerWatch` takes them out for each step.
     """
+    held = {**(absent or {}), **owned}
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         for old, name in zip(group["params"], names, strict=True):
             if old is owned.get(name):
@@ -64,7 +71,7 @@ def bind_optimizer(
             state = optimizer.state.pop(old, None)
             if state and name in owned:
                 optimizer.state[owned[name]] = cut_parameter_state(state, old.shape, owned[name])
-        group["params"] = [owned[name] for name in names if name in owned]
+        group["params"] = [held[name] for name in names if name in held]
 
 
 def cut_parameter_state(

@@ -116,6 +116,7 @@ def make_local_model(
 def bind_optimizers(
     optimizers: Sequence[Optimizer],
     groups: Sequence[list[list[str]]],
+    root: nn.Module,
     local_model: base.LocalModel,
     settings: RunSettings,
     loss_scale: LossScale | None,
@@ -124,19 +125,25 @@ def bind_optimizers(
 
     Args:
         groups: for each optimizer, for each of its groups, the names of its parameters.
+        root: the models as scripts see them.
         loss_scale: of fp16, which gradients carry; None without it.
 
     Raises:
         StrategyRefused: an optimizer or a setting does not go with the strategy.
     """
     owned = local_model.trainable_params
+    absent = {
+        name: parameter
+        for name, parameter in root.named_parameters()
+        if local_model.is_partial and parameter.requires_grad
+    }
     for optimizer, names in zip(optimizers, groups, strict=True):
         mine = owned_by(names, owned)
         check_keeps_no_tensors(optimizer, names, mine)  # a trial of such a one would mislead
         if local_model.is_partial:
             optimizer_binding.check_steps_stages(optimizer)
         optimizer_binding.check_steps_shards(optimizer, mine)
-        optimizer_binding.bind_optimizer(optimizer, names, mine)
+        optimizer_binding.bind_optimizer(optimizer, names, mine, absent)
     if local_model.strategy_state.in_gradient_units:
         check_not_scaled(loss_scale is not None)
     if local_model.remote_optimizer is not None:

@@ -255,7 +255,9 @@ class Prepared:
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
-        bind_optimizers(self.optimizers, groups, local_model, self.settings, self.loss_scale)
+        bind_optimizers(
+            self.optimizers, groups, self.root, local_model, self.settings, self.loss_scale
+        )
         in_backward = None
         if self.settings.step_in_backward:
             check_one_optimizer_in_backward(self.optimizers)
@@ -291,7 +293,9 @@ class Prepared:
         check_takes_second_optimizer(local_model, self.settings.step_in_backward)
         self._guards.remove()
         self._bound.show(self.optimizers)
-        bind_optimizers(self.optimizers, groups, local_model, self.settings, self.loss_scale)
+        bind_optimizers(
+            self.optimizers, groups, self.root, local_model, self.settings, self.loss_scale
+        )
         self._install(groups)
 
     def _install(self, groups: list[list[list[str]]]) -> None:
@@ -300,7 +304,7 @@ class Prepared:
         self._optimizer_watch.watch(local_model, self.optimizers)
         self.watch.enabled &= local_model.strategy_state.is_synchronous
         self._install_guards(groups)
-        self._bound.note(self.optimizers, groups, self.root, local_model.trainable_params)
+        self._bound.note(self.root, local_model.trainable_params)
 
     def _install_guards(self, groups: list[list[list[str]]]) -> None:
         """Guard the models as they are now. Called on all ranks.

@@ -224,12 +224,6 @@ CHECKS = {
         without_guard("guard_optimizer_copies"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
-    "groups of stages": Check(
-        (f"{GUARDS}.stage_groups",),
-        'group["params"] under a pipeline',
-        without_guard("guard_stage_groups"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-    ),
     "backward passes": Check(
         (f"{GUARDS}.backward_hooks",),
         "loss.backward() outside of a step",

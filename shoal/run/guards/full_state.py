@@ -217,9 +217,9 @@ def _cut_optimizer_state(
     for group, members in zip(state["param_groups"], names, strict=True):
         kept = []
         for old, name in zip(group["params"], members, strict=True):
-            if name not in owned:
-                continue
-            if old in state["state"]:
+            if name not in owned and name not in guarded.absent_gradients:
+                continue  # frozen: it is in no group now
+            if name in owned and old in state["state"]:
                 parameter = owned[name]
                 values[count] = cut_parameter_state(state["state"][old], parameter.shape, parameter)
             kept.append(count)

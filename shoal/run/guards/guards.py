@@ -41,7 +41,6 @@ from shoal.run.guards.optimizer_guards import (
 )
 from shoal.run.guards.optimizer_state import OptimizerStates, guard_optimizer_copies
 from shoal.run.guards.saved_modules import guard_saved_modules
-from shoal.run.guards.stage_groups import guard_stage_groups
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
@@ -134,7 +133,6 @@ class Guards:
         handles += guard_functional_call(guarded)
         handles += guard_foreign_optimizers(guarded, self._names)
         handles += guard_optimizer_copies(guarded)
-        handles += guard_stage_groups(guarded)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
             handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
         if not self.enabled:
