@@ -149,7 +149,7 @@ def init(
         loss_scale,
         tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),
-        Guards(guards, tell, strategy, compares_weights=overrides),
+        Guards(guards, strategy, compares_weights=overrides),
     )
 
 

@@ -57,7 +57,7 @@ class Run(StatefulRun):
         tracing: Tracing | None = None,
         guards: Guards | None = None,
     ) -> None:
-        guards = guards or Guards(announce=announce)
+        guards = guards or Guards()
         prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing, guards)
         super().__init__(mesh, prepared, guards, loss_scale, announce)
         self.totals: Tensor | None = None

@@ -104,12 +104,9 @@ class TrainingStep:
         self._hooks.after_accumulation()
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size, numbers)
-        output = StepOutput(loss, extra, totals, numbers)
-        # The loss scale of fp16 looks for overflows, and skips steps.
-        is_judged = self._nonfinite_steps.enabled or self._loss_scale_guard is not None
-        self._guards.after_step(output, looks_at_loss=not is_judged)
+        self._guards.after_step()
         self._progress.enter(Phase.BETWEEN)
-        return output
+        return StepOutput(loss, extra, totals, numbers)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

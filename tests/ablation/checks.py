@@ -272,12 +272,6 @@ CHECKS = {
         replaced(f"{GUARDS}.guards:OptimizerStates", _NoWatch),
         planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
-    "watch of the loss": Check(
-        (f"{GUARDS}.loss_watch",),
-        "a loss that is NaN",
-        replaced(f"{GUARDS}.loss_watch:LossWatch.look", _nothing),
-        planted_in="run/test_nonfinite_steps.py",
-    ),
 }
 
 

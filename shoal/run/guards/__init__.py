@@ -8,14 +8,12 @@
       p.clamp_(), p.data, load_state_dict      weight_writes.py, full_state.py
       model.state_dict()                       full_state.py
       optimizer.state[p], deepcopy(optimizer)  optimizer_state.py
-      for p in group["params"]                 stage_groups.py
       torch.amp.GradScaler                     grad_scaling.py
       torch.randn_like(p), p.normal_()         drawn_shards.py
       weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
       optimizers that were not prepared        optimizer_guards.py
       rates of its own on each rank            optimizer_guards.py
-      loss that is not finite                  loss_watch.py
 
 `Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has
 none.

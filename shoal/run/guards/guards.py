@@ -30,7 +30,6 @@ from shoal.run.guards.full_state import (
 from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.grad_scaling import guard_grad_scalers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
-from shoal.run.guards.loss_watch import LossWatch
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
 from shoal.run.guards.new_tensors import guard_new_tensors
 from shoal.run.guards.optimizer_guards import (
@@ -42,7 +41,6 @@ from shoal.run.guards.optimizer_guards import (
 from shoal.run.guards.optimizer_state import OptimizerStates, guard_optimizer_copies
 from shoal.run.guards.saved_modules import guard_saved_modules
 from shoal.run.guards.weight_writes import WeightWatch
-from shoal.run.step_output import StepOutput
 from shoal.strategies.base import LocalModel
 
 
@@ -51,9 +49,8 @@ class Guards:
 
     Args:
         enabled: False leaves out what costs time in steps, such as stand-ins for gradients,
-            comparisons of numbers, and looks at weights and losses. Backward passes outside of
+            comparisons of numbers, and looks at weights. Backward passes outside of
             steps go on then.
-        announce: called with notes, on rank 0.
         strategy: name for messages, such as "zero3".
         compares_weights: ranks that hold the same weights compare them. False for `shoal train`,
             which calls `run.check_replicas`: that heals a flipped bit, and here it is an error.
@@ -62,7 +59,6 @@ class Guards:
     def __init__(
         self,
         enabled: bool = True,
-        announce: Callable[[str], None] = print,
         strategy: str = "",
         compares_weights: bool = True,
     ) -> None:
@@ -74,7 +70,6 @@ class Guards:
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._strategy = strategy
         self._names = ParameterNames()
-        self._loss_watch = LossWatch(announce)
         self._handles: list[Removable] = []
         self._guarded: GuardedModels | None = None
         self._absent: AbsentGradients | None = None
@@ -196,16 +191,11 @@ class Guards:
         """Return a context in which backward passes may reach parameters."""
         return self.phase
 
-    def after_step(self, output: StepOutput, looks_at_loss: bool) -> None:
-        """Show stand-ins for gradients that are elsewhere, and look at the loss.
-
-        Args: looks_at_loss: False where another check does.
-        """
+    def after_step(self) -> None:
+        """Show stand-ins for gradients that are elsewhere."""
         self.phase.has_gradients = True
         if self._absent is not None:
             self._absent.show()
-        if self.enabled and looks_at_loss:
-            self._loss_watch.look(output)
 
     @contextmanager
     def edit(self) -> Iterator[None]:

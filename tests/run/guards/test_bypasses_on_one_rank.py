@@ -93,23 +93,6 @@ def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:
     torch.optim.Adam(other.parameters()).step()
 
 
-def test_the_first_loss_that_is_not_finite_is_noted_once_where_steps_are_taken_all_the_same() -> (
-    None
-):
-    said: list[str] = []
-    run = shoal.init(announce=said.append, nonfinite="ignore")
-    model, _, loader = run.prepare(*parts())
-    x, y = next(iter(loader))
-    del said[:]
-    for factor in (1.0, torch.nan, torch.nan):
-        loss = run.forward_backward(
-            lambda x, y, factor=factor: F.cross_entropy(model(x), y) * factor, x, y
-        )
-    assert torch.isnan(loss)
-    assert torch.isnan(model.weight.grad).all()
-    assert [line[: line.index(",")] for line in said] == ["note: the loss is nan in step 2"]
-
-
 def test_without_guards_a_bare_backward_passes() -> None:
     run = shoal.init(announce=lambda _: None, guards=False)
     model, _, loader = run.prepare(*parts())
