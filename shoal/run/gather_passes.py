@@ -19,7 +19,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +27,12 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.data.seeds import MicrobatchSeeds
+from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
-from shoal.run.gathered_rows import (
-    GatheredRows,
-    OwnRows,
-    gave_again,
-    places_of_data,
-    shapes_of_rows,
-)
-from shoal.run.loss_addend import with_gradient
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
-from shoal.strategies.loss_terms import split_result
+from shoal.strategies.loss_terms import Counted, Term, split_result
 from shoal.trial.untouched import devices_of, leaving_no_trace
 
 _Answer = Callable[[Tensor], tuple[Tensor, slice]]
@@ -344,3 +337,78 @@ def _place_of(function: Any) -> str:
     if code is None:
         return f"{type(function).__module__}.{type(function).__qualname__}"
     return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
+
+
+def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
+    """Return a result of compute_loss whose loss has `addend` more, undivided by any weight."""
+    terms, _ = split_result(result)
+    weight = 1.0 if micro.loss_weight is None else micro.loss_weight
+    first = terms[0]
+    scale: Any = float(micro.global_batch_size)  # what `weighted_loss` divides a sum by
+    if first.count is None or micro.loss_weight is not None:
+        scale = scale / (max(micro.num_samples, 1) * weight)
+    if first.count is not None and micro.loss_weight is not None:
+        scale = scale * first.count.clamp(min=1)
+    replaced = Term(first.value + addend * scale, first.count)
+    loss: Any = Counted((replaced, *terms[1:])) if _is_counted(result) else replaced.value
+    return (loss, result[1]) if isinstance(result, tuple) else loss
+
+
+def _is_counted(result: Any) -> bool:
+    return isinstance(result[0] if isinstance(result, tuple) else result, Counted)
+
+
+TOLERANCE = 1e-3
+"""Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
+
+
+class OwnRows(NamedTuple):
+    """Rows of one micro-batch that were given to `gather`."""
+
+    rows: Tensor
+    is_data: bool
+    """They are rows of the batch, which no gradient is asked of."""
+
+
+class GatheredRows(NamedTuple):
+    """The result of one `gather` of a step, for all micro-batches of this rank.
+
+    Attributes:
+        rows: of all ranks; a leaf while its gradient is taken.
+        windows: the rows of each micro-batch of this rank.
+        asked: what the whole loss asks of the rows; None for rows without a gradient.
+        is_data: they are rows of batches, so any stage of a pipeline may use them.
+    """
+
+    rows: Tensor
+    windows: list[slice]
+    asked: Tensor | None = None
+    is_data: bool = False
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True for rows of which the loss may ask something."""
+        return self.rows.is_floating_point() and not self.is_data
+
+
+def places_of_data(batch: Any) -> set[int]:
+    """Return where in memory the tensors of a batch begin that need no gradient."""
+    return {t.data_ptr() for t in tensors_in(batch) if t.numel() and not t.requires_grad}
+
+
+def shapes_of_rows(gathered: Sequence[GatheredRows]) -> list[list[int]]:
+    """Return the shape of each gather's rows."""
+    return [list(each.rows.shape) for each in gathered]
+
+
+def gave_again(given: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Return True if a pass gave the same rows to `run.gather` as the one before."""
+    return len(before) == len(given) and all(map(_close, given, before))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.allclose(one.detach(), other, rtol=TOLERANCE, atol=1e-6, equal_nan=True)

@@ -29,7 +29,7 @@ from shoal.run import optimizer_binding
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
 from shoal.run.nonfinite_steps import NonfiniteSettings
-from shoal.run.optimizer_attributes import check_keeps_no_tensors
+from shoal.run.optimizer_binding import check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
 from shoal.strategies.single import single_device

@@ -21,7 +21,6 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
-from shoal.run.bound_groups import BoundGroups
 from shoal.run.checks import (
     check_can_apply_again,
     check_frozen_unchanged,
@@ -36,7 +35,7 @@ from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_groups import group_names
+from shoal.run.optimizer_groups import BoundGroups, group_names
 from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks

@@ -7,6 +7,11 @@
 The copies lie beside the memory of the script's tensors, so views and writes in place are followed.
 Whatever cannot be followed is forgotten, and counts as a constant from then on. A number that the
 script has read from a tensor is known by its digits where it is used, unless it was computed with.
+
+Random numbers that a loop draws by torch between a batch's coming and its step.
+
+z = torch.randn(len(x), 64)            each data rank draws others: the law of one device, and
+run.forward_backward(..., x, z)        not its numbers
 """
 
 from __future__ import annotations
@@ -15,12 +20,15 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.data.draws import draws_numbers
+from shoal.platform.script_line import calling_line
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DispatchMode,
@@ -34,7 +42,6 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
-from shoal.trial.loop_draws import LoopDraws
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
@@ -328,3 +335,37 @@ def _most_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
     return MOST_BYTES
+
+
+_LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
+
+
+class LoopDraws:
+    """Notes which operators draw, and where.
+
+    Attributes: places: "randn at train.py:12", each once, in order.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, None] = {}
+
+    def see(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> None:
+        """Note an operator that draws from a generator of torch's own.
+
+        A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
+        """
+        given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+        if given or not draws_numbers(func, args, kwargs) or _is_of_loader(caller):
+            return
+        line = calling_line(caller)
+        if line:
+            operator = schema_of(func).name.partition("::")[2].removesuffix("_")
+            self.places[f"{operator} at {line}"] = None
+
+
+def _is_of_loader(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_LOADERS):
+            return True
+        frame = frame.f_back
+    return False

@@ -105,16 +105,13 @@ CHECKS = {
         planted_in="strategies/test_bounded_gradients.py",
     ),
     "watch of the loop": Check(
-        (
-            *(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),
-            f"{TRIAL}.loop_draws",
-        ),
+        (*(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
         planted_in="run/test_loop_watch.py",
     ),
     "note on draws in the loop": Check(
-        (f"{TRIAL}.loop_draws",),
+        (),
         "random numbers of the loop",
         all_of(
             replaced(f"{RUN}.loop_watch:DRAWN", ""),
@@ -189,7 +186,7 @@ CHECKS = {
         planted_in="run/guards/test_new_tensors.py",
     ),
     "drawn shards": Check(
-        (f"{GUARDS}.drawn_shards",),
+        (f"{GUARDS}.new_tensors",),
         "randn_like of a shard",
         without_guard("guard_drawn_shards"),
         planted_in="run/guards/test_new_tensors.py",

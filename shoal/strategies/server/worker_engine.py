@@ -9,11 +9,12 @@ forward   of the next step: each unit waits for the values that it reads (`value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,7 +34,6 @@ from shoal.strategies import SYNCHRONOUS, base
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.local_step import scaled_for_mean
 from shoal.strategies.server.gradient_pusher import GradientPusher
-from shoal.strategies.server.gradient_sums import summed_gradients, summed_norm
 from shoal.strategies.server.value_waits import ValueWaits
 from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
@@ -340,3 +340,36 @@ class WorkerEngine(StrategyState):
             raise UsageError(
                 f"{call}: with staleness={self.options.staleness} no step is shared by all workers."
             )
+
+
+def summed_gradients(
+    client: WorkerClient, flat: FlatParams, factor: float, without: Collection[str]
+) -> dict[str, Tensor | None]:
+    """Return the full gradients by the names of parameters. Waits for all pushes.
+
+    Args:
+        factor: of the gradients.
+        without: names of parameters whose gradient the step does not use; they have None.
+    """
+    sums: dict[int, list[dict[str, Any]]] = {}
+    for part in client.parts:
+        values, present = client.gradient(part.number)
+        sums[part.number] = [
+            {"sum": values[s.offset : s.offset + s.length] * factor} if has_grad else {}
+            for s, has_grad in zip(part.segments, present, strict=True)
+        ]
+    return {
+        name: None if name in without else flat.gather(name, sums).get("sum")
+        for name in flat.parameters
+    }
+
+
+def summed_norm(
+    client: WorkerClient, flat: FlatParams, factor: float, without: Collection[str]
+) -> Tensor:
+    """Return the 2-norm of what `summed_gradients` returns, float64. Waits for all pushes."""
+    if not without:  # the servers know the squares
+        return torch.tensor(client.squared_norm() ** 0.5 * factor, dtype=torch.float64)
+    gradients = summed_gradients(client, flat, factor, without).values()
+    norms = [g.double().norm() for g in gradients if g is not None]
+    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
