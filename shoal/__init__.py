@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.shm_backend.registration import register
 
 if TYPE_CHECKING:
+    from shoal.checkpoint import Checkpoints
     from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
     from shoal.data.batch_fetcher import Collate
     from shoal.data.source import Source
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from shoal.run import Run, init
     from shoal.strategies.base import Strategy
     from shoal.strategies.loss_terms import counted, summed
-    from shoal.train.checkpoint import Checkpoints
     from shoal.verification import Verdict, verify
     from shoal.verification.script.script_verdict import verify_script
 
@@ -55,7 +55,7 @@ _HOMES = {
     "verify": "shoal.verification",
     "Verdict": "shoal.verification",
     "verify_script": "shoal.verification.script.script_verdict",
-    "Checkpoints": "shoal.train.checkpoint",
+    "Checkpoints": "shoal.checkpoint",
     "ShoalError": "shoal.errors",
     "allreduce": "shoal.comm.arrays",
     "allgather": "shoal.comm.arrays",

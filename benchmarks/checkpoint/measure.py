@@ -24,8 +24,8 @@ import torch.distributed as dist
 from benchmarks.checkpoint import memory
 from benchmarks.checkpoint.training import RANKS, ROUNDS, training
 from benchmarks.report_page import circumstances
+from shoal.checkpoint import AsyncSaver, Checkpoints
 from shoal.testing import world
-from shoal.train.checkpoint import AsyncSaver, Checkpoints
 
 RESULT = Path(__file__).with_name("result.json")
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.watched_training import WatchedTraining
-from shoal.train.checkpoint import newest, tensor_files
+from shoal.checkpoint import newest, tensor_files
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "tests/hosts"))  # hosts as namespaces

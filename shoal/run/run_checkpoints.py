@@ -10,13 +10,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints
+from shoal.checkpoint.manifest import name_of
 from shoal.comm.mesh import Mesh
 from shoal.errors import CleanupFailed, UsageError
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.object_state import check_objects, put_together, take_apart
 from shoal.run.tensor_digest import tensor_digest
-from shoal.train.checkpoint import Checkpoints
-from shoal.train.checkpoint.manifest import name_of
 
 OBJECTS = "objects"
 """The name of the objects' state among the JSON values of a checkpoint."""

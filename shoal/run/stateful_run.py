@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shoal.checkpoint import Checkpoints
 from shoal.comm.mesh import Mesh
 from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
@@ -25,7 +26,6 @@ from shoal.run.this_rank import ThisRank
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
-from shoal.train.checkpoint import Checkpoints
 
 
 class StatefulRun(ThisRank):

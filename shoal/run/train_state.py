@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint import shard_format
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import full_tensor, to_local
@@ -26,7 +27,6 @@ from shoal.run.state_access import access_by_shoal
 from shoal.run.tensor_digest import as_bytes
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
-from shoal.train.checkpoint import shard_format
 
 
 @dataclass(frozen=True)

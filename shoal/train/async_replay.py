@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints
 from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.data.seeds import load_random_state, preserve_rng_state, random_state, seed_all
@@ -52,7 +53,6 @@ from shoal.strategies.transforms.compile import Compile
 from shoal.strategies.transforms.precision import Precision
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, steps_of_epochs, take_step
-from shoal.train.checkpoint import Checkpoints
 from shoal.train.record import ReplayStart, events_until, newest_saved, newest_start
 
 

@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+from shoal.checkpoint import Checkpoints
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.train.build import build
-from shoal.train.checkpoint import Checkpoints
 from shoal.train.console import warn
 from shoal.train.ema import Ema
 from shoal.train.run_directory import job_of

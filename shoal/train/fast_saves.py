@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from shoal.checkpoint import Checkpoints, Saved, tensor_files
 from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, ConfigError
 from shoal.platform.ownership import untrusted_reason
-from shoal.train.checkpoint import Checkpoints, Saved, tensor_files
 from shoal.train.run_directory import fast_directory, last_saved, name_fast_directory
 from shoal.train.run_saver import RunSaver, State
 from shoal.train.shared_check import check_shared

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from shoal.checkpoint import Saved, newest
 from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
 from shoal.errors import CleanupFailed, RecordError, TrainingDiverged
@@ -23,7 +24,6 @@ from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
-from shoal.train.checkpoint import Saved, newest
 from shoal.train.ema import layout_with_averages
 from shoal.train.fast_saves import load_newest, open_fast_saves
 from shoal.train.log import Log

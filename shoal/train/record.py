@@ -23,14 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints, Saved, read_info, tensor_files
+from shoal.checkpoint.manifest import name_of, step_of
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, RecordError, StrategyRefused
 from shoal.parameter_server.node.event_log import Event
 from shoal.run import Run
 from shoal.strategies import NO_SERVERS
-from shoal.train.checkpoint import Checkpoints, Saved, read_info, tensor_files
-from shoal.train.checkpoint.manifest import name_of, step_of
 
 RECORD = "record"
 CONFIG = "config.yaml"

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shoal.checkpoint import AsyncSaver, Checkpoints
 from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, CleanupFailed
-from shoal.train.checkpoint import AsyncSaver, Checkpoints
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
 """(tensors, info, private), as `Run.state` returns them."""

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.checkpoint import Saved
 from shoal.run import Run
 from shoal.strategies.base import TOTALS_LENGTH
-from shoal.train.checkpoint import Saved
 from shoal.train.ema import Ema
 from shoal.train.run_saver import Report, State
 from shoal.train.throughput import Stopwatch

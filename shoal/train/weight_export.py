@@ -27,11 +27,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints, shard_format
+from shoal.checkpoint.tensor_files import blocks
+from shoal.checkpoint.tensor_index import Chunk, TensorEntry, stored
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
-from shoal.train.checkpoint import Checkpoints, shard_format
-from shoal.train.checkpoint.tensor_files import blocks
-from shoal.train.checkpoint.tensor_index import Chunk, TensorEntry, stored
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.checkpoint import Checkpoints
 from shoal.comm.norm import to_local
 from shoal.errors import CheckpointError, ConfigError, LaunchError
 from shoal.optim.adamw8bit import AdamW8bit
 from shoal.run.supervised import supervised
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints
 
 SHAPES = [(48, 256), (5, 1152), (9000,), (3, 4, 5)]
 

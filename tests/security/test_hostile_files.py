@@ -13,9 +13,9 @@ import pytest
 import torch
 import xxhash
 
+from shoal.checkpoint import Checkpoints, manifest, tensor_files
 from shoal.config.config_files import File, load
 from shoal.errors import CheckpointError, ConfigError
-from shoal.train.checkpoint import Checkpoints, manifest, tensor_files
 
 DEEP = {
     "open brackets": "a: " + "[" * 60_000,

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.checkpoint import Checkpoints, tensor_files
+from shoal.checkpoint.manifest import told_file
 from shoal.comm.axis import MOST_MESSAGE_BYTES, all_gather_bytes
 from shoal.errors import CheckpointError, CollectiveFailed
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints, tensor_files
-from shoal.train.checkpoint.manifest import told_file
 
 ELSEWHERE = [
     "../../planted",

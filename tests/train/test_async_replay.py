@@ -19,13 +19,13 @@ import tiny_jobs
 import torch
 from tiny_jobs import CNN, DATA, GPT, MLP, tiny
 
+from shoal.checkpoint import newest, tensor_files
 from shoal.config.job import Job
 from shoal.errors import CheckpointError, RecordError, StrategyRefused, UsageError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.run import init_with_place
 from shoal.testing import world
 from shoal.train.async_replay import replay
-from shoal.train.checkpoint import newest, tensor_files
 
 STALE = "server=2,staleness=async,part_mb=0.0005"
 REMEMBERING = {"model.name": "remembering", "data.name": "noisy", "checkpoint.every_epochs": 2}

@@ -8,11 +8,11 @@ import pytest
 import tiny_jobs
 from tiny_jobs import MLP, tiny
 
+from shoal.checkpoint import newest, read_info
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import newest, read_info
 from shoal.train.task import Task
 
 EPOCHS = {

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from test_checkpoint_store import data_file, flip_a_bit
 from tiny_jobs import CNN, GPT, MLP, tiny
 
+from shoal.checkpoint import Checkpoints, tensor_files
 from shoal.cli import main
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.testing import world
 from shoal.train.build import build
-from shoal.train.checkpoint import Checkpoints, tensor_files
 from shoal.train.weight_export import export
 from shoal.train.weights import load_weights
 

@@ -15,12 +15,12 @@ import pytest
 from test_checkpoint_store import filled, saved
 from tiny_jobs import MLP, Undrawn, everything, go, metrics, tiny, trains
 
+from shoal.checkpoint import newest
+from shoal.checkpoint.manifest import problems
 from shoal.config.job import Job
 from shoal.errors import LaunchError
 from shoal.testing import world
 from shoal.train import run_saver
-from shoal.train.checkpoint import newest
-from shoal.train.checkpoint.manifest import problems
 
 FILLER = "filler"
 

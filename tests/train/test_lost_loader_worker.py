@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from shoal.checkpoint import AsyncSaver, Checkpoints
+from shoal.checkpoint.rank_consensus import RankConsensus
 from shoal.launch.failure import from_exception
-from shoal.train.checkpoint import AsyncSaver, Checkpoints
-from shoal.train.checkpoint.rank_consensus import RankConsensus
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from tiny_jobs import MLP, Undrawn, go, metrics, tiny
 
+from shoal.checkpoint import newest, tensor_files
 from shoal.config.job import Job
 from shoal.errors import LaunchError
 from shoal.testing import world
-from shoal.train.checkpoint import newest, tensor_files
 
 
 class SpoilsBatches(Undrawn):

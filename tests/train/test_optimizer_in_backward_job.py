@@ -8,9 +8,9 @@ import tiny_jobs
 import torch
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, metrics, tiny
 
+from shoal.checkpoint import Checkpoints
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints
 
 EARLY: dict[str, Any] = {
     **MLP,

@@ -24,10 +24,10 @@ from tiny_jobs import (
     tiny,
 )
 
+from shoal.checkpoint import Checkpoints, newest
 from shoal.errors import ConfigError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints, newest
 
 DOUBLE_PRECISION = {"train.precision": "fp64"}
 DOUBLE = {**MLP, **DOUBLE_PRECISION}

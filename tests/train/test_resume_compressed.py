@@ -9,9 +9,9 @@ import pytest
 import tiny_jobs
 from tiny_jobs import CNN, GPT, assert_equal_to_the_bit, everything, tiny
 
+from shoal.checkpoint import newest
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import newest
 
 STRATEGIES = [
     ("ddp,compress=topk=0.1,bucket_mb=0.001", CNN, 6),

@@ -14,11 +14,11 @@ import pytest
 import tiny_jobs
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
+from shoal.checkpoint import newest, read_info
 from shoal.config import to_yaml
 from shoal.config.job import Job
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import newest, read_info
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 PATIENT = {**MLP, "data.name": "patient"}

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints, newest, read_info, tensor_files
 from shoal.comm.norm import full_tensor
 from shoal.config import read
 from shoal.config.job import Job
 from shoal.shm_backend.waiter import Waiter
-from shoal.train.checkpoint import Checkpoints, newest, read_info, tensor_files
 from shoal.train.loop import Training
 from shoal.train.run_directory import claim_for_all
 

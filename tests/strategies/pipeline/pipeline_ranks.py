@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import shoal
+from shoal.checkpoint import Checkpoints
 from shoal.comm.norm import full_tensor
 from shoal.errors import ShoalError
 from shoal.run import init_with_place
 from shoal.run.supervised import LossFunction, supervised
-from shoal.train.checkpoint import Checkpoints
 from shoal.verification import matrix_cases
 from shoal.verification.trajectory import Experiment
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from shoal.checkpoint import Checkpoints, Saved
+from shoal.checkpoint.rank_consensus import rank, world_size
 from shoal.errors import CheckpointError, UsageError
 from shoal.testing import world
-from shoal.train.checkpoint import Checkpoints, Saved
-from shoal.train.checkpoint.rank_consensus import rank, world_size
 
 
 def replicated(step: int) -> dict[str, Tensor]:

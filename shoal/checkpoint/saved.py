@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from shoal.checkpoint import manifest, tensor_files
+from shoal.checkpoint.rank_consensus import rank, world_size
 from shoal.errors import CheckpointError
-from shoal.train.checkpoint import manifest, tensor_files
-from shoal.train.checkpoint.rank_consensus import rank, world_size
 
 PRIVATE_NAME = re.compile(r"rank\d+/")
 

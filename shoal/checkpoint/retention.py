@@ -11,10 +11,10 @@ import re
 import shutil
 from pathlib import Path
 
+from shoal.checkpoint import manifest
+from shoal.checkpoint.durable_io import replace_durably
+from shoal.checkpoint.search import pointed_at, saved_names
 from shoal.platform.files import fsync_directory
-from shoal.train.checkpoint import manifest
-from shoal.train.checkpoint.durable_io import replace_durably
-from shoal.train.checkpoint.search import pointed_at, saved_names
 
 LEFTOVER_NAME = re.compile(r"(step-\d{8,}|latest|best)\.tmp")
 

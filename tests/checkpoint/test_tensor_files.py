@@ -16,11 +16,11 @@ from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from shoal.checkpoint import tensor_files, tensor_index
+from shoal.checkpoint.rank_consensus import RankConsensus
+from shoal.checkpoint.tensor_index import TensorEntry, stored
 from shoal.errors import CheckpointError
 from shoal.testing import world
-from shoal.train.checkpoint import tensor_files, tensor_index
-from shoal.train.checkpoint.rank_consensus import RankConsensus
-from shoal.train.checkpoint.tensor_index import TensorEntry, stored
 from shoal.train.weight_export import runs
 
 

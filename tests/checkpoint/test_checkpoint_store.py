@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints, newest, read_info
+from shoal.checkpoint.manifest import name_of, step_of, to_text
+from shoal.checkpoint.save_arguments import info_problems
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
-from shoal.train.checkpoint import Checkpoints, newest, read_info
-from shoal.train.checkpoint.manifest import name_of, step_of, to_text
-from shoal.train.checkpoint.save_arguments import info_problems
 
 
 def filled(step: int) -> dict[str, Tensor]:

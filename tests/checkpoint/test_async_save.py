@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from tiny_jobs import EVERYTHING, GPT, MLP, assert_equal_to_the_bit, everything, tiny
 
+from shoal.checkpoint import AsyncSaver, Checkpoints, tensor_files
 from shoal.errors import CheckpointError, LaunchError
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
-from shoal.train.checkpoint import AsyncSaver, Checkpoints, tensor_files
 
 BESIDE = {"checkpoint.asynchronous": True, "checkpoint.every_steps": 1}
 EVERY_STEP = {"checkpoint.every_steps": 1}

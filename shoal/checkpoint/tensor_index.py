@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal.checkpoint.durable_io import durable_stream
+from shoal.checkpoint.manifest import StoredFile
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file
-from shoal.train.checkpoint.durable_io import durable_stream
-from shoal.train.checkpoint.manifest import StoredFile
 
 FILE_NAME = "index.json"
 DATA_NAME = re.compile(r"rank-\d{5,}\.safetensors")

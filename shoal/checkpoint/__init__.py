@@ -25,9 +25,9 @@ the same in the background. `search` finds checkpoints that can be loaded, `mani
 succeed or fail together.
 """
 
-from shoal.train.checkpoint.async_save import AsyncSaver
-from shoal.train.checkpoint.saved import Saved
-from shoal.train.checkpoint.search import newest, read_info
-from shoal.train.checkpoint.store import Checkpoints
+from shoal.checkpoint.async_save import AsyncSaver
+from shoal.checkpoint.saved import Saved
+from shoal.checkpoint.search import newest, read_info
+from shoal.checkpoint.store import Checkpoints
 
 __all__ = ["AsyncSaver", "Checkpoints", "Saved", "newest", "read_info"]

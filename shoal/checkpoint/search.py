@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint import manifest
+from shoal.checkpoint.manifest import name_of, step_of
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file, untrusted_reason
-from shoal.train.checkpoint import manifest
-from shoal.train.checkpoint.manifest import name_of, step_of
 
 MAX_HINT_BYTES = 100
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from test_checkpoint_store import data_file, filled, flip_a_bit, saved, truncate
 
+from shoal.checkpoint import newest
 from shoal.errors import CheckpointError
-from shoal.train.checkpoint import newest
 
 
 def manifest_of_another_format(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.train.checkpoint import Checkpoints, Saved, durable_io
+from shoal.checkpoint import Checkpoints, Saved, durable_io
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.checkpoint import manifest, tensor_files, tensor_index
+from shoal.checkpoint.manifest import Manifest, name_of, step_of
+from shoal.checkpoint.rank_consensus import RankConsensus, rank, world_size
+from shoal.checkpoint.retention import Retention, remove
+from shoal.checkpoint.save_arguments import misuse_of
+from shoal.checkpoint.saved import Saved, load_tensors
+from shoal.checkpoint.search import checkpoint_at, newest_good, saved_names
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
-from shoal.train.checkpoint import manifest, tensor_files, tensor_index
-from shoal.train.checkpoint.manifest import Manifest, name_of, step_of
-from shoal.train.checkpoint.rank_consensus import RankConsensus, rank, world_size
-from shoal.train.checkpoint.retention import Retention, remove
-from shoal.train.checkpoint.save_arguments import misuse_of
-from shoal.train.checkpoint.saved import Saved, load_tensors
-from shoal.train.checkpoint.search import checkpoint_at, newest_good, saved_names
 
 
 class Checkpoints:

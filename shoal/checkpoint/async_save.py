@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from shoal.checkpoint.rank_consensus import rank, world_size
+from shoal.checkpoint.store import Checkpoints
 from shoal.comm.norm import to_local
 from shoal.errors import CheckpointError
 from shoal.launch.failure import lost_worker
-from shoal.train.checkpoint.rank_consensus import rank, world_size
-from shoal.train.checkpoint.store import Checkpoints
 
 
 class AsyncSaver:

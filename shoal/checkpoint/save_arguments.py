@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal.train.checkpoint.saved import PRIVATE_NAME
-from shoal.train.checkpoint.shard_format import RESERVED_NAME
+from shoal.checkpoint.saved import PRIVATE_NAME
+from shoal.checkpoint.shard_format import RESERVED_NAME
 
 
 def misuse_of(

@@ -19,13 +19,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.errors import CheckpointError
-from shoal.train.checkpoint import manifest
-from shoal.train.checkpoint.durable_io import durable_stream
-from shoal.train.checkpoint.manifest import StoredFile
-from shoal.train.checkpoint.rank_consensus import rank
-from shoal.train.checkpoint.shard_format import header, stored_as
-from shoal.train.checkpoint.tensor_index import (
+from shoal.checkpoint import manifest
+from shoal.checkpoint.durable_io import durable_stream
+from shoal.checkpoint.manifest import StoredFile
+from shoal.checkpoint.rank_consensus import rank
+from shoal.checkpoint.shard_format import header, stored_as
+from shoal.checkpoint.tensor_index import (
     Chunk,
     TensorEntry,
     file_name,
@@ -33,6 +32,7 @@ from shoal.train.checkpoint.tensor_index import (
     place_of_shard,
     stored,
 )
+from shoal.errors import CheckpointError
 
 LayoutLookup = Callable[[str], Tensor | None]
 MAPPED_BYTES = 16 << 20

@@ -19,9 +19,9 @@ from typing import Any
 
 import xxhash
 
+from shoal.checkpoint.durable_io import write_durably
 from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file, untrusted_reason
-from shoal.train.checkpoint.durable_io import write_durably
 
 FILE_NAME = "manifest.json"
 FORMAT = 3
