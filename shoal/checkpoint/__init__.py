@@ -20,14 +20,12 @@ all are; then each reads its tensors.
 
 The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
 the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`tensor_files` writes and reads tensors in the `shard_format`, `tensor_index` tells where each lies,
-`saved` is what a rank has read. `durable_io` writes to the disk, `rank_consensus` lets ranks
-succeed or fail together.
+`tensor_files` writes and reads tensors in the `shard_format`, `tensor_index` tells where each lies.
+`durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
 """
 
 from shoal.checkpoint.async_save import AsyncSaver
-from shoal.checkpoint.saved import Saved
 from shoal.checkpoint.search import newest, read_info
-from shoal.checkpoint.store import Checkpoints
+from shoal.checkpoint.store import Checkpoints, Saved
 
 __all__ = ["AsyncSaver", "Checkpoints", "Saved", "newest", "read_info"]

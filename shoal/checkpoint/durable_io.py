@@ -15,25 +15,14 @@ from shoal.platform.files import atomic_write
 from shoal.watchdog.progress_writer import own_progress
 
 
-class DurableFile(io.FileIO):
-    """A new file that is fsynced when it is closed."""
+class HashedFile(io.FileIO):
+    """A new file with a digest of its contents (XXH3-128), which must be written in order.
+
+    It is fsynced when it is closed.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "wb", opener=_open_for_owner)
-
-    def close(self) -> None:
-        try:
-            if not self.closed:
-                os.fsync(self.fileno())
-        finally:
-            super().close()
-
-
-class HashedFile(DurableFile):
-    """A durable file with a digest of its contents (XXH3-128), which must be written in order."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
         self.digest = xxhash.xxh3_128()
         self.size_bytes = 0
 
@@ -43,6 +32,13 @@ class HashedFile(DurableFile):
         self.digest.update(memoryview(data).cast("B")[:written])
         self.size_bytes += written
         return written
+
+    def close(self) -> None:
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        finally:
+            super().close()
 
 
 @contextmanager

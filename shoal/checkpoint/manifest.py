@@ -154,21 +154,11 @@ def problems(directory: Path, compare: bool = True) -> list[str]:
 def altered_files(directory: Path, index: int, count: int) -> list[str]:
     """Return a line for each file that is not the listed one, of part `index` of `count`.
 
-    Each rank compares a part, so that all files are compared: the largest first, each by the rank
-    that has the fewest bytes so far.
+    Each rank compares a part, some as many files of each size, so that all are compared.
     """
-    return _defects(directory, _part(read(directory).files, index, count), compare=True)
-
-
-def _part(files: Mapping[str, StoredFile], index: int, count: int) -> dict[str, StoredFile]:
-    """Return part `index` of `count` of the files, of some as many bytes each."""
-    parts: list[dict[str, StoredFile]] = [{} for _ in range(count)]
-    loads = [0] * count
-    for name in sorted(files, key=lambda name: (-files[name].size_bytes, name)):
-        part = loads.index(min(loads))
-        loads[part] += files[name].size_bytes
-        parts[part][name] = files[name]
-    return parts[index]
+    files = read(directory).files
+    names = sorted(files, key=lambda name: (-files[name].size_bytes, name))[index::count]
+    return _defects(directory, {name: files[name] for name in names}, compare=True)
 
 
 def _parsed(document: Any, path: Path) -> Manifest:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +17,48 @@ from shoal.checkpoint import manifest, tensor_files, tensor_index
 from shoal.checkpoint.manifest import Manifest, name_of, step_of
 from shoal.checkpoint.rank_consensus import RankConsensus, rank, world_size
 from shoal.checkpoint.retention import Retention, remove
-from shoal.checkpoint.save_arguments import misuse_of
-from shoal.checkpoint.saved import Saved, load_tensors
 from shoal.checkpoint.search import checkpoint_at, newest_good, saved_names
+from shoal.checkpoint.shard_format import RESERVED_NAME
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
+
+PRIVATE_NAME = re.compile(r"rank\d+/")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint in memory.
+
+    Attributes:
+        step: the step that it was saved as.
+        tensors: by name, contiguous; full and on the CPU, or DTensors where `like` returned one.
+        private: this rank's own tensors; empty if the world had another size at the save.
+        info: the saved `info`; tuples have become lists.
+        path: its directory.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    private: dict[str, Tensor]
+    info: dict[str, Any]
+    path: Path
+
+
+@dataclass(frozen=True)
+class Division:
+    """The tensors of a save, divided among ranks.
+
+    Attributes:
+        entries: what this rank holds by name, its private tensors included.
+        share: names of those that this rank writes.
+        held, shares: what each rank holds, and what each writes; empty on other ranks than 0.
+    """
+
+    step: int
+    entries: Mapping[str, Tensor]
+    share: Sequence[str]
+    held: Sequence[tensor_index.HeldChunks]
+    shares: Sequence[Sequence[str]]
 
 
 class Checkpoints:
@@ -73,16 +112,53 @@ class Checkpoints:
             CleanupFailed: on every rank. It is saved, and the next save does what remains.
             UsageError: on every rank, for a wrong `step`, `info` or name.
         """
+        return self.write(self.divide(step, tensors, info, private), info, best)
+
+    def divide(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        info: Mapping[str, Any],
+        private: Mapping[str, Tensor] | None = None,
+    ) -> Division:
+        """Check the arguments of a save, and share its tensors out among ranks. Collective.
+
+        Args: as of `save`.
+
+        Raises: as `save`. Nothing is written.
+        """
         self._raise_for_misuse(misuse_of(step, tensors, info, private or {}))
+        entries = dict(tensors)
+        for name, tensor in (private or {}).items():
+            entries[f"rank{rank()}/{name}"] = tensor
+        failed = f"the checkpoint of step {step} was not saved in {self.directory}"
+        held = self.consensus.gather(failed, lambda: tensor_index.held_chunks(entries))
+        shares: list[list[str]] = []
+
+        def share_out() -> list[list[str]]:
+            shares.extend(tensor_index.shares(held))
+            return shares
+
+        share = self.consensus.scatter(failed, share_out)
+        return Division(step, entries, share, held, shares)
+
+    def write(self, division: Division, info: Mapping[str, Any], best: bool = False) -> Path:
+        """Do [1] to [8]. Collective.
+
+        Args: division: of this save; of its entries this rank needs its share only.
+
+        Returns, raises: as `save`.
+        """
+        step = division.step
         path = self.directory / name_of(step)
         tmp_path = self.directory / f"{name_of(step)}.tmp"
         failed = f"the checkpoint of step {step} was not saved in {self.directory}"
         if self.consensus.on_rank_zero(failed, lambda: self._create_tmp_dir(step, info)):
-            entries = dict(tensors)
-            for name, tensor in (private or {}).items():
-                entries[f"rank{rank()}/{name}"] = tensor
             try:
-                self._write(failed, step, entries, info)
+                written = self.consensus.gather(
+                    failed, lambda: _write_share(tmp_path, division.entries, division.share)
+                )
+                self.consensus.on_rank_zero(failed, lambda: self._publish(division, info, written))
             except CheckpointError:
                 if rank() == 0:
                     shutil.rmtree(tmp_path, ignore_errors=True)
@@ -161,7 +237,7 @@ class Checkpoints:
             return None
         loaded: list[Saved] = []
         self.consensus.on_every_rank(
-            failed, lambda: loaded.append(load_tensors(self.directory / name, sha256, like))
+            failed, lambda: loaded.append(_load_tensors(self.directory / name, sha256, like))
         )
         return loaded[0]
 
@@ -237,57 +313,21 @@ class Checkpoints:
         tmp_path.mkdir(mode=0o755, exist_ok=True)  # `.nfs` files may have to stay
         return True
 
-    def _write(
-        self, failed: str, step: int, entries: Mapping[str, Tensor], info: Mapping[str, Any]
-    ) -> None:
-        """Do [2] to [6]. Collective.
-
-        Args: entries: what this rank holds, its private tensors included.
-        """
-        tmp_path = self.directory / f"{name_of(step)}.tmp"
-
-        def hold() -> dict[str, dict[str, Any]]:
-            _check_tmp_directory(tmp_path)
-            return tensor_index.held_chunks(entries)
-
-        held = self.consensus.gather(failed, hold)
-        shares: list[list[str]] = []
-
-        def share_out() -> list[list[str]]:
-            shares.extend(tensor_index.shares(held))
-            return shares
-
-        share = self.consensus.scatter(failed, share_out)
-        written = self.consensus.gather(
-            failed, lambda: tensor_files.write(tmp_path, entries, share)
-        )
-
-        self.consensus.on_rank_zero(
-            failed, lambda: self._publish(step, info, held, shares, written)
-        )
-
     def _publish(
-        self,
-        step: int,
-        info: Mapping[str, Any],
-        held: Sequence[tensor_index.HeldChunks],
-        shares: Sequence[Sequence[str]],
-        written: Sequence[Sequence[Any]],
+        self, division: Division, info: Mapping[str, Any], written: Sequence[Sequence[Any]]
     ) -> None:
         """Do [4] to [6] on rank 0, and look at the checkpoint from there.
 
-        Args:
-            held: what each rank holds, as `tensor_index.held_chunks` returns it.
-            shares: what each rank was told to write, as `tensor_index.shares` returns it.
-            written: what each rank has written, as `tensor_files.write` returns it.
+        Args: written: what each rank has written, as `tensor_files.write` returns it.
         """
-        path = self.directory / name_of(step)
+        path = self.directory / name_of(division.step)
         tmp_path = path.with_name(f"{path.name}.tmp")
         files = dict(manifest.told_file(fields) for told in written for fields in told)
-        index = files[tensor_index.FILE_NAME] = tensor_index.write(tmp_path, held, shares)
+        index = tensor_index.write(tmp_path, division.held, division.shares)
+        files[tensor_index.FILE_NAME] = index
         if defect := manifest.defect(tmp_path, tensor_index.FILE_NAME, index):
             _raise_for_defects([defect])
-        manifest.write(tmp_path, Manifest(step, world_size(), files, info))
+        manifest.write(tmp_path, Manifest(division.step, world_size(), files, info))
         fsync_directory(tmp_path)
         os.rename(tmp_path, path)
         fsync_directory(self.directory)
@@ -300,8 +340,88 @@ def _raise_for_defects(defects: Sequence[str]) -> None:
         raise CheckpointError("; ".join(reasons))
 
 
-def _check_tmp_directory(tmp_path: Path) -> None:
+def _write_share(
+    tmp_path: Path, entries: Mapping[str, Tensor], share: Sequence[str]
+) -> list[tuple[str, int, str]]:
+    """Do [2] on this rank."""
     if not tmp_path.is_dir():
         raise CheckpointError(
             f"{tmp_path} is not there; all ranks must reach the same directory, on a shared disk"
         )
+    return tensor_files.write(tmp_path, entries, share)
+
+
+def _load_tensors(path: Path, sha256: str, like: tensor_files.LayoutLookup) -> Saved:
+    """Load this rank's tensors of a checkpoint that all ranks have verified."""
+    contents = manifest.read(path)
+    if contents.sha256() != sha256:
+        raise CheckpointError(
+            f"{path} is another one here than on rank 0; all ranks must reach the same directory"
+        )
+    prefix = f"rank{rank()}/"
+    # In another world a rank has other samples, so that its random state has no meaning.
+    same_world = contents.world == world_size()
+
+    def is_wanted(name: str) -> bool:
+        return not PRIVATE_NAME.match(name) or (same_world and name.startswith(prefix))
+
+    tensors = tensor_files.read(path, is_wanted, like)
+    private = {
+        name.removeprefix(prefix): tensors.pop(name)
+        for name in list(tensors)
+        if name.startswith(prefix)
+    }
+    return Saved(contents.step, tensors, private, dict(contents.info), path)
+
+
+def misuse_of(
+    step: int, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
+) -> list[str]:
+    """Return a line for each argument of `save` that is wrong."""
+    wrong = []
+    if not isinstance(step, int) or step < 0:
+        wrong.append(f"step must be a whole number from 0 on; it is {step!r}")
+    wrong += info_problems(info, "info")
+    entries = [*tensors.items(), *private.items()]
+    wrong += [
+        f"{name!r} is a {type(value).__name__}, no tensor"
+        for name, value in entries
+        if not isinstance(value, Tensor)
+    ]
+    wrong += [f"{name!r}: this name is reserved" for name, _ in entries if name == RESERVED_NAME]
+    return wrong + [
+        f"{name!r}: names of the form rankN/... are for `private`"
+        for name in tensors
+        if PRIVATE_NAME.match(name)
+    ]
+
+
+def info_problems(value: Any, where: str) -> list[str]:
+    """Return a line for each part of `value` that would not be read back equal from JSON.
+
+    Tuples are read as lists.
+
+    Args:
+        where: the path to `value`, with which each line begins.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return []
+    if isinstance(value, list | tuple):
+        return [
+            problem
+            for i, item in enumerate(value)
+            for problem in info_problems(item, f"{where}[{i}]")
+        ]
+    if isinstance(value, Mapping):
+        wrong = [
+            f"{where}: the key {key!r} is no string" for key in value if not isinstance(key, str)
+        ]
+        return wrong + [
+            problem
+            for key, item in value.items()
+            for problem in info_problems(item, f"{where}[{key!r}]")
+        ]
+    return [
+        f"{where}: a {type(value).__name__} is no JSON value; tensors belong in `tensors`, the "
+        "rest in plain types"
+    ]

@@ -9,6 +9,7 @@ for each epoch
 from __future__ import annotations
 
 import math
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
 from shoal.train.ema import layout_with_averages
-from shoal.train.fast_saves import load_newest, open_fast_saves
+from shoal.train.fast_saves import load_newest, open_fast_saver
 from shoal.train.log import Log
 from shoal.train.progress import Progress
 from shoal.train.record import Record
@@ -100,13 +101,15 @@ class Training:
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
-        self.fast_saves = open_fast_saves(
+        self.fast_saver = open_fast_saver(
             self.job, self.run.mesh, self._pause, lambda text: self.log.note(text)
         )
-        self.lines += self.fast_saves.describe()
+        if self.fast_saver is not None:
+            every, place = self.job.checkpoint.fast_every_steps, self.fast_saver.checkpoints
+            self.lines.append(f"saves every {every} steps in {place.directory}")
         if self.job.checkpoint.resume:
             layout = layout_with_averages(self.run.layout_of())
-            saved, is_fast = load_newest(self.checkpoints, self.fast_saves, notes.append, layout)
+            saved, is_fast = load_newest(self.checkpoints, self.fast_saver, notes.append, layout)
             if saved is not None:
                 notes += [*self._load(saved, is_fast), f"resumed from {saved.path}"]
         if self.job.train.record:
@@ -127,7 +130,8 @@ class Training:
         try:
             while self.step < self.total_steps:
                 self._epoch()
-            self.fast_saves.remove(self.run.rank)
+            if self.fast_saver is not None and self.run.rank == 0:
+                shutil.rmtree(self.fast_saver.checkpoints.directory.parent, ignore_errors=True)
             self._finish()
         finally:
             self.saver.close()
@@ -232,10 +236,12 @@ class Training:
 
     def _save_fast(self) -> None:
         """Save in the fast directory if it is due, and no checkpoint has this step. Collective."""
-        if self.fast_saves.is_due(self.step):
-            self.saver.wait_for_best()
-            if self.saver.saved_step != self.step:
-                self.fast_saves.take(self.step, self._collect)
+        saver = self.fast_saver
+        if saver is None or self.step % self.job.checkpoint.fast_every_steps:
+            return
+        self.saver.wait_for_best()
+        if self.saver.saved_step != self.step and (state := self._collect()) is not None:
+            saver.save(self.step, state, is_best=False, must_succeed=False)
 
     def _collect(self, must_succeed: bool = False) -> State | None:
         """Return what a checkpoint holds; None, with a note, if that is not finite. Collective."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -29,18 +28,6 @@ RETRY_S = 5
 """Seconds between tries of a last save."""
 
 
-class LastSave(NamedTuple):
-    """How a last save is tried again.
-
-    Attributes:
-        wait_s: seconds in which it is.
-        second_place: directory for it after them; None if there is none.
-    """
-
-    wait_s: int
-    second_place: Path | None
-
-
 class RunSaver:
     """Saves a run, and turns a save that failed into a note, so that training goes on.
 
@@ -48,7 +35,8 @@ class RunSaver:
         async_saver: writes in the background; None to write at once.
         pause: context for time that is not training, by the name of what is done.
         note: prints a sentence on rank 0.
-        last_save: how a save is tried again that must succeed; None: not at all.
+        retry_s: seconds in which a save that must succeed is tried again.
+        second_place: directory for it after them; None if there is none.
 
     Attributes:
         in_flight: step of the save in the background; -1 if there is none.
@@ -63,9 +51,11 @@ class RunSaver:
         async_saver: AsyncSaver | None,
         pause: Callable[[str], AbstractContextManager[None]],
         note: Callable[[str], None],
-        last_save: LastSave | None = None,
+        retry_s: int = 0,
+        second_place: str | None = None,
     ) -> None:
-        self._last_save = last_save or LastSave(0, None)
+        self._retry_s = retry_s
+        self._second_place = second_place
         self.in_flight = -1
         self.saved_step = -1
         self.best: Report | None = None
@@ -98,25 +88,21 @@ class RunSaver:
         Raises:
             CheckpointError: on every rank, if `must_succeed`.
         """
-        tensors, info, private = state
-        if self._async_saver is not None and not must_succeed:
-            with self._pause("saving"):
-                self._async_saver.start(step, tensors, info, private, is_best)
-            self.in_flight = step
-            return
-        save = partial(self.checkpoints.save, step, tensors, info, private, is_best)
         if must_succeed:
-            self._complete(step, lambda: self._insist(step, state, save), must_succeed)
+            self._complete(step, lambda: self._insist(step, state, is_best), must_succeed)
+        elif self._async_saver is None:
+            self._complete(step, lambda: self.checkpoints.save(step, *state, is_best))
         else:
-            self._complete(step, save, must_succeed)
+            saver = self._async_saver
+            if self._attempt(lambda: saver.start(step, *state, is_best)):
+                self.in_flight = step
 
-    def _insist(self, step: int, state: State, save: Callable[[], object]) -> None:
+    def _insist(self, step: int, state: State, is_best: bool) -> None:
         """Try the last save again for a while, and then in the second place. Collective."""
-        wait_s, second_place = self._last_save
-        attempts = wait_s // RETRY_S + 1
+        attempts = self._retry_s // RETRY_S + 1
         for attempt in range(attempts):
             try:
-                save()
+                self.checkpoints.save(step, *state, is_best)
                 return
             except CleanupFailed:
                 raise
@@ -124,14 +110,14 @@ class RunSaver:
                 failure = error
             if attempt == 0 and attempts > 1:
                 self._note(
-                    f"{failure}; this is the last save: make room, it is tried again for {wait_s} s"
+                    f"{failure}; this is the last save: make room, it is tried again for "
+                    f"{self._retry_s} s"
                 )
             if attempt + 1 < attempts:
                 time.sleep(RETRY_S)
-        if second_place is None:
+        if self._second_place is None:
             raise failure
-        second = Checkpoints(second_place / "checkpoints")
-        path = second.save(step, *state)
+        path = Checkpoints(Path(self._second_place) / "checkpoints").save(step, *state)
         self._note(
             f"{failure}; step {step} is saved in {path} instead. To go on from it, move it into "
             f"{self.checkpoints.directory}"
@@ -147,7 +133,7 @@ class RunSaver:
             return
         step = self.in_flight
         self.in_flight = -1
-        self._complete(step, self._async_saver.wait, must_succeed=False)
+        self._complete(step, self._async_saver.wait)
 
     def wait_for_best(self) -> None:
         """Wait for a save in the background of the best checkpoint so far. Collective.
@@ -157,11 +143,19 @@ class RunSaver:
         if self.best is not self._best_saved:
             self.wait()
 
-    def _complete(self, step: int, action: Callable[[], object], must_succeed: bool) -> None:
+    def _complete(
+        self, step: int, action: Callable[[], object], must_succeed: bool = False
+    ) -> None:
         """Run `action`, which ends a save.
 
         `best` is still the one of the time when the save began: it changes only after `wait`.
         """
+        if self._attempt(action, must_succeed):
+            self.saved_step = step
+            self._best_saved = self.best
+
+    def _attempt(self, action: Callable[[], object], must_succeed: bool = False) -> bool:
+        """Run `action`. Return True if it succeeded; else note why, or raise."""
         try:
             with self._pause("saving"):
                 action()
@@ -172,9 +166,8 @@ class RunSaver:
                 raise
             self._note(f"{error}; training goes on")
             self.best = self._best_saved
-            return
-        self.saved_step = step
-        self._best_saved = self.best
+            return False
+        return True
 
     def close(self) -> None:
         """End the thread. If training ends by an error, note how the save in flight has ended."""
@@ -197,10 +190,8 @@ def open_saver(
     # A thread that saves needs a group of its own: its messages must not mix with training.
     group = mesh.new_group() if job.checkpoint.asynchronous else None
     checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
-    place = job.checkpoint.second_place
-    last_save = LastSave(job.checkpoint.last_save_wait_s, None if place is None else Path(place))
-    if not job.checkpoint.asynchronous:
-        return RunSaver(checkpoints, None, pause, note, last_save)
-    # All ranks of one stage hold the same full tensors, and each writes some of them.
-    ranks_per_stage = mesh.size // mesh.pipeline.size
-    return RunSaver(checkpoints, AsyncSaver(checkpoints, ranks_per_stage), pause, note, last_save)
+    saver = AsyncSaver(checkpoints) if job.checkpoint.asynchronous else None
+    settings = job.checkpoint
+    return RunSaver(
+        checkpoints, saver, pause, note, settings.last_save_wait_s, settings.second_place
+    )

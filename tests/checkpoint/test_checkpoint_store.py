@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.checkpoint import Checkpoints, newest, read_info
 from shoal.checkpoint.manifest import name_of, step_of, to_text
-from shoal.checkpoint.save_arguments import info_problems
+from shoal.checkpoint.store import info_problems
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 
 

@@ -9,6 +9,7 @@ import tiny_jobs
 from tiny_jobs import MLP, tiny
 
 from shoal.checkpoint import newest, read_info
+from shoal.checkpoint.store import Division
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.launch.rank import EXIT_RESTART
@@ -38,15 +39,15 @@ class FailsToSave(tiny_jobs.Undrawn):
     def __init__(self, job: Job, accuracies: list[float], failing: int) -> None:
         super().__init__(job)
         self.task = Scored(**vars(self.task), accuracies=list(accuracies))
-        save, failing_steps = self.checkpoints.save, [failing]
+        write, failing_steps = self.checkpoints.write, [failing]
 
-        def fails(step: int, *what: Any) -> Path:
-            if step in failing_steps:
-                failing_steps.remove(step)
-                raise CheckpointError(f"step {step} was not saved: no room")
-            return save(step, *what)
+        def fails(division: Division, *what: Any) -> Path:
+            if division.step in failing_steps:
+                failing_steps.remove(division.step)
+                raise CheckpointError(f"step {division.step} was not saved: no room")
+            return write(division, *what)
 
-        self.checkpoints.save = fails  # type: ignore[method-assign,assignment]
+        self.checkpoints.write = fails  # type: ignore[method-assign]
 
 
 def fails_to_save(job: Job, accuracies: list[float], failing: int) -> None:
