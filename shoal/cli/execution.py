@@ -45,12 +45,10 @@ def call(world: int, ranks: int, function: str, arguments: tuple[object, ...]) -
     """
     if world == 1 and ranks > 1:
         from shoal.launch.local import run
-        from shoal.launch.preload import TRAINING
         from shoal.train import entry
 
-        preload = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
         target = getattr(entry, function)
-        return run(target, arguments, ranks, preload=preload, torch_store=False)
+        return run(target, arguments, ranks, preload=entry.PRELOAD, torch_store=False)
     from shoal.train import entry
 
     getattr(entry, function)(*arguments)

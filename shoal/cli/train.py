@@ -93,14 +93,14 @@ def run(options: argparse.Namespace) -> int:
         check_usable(settings.job)
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     if hosts is not None and restarts is not None:
-        from shoal.train.supervised_run import train_on_hosts
+        from shoal.train.entry import train_on_hosts
 
         directory = host_options.working_directory()
         return train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
     if restarts is not None:
-        from shoal.train.supervised_run import train
+        from shoal.train.entry import train_on_ranks
 
-        return train(settings.job, line, world, restarts, limit_s)
+        return train_on_ranks(settings.job, line, world, restarts, limit_s)
     return execution.call(info.world, world, "train", (settings.job,))
 
 
@@ -180,7 +180,7 @@ def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:
     if given is not None and given < 0:
         raise UsageError(f"--restarts {given}: must not be negative")
     if info.world == 1 and options.processes is not None:
-        from shoal.train.supervised_run import RESTARTS
+        from shoal.train.entry import RESTARTS
 
         return RESTARTS if given is None else given
     if given is not None:

@@ -17,7 +17,7 @@ from shoal.planner.strategy_search import Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.torch_private.fake_tensors import fake_tensors
 from shoal.train import optimizer as job_optimizer
-from shoal.train import plugins
+from shoal.train.build import load_imports
 from shoal.train.task import Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ def job_workload(job: Job) -> Workload:
             "model.compile: what a compiled model costs is not known before it is compiled. Plan "
             "with --model.compile false."
         )
-    registered = plugins.load(job.imports)
+    registered = load_imports(job.imports)
     source = data.load(job.data, job.seed, registered.data)
     sample: Any = source.train[0]
     batch = default_collate([sample])

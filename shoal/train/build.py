@@ -1,11 +1,20 @@
-"""From a job to what a training loop needs: data, model, task and loaders."""
+"""From a job to what a training loop needs: data, model, task and loaders.
+
+`--import FILE` adds the user's own models and data sets, in dicts of a Python file:
+
+    models = {"my_net": MyNet}      # called as MyNet(num_classes=..., input_shape=..., **options)
+    data = {"my_data": load}        # called as load(config.data, seed) -> shoal.data.source.Source
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import os
+import shutil
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +33,22 @@ from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
 from shoal.run import Run, init_with_place
 from shoal.strategies.base import ComputeLoss
-from shoal.train import plugins
 from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.optimizer import scaled_rate
-from shoal.train.shm_check import check_shared_memory, free_shared_bytes
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
+
+PREFETCH_FACTOR = 2
+"""Batches that a worker prepares ahead, the default of torch's DataLoader."""
+SHM_DIRECTORY = "/dev/shm"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """Models and data sets of the files, by name."""
+
+    models: dict[str, Callable[..., Any]] = field(default_factory=dict)
+    data: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,7 @@ def build(job: Job, device: torch.device) -> Components:
         ConfigError: a setting does not go with the model, the data or this machine.
         DataError: the data cannot be read.
     """
-    registered = plugins.load(job.imports)
+    registered = load_imports(job.imports)
     source = data.load(job.data, job.seed, registered.data)
     _check_text(job, source)
     check_shared_memory(job, source, free_shared_bytes())
@@ -207,3 +226,91 @@ def _check_text(job: Job, source: Source) -> None:
         raise ConfigError(
             [f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."]
         )
+
+
+def load_imports(files: Iterable[str]) -> Registered:
+    """Run the files and collect their `models` and `data`.
+
+    Raises:
+        ConfigError: files that do not exist or define neither of the two.
+    """
+    registered = Registered()
+    problems = []
+    for name in files:
+        path = Path(name)
+        if not path.is_file():
+            problems.append(f"--import {name}: there is no such file")
+            continue
+        module = _imported(path)
+        if not (hasattr(module, "models") or hasattr(module, "data")):
+            problems.append(f"--import {name}: it defines neither a `models` nor a `data` dict")
+        registered.models.update(getattr(module, "models", {}))
+        registered.data.update(getattr(module, "data", {}))
+    if problems:
+        raise ConfigError(problems)
+    return registered
+
+
+def _imported(path: Path) -> Any:
+    # The prefix keeps a file from hiding a library's module of the same name.
+    spec = importlib.util.spec_from_file_location(f"shoal_import_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_shared_memory(job: Job, source: Source, free_bytes: int | None) -> None:
+    """Check that there is room in /dev/shm for the batches of data-loader workers on this machine.
+
+          worker 0   batch  batch ─┐
+          worker 1   batch  batch ─┼─ /dev/shm ──> the rank, which holds one more batch
+          ...                      ┘
+
+    A container has 64 MiB of it by default. A worker that finds no room there is killed by SIGBUS
+    in the middle of a run.
+
+    Args:
+        free_bytes: room for them; None if that is unknown.
+
+    Raises:
+        ConfigError: they need more.
+    """
+    needed_bytes = _needed_bytes(job, source)
+    if free_bytes is None or needed_bytes <= free_bytes:
+        return
+    needed, free = f"{needed_bytes / 2**20:,.0f} MiB", f"{free_bytes / 2**20:,.0f} MiB"
+    raise ConfigError(
+        [
+            f"data.workers: batches on their way from {job.data.workers} workers of each rank need "
+            f"{needed} of {SHM_DIRECTORY}, which has {free} free; a worker that finds no room is "
+            "killed (SIGBUS). Use fewer data.workers (0 needs none) or a smaller batch, or give "
+            f"the container more: docker run --shm-size={2 * needed_bytes >> 20}m."
+        ]
+    )
+
+
+def free_shared_bytes() -> int | None:
+    """Return the room in /dev/shm; None if it does not exist or has no limit."""
+    room = shutil.disk_usage(SHM_DIRECTORY) if os.path.isdir(SHM_DIRECTORY) else None
+    return room.free if room is not None and room.total else None
+
+
+def _needed_bytes(job: Job, source: Source) -> int:
+    """Return the bytes of all batches on this machine, if all workers are as far ahead as can be.
+
+    Workers for training stay while those for evaluation run, so both count.
+    """
+    if not job.data.workers:
+        return 0
+    share_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) / int(
+        os.environ.get("WORLD_SIZE", "1")
+    )
+    num_values = math.prod(source.input_shape)
+    # A text has int64 tokens as input and as target, an image float32 pixels.
+    sample_bytes = 16 * num_values if source.task == "language" else 4 * num_values
+    samples = job.train.batch_size + job.evaluation.batch_size
+    # A batch in a worker is the rank's share of the global batch, so the ranks sum to it.
+    return math.ceil((PREFETCH_FACTOR * job.data.workers + 1) * samples * sample_bytes * share_here)

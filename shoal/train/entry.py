@@ -1,4 +1,4 @@
-"""Functions that the command line runs in every rank.
+"""A job from the command line: on ranks of this machine or of hosts, and in each of these ranks.
 
 Importing this module does not import torch, so that a launcher on a login node stays light.
 """
@@ -6,11 +6,97 @@ Importing this module does not import torch, so that a launcher on a login node 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from shoal.config import read, to_yaml
 from shoal.config.job import Job
+from shoal.launch.control_channel import ControlServer
+from shoal.launch.hosts.host_facts import FactsRequest
+from shoal.launch.hosts.hosts_job import run_on_hosts_with_restarts
+from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.launch.job_spec import JobSpec
+from shoal.launch.preload import TRAINING
+from shoal.launch.restarting import run_with_restarts
+from shoal.platform.files import make_private_directory
+from shoal.strategies import StrategyLine
+from shoal.strategies.precheck import check_job
+from shoal.train.console import measures
+from shoal.train.run_directory import CONFIG, fast_directory
+from shoal.train.run_directory import last_saved as last_saved_in
+from shoal.watchdog import hang_limit
+
+RESTARTS = 3
+"""Restarts after a lost rank, unless `--restarts` says otherwise."""
+PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
+
+
+def train_on_ranks(
+    job: Job,
+    line: StrategyLine,
+    processes: int,
+    restarts: int = RESTARTS,
+    hang_limit_s: float = hang_limit.DEFAULT_S,
+) -> int:
+    """Train `job` by the strategies of `line` on `processes` ranks. For the main thread.
+
+    Args:
+        restarts: the most restarts after a lost rank.
+        hang_limit_s: a rank that does not come for so long is lost; 0 for no limit.
+
+    Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
+    """
+    # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
+    resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
+    check = partial(check_job, job, line)
+    environment = {hang_limit.VARIABLE: f"{hang_limit_s:g}"}
+    saved_step = partial(last_saved, job.directory, job.checkpoint.fast_dir)
+    with (
+        ControlServer(Path(job.directory), CONFIG) as control,
+        _server_directory() as folder,
+    ):
+        environment["SHOAL_SERVER_DIRECTORY"] = folder
+        spec = JobSpec(train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
+        return run_with_restarts(spec, processes, control, restarts)
+
+
+def train_on_hosts(
+    job: Job,
+    line: StrategyLine,
+    hosts: HostsOptions,
+    directory: str,
+    restarts: int = RESTARTS,
+    hang_limit_s: float = hang_limit.DEFAULT_S,
+) -> int:
+    """Train `job` on ranks of several hosts. For the main thread.
+
+    Args:
+        directory: the working directory, which all hosts have.
+        hang_limit_s: as of `train_on_ranks`.
+
+    Returns: the exit code, as `train_on_ranks`.
+    """
+    resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
+    work = RemoteWork(
+        target="shoal.train.entry:train_settings",
+        arguments=[to_yaml(job)],
+        again=[to_yaml(resumed)],
+        environment={hang_limit.VARIABLE: f"{hang_limit_s:g}"},
+        output="first",
+        preload=PRELOAD,
+        request=FactsRequest(directory, run_directory=job.directory),
+        saved_step=("shoal.train.entry:last_saved", [job.directory, job.checkpoint.fast_dir]),
+        problems=partial(check_job, job, line),
+    )
+    with ControlServer(Path(job.directory), CONFIG) as control:
+        return run_on_hosts_with_restarts(hosts, work, control, restarts)
 
 
 def train(job: Job) -> None:
@@ -22,8 +108,6 @@ def train(job: Job) -> None:
 
 def train_settings(settings: str) -> None:
     """Train the job whose settings are the YAML text `settings`. As `train`, for another host."""
-    from shoal.config import read
-
     with tempfile.TemporaryDirectory(prefix="shoal-") as directory:
         path = Path(directory, "config.yaml")
         path.write_text(settings)
@@ -38,10 +122,7 @@ def last_saved(directory: str, fast_dir: str | None) -> int | None:
         directory: of the run.
         fast_dir: the setting `checkpoint.fast_dir`.
     """
-    from shoal.train.run_directory import fast_directory
-    from shoal.train.run_directory import last_saved as last_saved_here
-
-    return last_saved_here(Path(directory), fast_directory(directory, fast_dir))
+    return last_saved_in(Path(directory), fast_directory(directory, fast_dir))
 
 
 def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:
@@ -59,11 +140,23 @@ def evaluate_weights(job: Job, as_json: bool) -> None:
 
 
 def _print_report(rank: int, report: dict[str, float | int], as_json: bool) -> None:
-    from shoal.train.console import measures
-
     if rank != 0:
         return
     if as_json:
         print(json.dumps(report))
     else:
         print("  ".join([*measures(report), f"{report['samples']} samples"]))
+
+
+@contextmanager
+def _server_directory() -> Iterator[str]:
+    """Make a directory for the key of parameter servers.
+
+    This process removes it in the end: a rank that is killed could not.
+    """
+    parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
+    directory = make_private_directory("shoal-run-", parent)
+    try:
+        yield str(directory)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)

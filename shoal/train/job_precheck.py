@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,6 @@ from shoal.config.setting_fields import is_path
 from shoal.errors import did_you_mean
 from shoal.loggers import problems_of
 from shoal.platform.optional_packages import missing_for
-from shoal.train import library_models
 
 SOURCES = ("digits", "cifar10", "cifar100", "imagefolder", "stdlib", "dummy")
 OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt")
@@ -72,20 +70,6 @@ def _imports(job: Job) -> Iterator[str]:
         }
         if not (mentioned | aliases).intersection((*REGISTERED, "*")):
             yield f"--import {name}: it defines neither a `models` nor a `data` dict"
-        for module in _absent_modules(tree, path):
-            yield f"--import {name}: it imports {module}, which is not installed"
-
-
-def _absent_modules(tree: ast.Module, path: Path) -> Iterator[str]:
-    """Yield the packages that a file imports in any case, at its top, and that are not there."""
-    for node in tree.body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = [node.module]
-        for package in (name.partition(".")[0] for name in names):
-            is_beside = any((path.parent / found).exists() for found in (package, f"{package}.py"))
-            if package not in sys.modules and not is_beside and find_spec(package) is None:
-                yield package
 
 
 def _aliases(node: ast.AST) -> list[ast.alias]:
@@ -135,12 +119,23 @@ def _optimizer(job: Job) -> Iterator[str]:
 def _model(job: Job) -> Iterator[str]:
     """Refuse a name that no file of a library has. Ranks know which of them are models."""
     name = job.model.name
-    if name in OUR_MODELS:
-        return
-    known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
-    if re.fullmatch(r"(timm:)?[A-Za-z_][\w.\-]{0,99}", name, re.ASCII) is None:
+    if name not in OUR_MODELS and not _is_mentioned(name.removeprefix("timm:")):
+        known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
         yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"
-    elif not library_models.is_mentioned(name.removeprefix("timm:")):
-        near = library_models.names_like(name.removeprefix("timm:"))
-        known = [*OUR_MODELS, *near] if near else known
-        yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"
+
+
+def _is_mentioned(name: str) -> bool:
+    """Return True if a file of a library's models defines `name`, or has it as a string.
+
+    True also where a library is absent, as on a login node.
+    """
+    forms = [form.encode() for form in (f"\ndef {name}(", f'"{name}"', f"'{name}'")]
+    for library in ("torchvision", "timm"):
+        spec = find_spec(library)
+        if spec is None or not spec.submodule_search_locations:
+            return True
+        for file in Path(spec.submodule_search_locations[0], "models").glob("*.py"):
+            text = file.read_bytes()
+            if any(form in text for form in forms):
+                return True
+    return False

@@ -26,13 +26,11 @@ from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
 from shoal.train.ema import layout_with_averages
-from shoal.train.fast_saves import load_newest, open_fast_saver
 from shoal.train.log import Log
 from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.refused_run import remove_if_refused
-from shoal.train.run_directory import claim_for_all, make_again_and_note
-from shoal.train.run_saver import State, open_saver
+from shoal.train.run_directory import claim_for_all, make_again, remove_if_refused
+from shoal.train.run_saver import State, load_newest, open_fast_saver, open_saver
 from shoal.train.shared_check import check_shared
 from shoal.train.training_state import TrainingState
 from shoal.watchdog.progress_writer import own_progress
@@ -171,7 +169,7 @@ class Training:
             self.job, self.run, self.optimizer, self.compute_loss, batch, epochs, progress
         )
         self.state.count_step(self.loader.share.global_rows)
-        self.progress.step(self.loader.share.global_rows)
+        self.progress.step()
         if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
             self._check_replicas()
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
@@ -259,7 +257,7 @@ class Training:
     def _keep_directory(self) -> None:
         """Make the run directory again, and tell, if somebody has removed it."""
         if self.run.rank == 0:
-            lock = make_again_and_note(self.job, self.log)
+            lock = make_again(self.job, self.log)
             self._locks += [] if lock is None else [lock]
 
     def _save_record(self) -> None:

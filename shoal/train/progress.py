@@ -8,12 +8,12 @@ epoch 3/15  step 120/345  loss 0.1234  top1 97.50 %  812 samples/s  ETA 0:12
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from shoal.train.console import duration, measures, number, on_terminal, print_rank_zero
-from shoal.train.throughput import Throughput
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,6 +23,7 @@ Record = Mapping[str, float | int]
 MIN_BAR = 8
 MAX_BAR = 40
 """Columns of the bar."""
+REFRESH_S = 0.25
 
 
 class Progress:
@@ -37,9 +38,18 @@ class Progress:
         epochs: epochs of the run.
         total_steps: optimizer steps of the run.
         done_steps: steps of it that an earlier process took.
+        clock: monotonic, in seconds.
     """
 
-    def __init__(self, *, active: bool, epochs: int, total_steps: int, done_steps: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        active: bool,
+        epochs: int,
+        total_steps: int,
+        done_steps: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._active = active
         self._epochs = epochs
         self._total_steps = total_steps
@@ -48,9 +58,14 @@ class Progress:
         self._epoch_steps = 1
         self._epoch_step = 0
         self._results: list[str] = []
+        self._speed: list[str] = []
         self._doing = ""
+        self._clock = clock
+        self._start_s = clock()
         self._next_line_s = 0.0
-        self._throughput = Throughput(total_steps, done_steps)
+        self._next_redraw_s = 0.0
+        # Steps and time at the end of the first step, which compiles and allocates.
+        self._measured_from: tuple[int, float] | None = None
         self._live = _open_live() if active and on_terminal(sys.stdout) else None
 
     def epoch(self, epoch: int, steps: int, done: int = 0) -> None:
@@ -60,13 +75,17 @@ class Progress:
         self._epoch_step = done
         self._redraw()
 
-    def step(self, samples: int) -> None:
-        """Count an optimizer step on so many samples over all ranks. Cheap in every step."""
+    def step(self) -> None:
+        """Count an optimizer step. Cheap in every step."""
         if not self._active:
             return
         self._step += 1
         self._epoch_step += 1
-        if self._throughput.step(samples):
+        now_s = self._clock()
+        if self._measured_from is None:
+            self._measured_from = self._step, now_s
+        if now_s >= self._next_redraw_s:
+            self._next_redraw_s = now_s + REFRESH_S
             self._redraw()
 
     def show(self, record: Record) -> None:
@@ -78,10 +97,14 @@ class Progress:
         if not self._active:
             return
         self._results = measures(record)
-        passed_s = self._throughput.passed_s
+        remaining_s = self.remaining_s
+        if "samples_per_s" in record and remaining_s is not None:
+            speed = number("samples_per_s", record["samples_per_s"])
+            self._speed = [f"{speed} samples/s", f"ETA {duration(remaining_s)}"]
+        passed_s = self._clock() - self._start_s
         if self._live is None and passed_s >= self._next_line_s:
             self._next_line_s = passed_s + min(60.0, max(1.0, passed_s / 100))
-            print_rank_zero("  ".join([self._position(), *self._results, *self._speed()]))
+            print_rank_zero("  ".join([self._position(), *self._results, *self._speed]))
 
     def evaluation(self, record: Record) -> None:
         """Print the results of an evaluation: a line that stays, on a terminal too."""
@@ -96,14 +119,13 @@ class Progress:
 
     @contextmanager
     def paused(self, doing: str) -> Iterator[None]:
-        """Show `doing` in this context, and do not count its time as slow training."""
+        """Show `doing` in this context."""
         self._doing = doing
-        with self._throughput.paused():
-            self._redraw()
-            try:
-                yield
-            finally:
-                self._doing = ""
+        self._redraw()
+        try:
+            yield
+        finally:
+            self._doing = ""
 
     def close(self) -> None:
         """Remove the bar. May be called twice."""
@@ -112,14 +134,16 @@ class Progress:
                 self._live.stop()
             self._live = None
 
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to the end of the run, pauses included; None before the second step."""
+        if self._measured_from is None or self._step == self._measured_from[0]:
+            return None
+        step, time_s = self._measured_from
+        return (self._total_steps - self._step) * (self._clock() - time_s) / (self._step - step)
+
     def _position(self) -> str:
         return f"epoch {self._epoch}/{self._epochs}  step {self._step}/{self._total_steps}"
-
-    def _speed(self) -> list[str]:
-        rate, remaining_s = self._throughput.samples_per_s, self._throughput.remaining_s
-        if rate is None or remaining_s is None:
-            return []
-        return [f"{number('samples_per_s', rate)} samples/s", f"ETA {duration(remaining_s)}"]
 
     def _redraw(self) -> None:
         if self._live is not None:
@@ -134,9 +158,8 @@ class Progress:
 
         label = f"epoch {self._epoch}/{self._epochs}"
         doing = [self._doing] if self._doing else []
-        speed = self._speed()
-        words = [*self._results, *doing, *speed]
-        least_important = [*speed[:1], *reversed(self._results[1:]), *doing]
+        words = [*self._results, *doing, *self._speed]
+        least_important = [*self._speed[:1], *reversed(self._results[1:]), *doing]
         while least_important and _bar_room(width, label, words) < MIN_BAR:
             words.remove(least_important.pop(0))
         length = _bar_room(width, label, words)

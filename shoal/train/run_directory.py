@@ -16,15 +16,16 @@ import fcntl
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from errno import EACCES, ENOTDIR
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, StrategyRefused
 from shoal.platform.files import atomic_write
 from shoal.platform.ownership import (
     open_own,
@@ -38,6 +39,7 @@ from shoal.train.shared_check import PROBE_PREFIX
 if TYPE_CHECKING:
     from shoal.comm.mesh import Mesh
     from shoal.train.log import Log
+    from shoal.train.training_state import TrainingState
 
 CONFIG = "config.yaml"
 LOCK = ".lock"
@@ -94,35 +96,24 @@ def lock(job: Job) -> IO[str]:
     return lock
 
 
-def make_again(job: Job) -> IO[str] | None:
-    """Make the run directory again if it was removed while the run trains. For one process.
-
-    Returns: the new lock; None if the directory is there.
-
-    Raises: ConfigError: it cannot be made.
-    """
-    if (Path(job.directory) / CONFIG).exists():
-        return None
-    return lock(job)
-
-
-def make_again_and_note(job: Job, log: Log) -> IO[str] | None:
-    """Make the run directory again if it was removed, open its log again, and tell.
+def make_again(job: Job, log: Log) -> IO[str] | None:
+    """Make the run directory again if it was removed while the run trains, and tell.
 
     For one process. Returns: the new lock; None if the directory is there, or cannot be made.
     """
+    if (Path(job.directory) / CONFIG).exists():
+        return None
     try:
-        lock = make_again(job)
+        claim = lock(job)
     except ConfigError as error:
         log.note(str(error))
         return None
-    if lock is not None:
-        log.reopen()
-        log.note(
-            f"{job.directory} was removed or moved while the run trains. It is made again; "
-            "earlier checkpoints and records are gone from there"
-        )
-    return lock
+    log.reopen()
+    log.note(
+        f"{job.directory} was removed or moved while the run trains. It is made again; earlier "
+        "checkpoints and records are gone from there"
+    )
+    return claim
 
 
 def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
@@ -141,6 +132,26 @@ def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
     if text := mesh.broadcast_str("\n".join(problems)):
         raise ConfigError(text.split("\n"))
     return claim
+
+
+@contextmanager
+def remove_if_refused(directory: Path, state: TrainingState, rank: int) -> Iterator[None]:
+    """Remove a new run directory, and parents made for it, if the strategy is refused.
+
+    A pipeline is planned with the first batch, when the directory and its log are there already.
+    A directory that was there before stays as it is, and so does one with results of a step. Enter
+    this context before the directory is made.
+    """
+    new = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        yield
+    except StrategyRefused:
+        if directory in new and state.step == 0 and rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            for parent in new[1:]:
+                if parent.is_dir() and not any(parent.iterdir()):
+                    parent.rmdir()
+        raise
 
 
 def job_of(directory: Path) -> Job:

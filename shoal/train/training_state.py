@@ -7,6 +7,7 @@ here               steps, training time, totals since the last log line, moving 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -18,7 +19,30 @@ from shoal.run import Run
 from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train.ema import Ema
 from shoal.train.run_saver import Report, State
-from shoal.train.throughput import Stopwatch
+
+
+class Stopwatch:
+    """Measures the time of training, without evaluations and saves. It starts when it is made.
+
+    Args:
+        before_s: time that earlier processes of the same run have measured.
+    """
+
+    def __init__(self, before_s: float = 0.0) -> None:
+        self._offset_s = before_s - time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() + self._offset_s
+
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Stop the watch in this context."""
+        before_s = self.seconds
+        try:
+            yield
+        finally:
+            self._offset_s += before_s - self.seconds
 
 
 class LogInterval(NamedTuple):

@@ -1,12 +1,13 @@
-from importlib.util import find_spec
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.config.job import Job
 from shoal.errors import ConfigError
 from shoal.models import MODELS, build, zoo
-from shoal.train import library_models
+from shoal.train import job_precheck
 
 IMAGE, TEXT = (3, 32, 32), (16,)
 
@@ -86,20 +87,12 @@ def test_an_unknown_name_is_refused_with_a_hint(name, hint):
 
 
 def test_no_model_of_a_library_is_unknown_before_the_library_is_imported():
-    names = {*zoo.torchvision_names(), *zoo.timm_names()}
-    assert names <= library_models.registered_names()
-    assert all(map(library_models.is_mentioned, sorted(names)[::100]))
-    assert not library_models.is_mentioned("resnet19")
-    assert library_models.names_like("resnet19")[0] == "resnet18"
-
-
-def test_where_a_library_is_absent_every_name_may_be_one_of_its_models(monkeypatch):
-    absent = {"timm"}
-    monkeypatch.setattr(library_models, "find_spec", lambda name: None if name in absent else spec)
-    spec = find_spec("torchvision")
-    assert library_models.is_mentioned("nope")
-    absent.clear()
-    assert not library_models.is_mentioned("nope")
+    names = sorted({*zoo.torchvision_names(), *zoo.timm_names()})
+    for name in [*names[::100], "resnet18"]:
+        model = replace(Job().model, name=name)
+        assert list(job_precheck.problems(replace(Job(), model=model))) == []
+    (problem,) = job_precheck.problems(replace(Job(), model=replace(Job().model, name="resnet19")))
+    assert problem.startswith("model.name: there is no model 'resnet19'; known: botnet50")
 
 
 def test_timm_where_it_is_not_installed_says_how_to_get_it(monkeypatch):

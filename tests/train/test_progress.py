@@ -15,7 +15,6 @@ import pytest
 
 from shoal.train.console import duration, number
 from shoal.train.progress import Progress
-from shoal.train.throughput import Throughput
 
 RUN = """
 import sys
@@ -26,7 +25,7 @@ progress = Progress(active=True, epochs=2, total_steps=20)
 for epoch in (1, 2):
     progress.epoch(epoch, steps=10)
     for step in range(1, 11):
-        progress.step(64)
+        progress.step()
         progress.show({"step": step, "epoch": epoch, "loss": 0.25, "top1": 97.5, "lr": 0.1})
     print("a word in between", file=sys.stderr)
     with progress.paused("evaluating"):
@@ -138,7 +137,7 @@ def test_a_dumb_terminal_gets_plain_lines():
 def test_other_ranks_show_nothing(capfd):
     progress = Progress(active=False, epochs=1, total_steps=2)
     progress.epoch(1, 2)
-    progress.step(64)
+    progress.step()
     progress.show({"loss": 1.0})
     with progress.paused("evaluating"):
         progress.evaluation({"loss": 1.0})
@@ -160,54 +159,30 @@ def test_a_reader_that_went_away_does_not_end_training(tmp_path):
     assert (tmp_path / "end").read_text() == "done"
 
 
-def test_speed_and_end_follow_from_the_time_of_steps():
+def test_the_end_follows_from_the_time_of_steps_and_pauses():
     clock = Clock()
-    pace = Throughput(total_steps=101, done_steps=0, clock=clock)
+    progress = Progress(active=True, epochs=1, total_steps=101, clock=clock)
     clock.now += 60  # the first step compiles, and is not counted
-    pace.step(64)
-    assert pace.samples_per_s is None
-    assert pace.remaining_s is None
+    progress.step()
+    assert progress.remaining_s is None
     for _ in range(10):
         clock.now += 0.5
-        assert pace.step(64)
-    assert pace.samples_per_s == pytest.approx(128)
-    assert pace.remaining_s == pytest.approx(90 * 0.5)
+        progress.step()
+    assert progress.remaining_s == pytest.approx(90 * 0.5)
+    with progress.paused("evaluating"):
+        clock.now += 5
+    assert progress.remaining_s == pytest.approx(90 * 1.0)
 
 
-def test_pauses_do_not_slow_the_speed_but_postpone_the_end():
+def test_a_line_has_the_speed_of_its_record(capsys):
     clock = Clock()
-    pace = Throughput(total_steps=40, done_steps=0, clock=clock)
-    for _ in range(20):
-        clock.now += 1
-        pace.step(10)
-    with pace.paused():
-        clock.now += 100
-    clock.now += 1
-    pace.step(10)
-    assert pace.samples_per_s == pytest.approx(10)
-    assert pace.remaining_s == pytest.approx(19 * (1 + 100 / 20))
-
-
-def test_the_speed_follows_a_change_within_seconds():
-    clock = Clock()
-    pace = Throughput(total_steps=10_000, done_steps=5_000, clock=clock)
-    for step_s in (0.1, 1.0):
-        for _ in range(100):
-            clock.now += step_s
-            pace.step(1)
-    assert pace.samples_per_s == pytest.approx(1, rel=0.05)
-    assert pace.remaining_s == pytest.approx(4_800, rel=0.05)
-
-
-def test_most_steps_do_nothing_but_count():
-    clock = Clock()
-    pace = Throughput(total_steps=1_000, done_steps=0, clock=clock)
-    due = 0
-    for _ in range(1_000):
-        clock.now += 0.01
-        due += pace.step(1)
-    assert 35 <= due <= 40  # four times a second
-    assert pace.samples_per_s == pytest.approx(100)
+    progress = Progress(active=True, epochs=1, total_steps=10, clock=clock)
+    for _ in range(2):
+        clock.now += 2
+        progress.step()
+    progress.show({"loss": 0.25, "samples_per_s": 128.0})
+    said = capsys.readouterr().out
+    assert said == "epoch 1/1  step 2/10  loss 0.2500  128 samples/s  ETA 0:16\n"
 
 
 @pytest.mark.parametrize(

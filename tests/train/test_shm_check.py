@@ -8,7 +8,7 @@ from torch.utils.data import TensorDataset
 from shoal.config.job import Job
 from shoal.data.source import Source
 from shoal.errors import ConfigError
-from shoal.train.shm_check import check_shared_memory
+from shoal.train.build import check_shared_memory
 
 MIB = 2**20
 
