@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +23,13 @@ from shoal.strategies.precheck import check
 from shoal.strategies.server_options import ServerOptions
 from shoal.testing import world
 from shoal.verification import buffer_check
-from shoal.verification.argument_checks import check_arguments
 from shoal.verification.batches import BatchFunction, loader_of
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy
 
 TOLERANCE = 1e-10
 MAX_WORST = 5  # worst tensors in a verdict
+MOST_RANKS = 1 << 10
+"""Processes of one machine that a proof may start."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def verify(
     """
     functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn}
     counts = {"ranks": ranks, "steps": steps, "accumulate": accumulate}
-    check_arguments(functions, counts, strategy, tolerance)
+    _check_arguments(functions, counts, strategy, tolerance)
     experiment = Experiment(model_fn, partial(loader_of, batch_fn, steps), loss_fn, steps)
     return verify_job(experiment, strategy, ranks, accumulate=accumulate, tolerance=tolerance)
 
@@ -217,3 +219,48 @@ def _sort_key(error: float) -> float:
 
 def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
+
+
+def _check_arguments(
+    functions: Mapping[str, Any], counts: Mapping[str, Any], strategy: Any, tolerance: Any
+) -> None:
+    """Raise UsageError with a sentence for each argument that cannot be meant.
+
+    Args:
+        functions: each is to stand at the top of a module.
+        counts: integers; `verify_job` refuses those below 1.
+    """
+    problems = list(_problems(functions, counts, strategy, tolerance))
+    if problems:
+        raise UsageError("\n".join(problems))
+
+
+def _problems(
+    functions: Mapping[str, Any], counts: Mapping[str, Any], strategy: Any, tolerance: Any
+) -> Iterator[str]:
+    for name, function in functions.items():
+        if not callable(function):
+            yield f"{name}: {function!r} is no function"
+        elif not _can_be_sent(function):
+            yield (
+                f"{name}: {function!r} must be a function at the top of a module, from which "
+                "every process imports it"
+            )
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int):
+            yield f"{name}: {count!r} is no integer"
+        elif name == "ranks" and count > MOST_RANKS:
+            yield f"{name}={count}: it must be at most {MOST_RANKS:,}, which are processes here"
+    if not isinstance(strategy, str):
+        yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
+    is_number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not is_number or not math.isfinite(tolerance) or tolerance < 0:
+        yield f"tolerance: {tolerance!r} is no number from 0 on, such as 1e-10"
+
+
+def _can_be_sent(function: Any) -> bool:
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return False
+    return True

@@ -8,12 +8,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from shoal.verification.script.dropout_off import turn_off
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
-from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
 from tests.mutants.loop import STEPS, Loop
 from tests.mutants.peers import Peers
@@ -64,7 +63,7 @@ def record_reference(
 def _prepare(stack: ExitStack, record: RankRecord, precision: str) -> None:
     if precision == "fp64":
         stack.enter_context(Float64Everywhere())
-    for undo in turn_off(record, under_shoal=False):
+    for undo in turn_dropout_off(record, under_shoal=False):
         stack.callback(undo)
 
 

@@ -14,7 +14,7 @@ from shoal.testing import world
 from shoal.verification.script.perturbation import RUNS, measured
 from shoal.verification.script.run_comparison import SAME_DRAWS, compare_runs
 from shoal.verification.script.run_record import read_run
-from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.script.step_comparison import EXACT, Tolerances
 from tests.mutants.mutant import OF_LOSS, OF_SAMPLES, Mutant, mutants
 from tests.mutants.peers import Peers
 from tests.mutants.recording import record_candidate, record_reference

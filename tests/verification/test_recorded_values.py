@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 from shoal.verification.script.float64_everywhere import Float64Everywhere
-from shoal.verification.script.gradient_ratios import (
+from shoal.verification.script.joined_ranks import _versions
+from shoal.verification.script.likely_cause import (
     common_factor,
     in_words,
     ratios,
     row_factors,
 )
-from shoal.verification.script.joined_ranks import _versions
 from shoal.verification.script.model_names import ModelNames, plain_name
-from shoal.verification.script.tolerances import Tolerances
+from shoal.verification.script.step_comparison import Tolerances
 
 
 def test_rows_of_data_ranks_and_micro_batches_are_joined_in_order() -> None:

@@ -5,22 +5,24 @@ gradients differ between ranks           a missing reduction
 rows of the outputs weighted otherwise   weights of samples: a mean of means
 one layer on, all before it wrong        that layer's backward pass
 gradients right, weights wrong           the update
+
+g = gradient on one process, h = gradient on many ranks, of one parameter
+factor   <h, g> / <g, g>             1/2: it was divided once too often, by 2 ranks
+rest     |h - factor g| / |h|        0: h is a multiple of g; else another direction
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import NamedTuple
 
-from shoal.verification.script.gradient_ratios import (
-    GradientRatio,
-    common_factor,
-    in_words,
-    is_sum_of,
-    ratios,
-    row_factors,
-)
+import torch
+from torch import Tensor
+
 from shoal.verification.script.script_report import ScriptCause, ScriptDifference
-from shoal.verification.script.step_comparison import ROWS, StepComparison
+from shoal.verification.script.step_comparison import StepComparison
 
 NO_CAUSE = ScriptCause("none", "")
 SAME_SAMPLES = (
@@ -46,19 +48,31 @@ def likely_cause(
         ranks: of the run on many.
     """
     step = steps[-1]
+    wrong = {
+        phase: tuple(d.parameter for d in found if d.phase == phase and d.parameter)
+        for phase in ("backward", "update")
+    }
     match first.phase:
         case "batches":
             return ScriptCause("same samples", SAME_SAMPLES)
         case "start":
-            return _start(first)
+            return ScriptCause(
+                "ranks apart",
+                f"{first.parameter} differs between the ranks before the first step: each has "
+                "drawn weights of its own, and nothing has sent one rank's to the others.",
+            )
         case "forward":
             return _forward(first, step)
-        case "loss":
-            return _loss(first, found, steps, ranks)
-        case "backward":
-            return _backward(first, found, steps, ranks)
+        case "loss" if not any(difference.phase == "backward" for difference in found):
+            return ScriptCause(
+                "loss",
+                "the outputs of all modules and all gradients are right, and the loss that is "
+                "reported is not: it is computed or averaged over ranks in another way.",
+            )
+        case "loss" | "backward":
+            return _backward(first, wrong["backward"], steps, ranks)
         case "update":
-            return _update(first, found, steps)
+            return _update(first, wrong["update"], steps)
         case "files":
             return ScriptCause(
                 "file",
@@ -67,28 +81,6 @@ def likely_cause(
             )
         case "buffers":
             return _buffer(first, step)
-
-
-def _buffer(first: ScriptDifference, step: StepComparison) -> ScriptCause:
-    if step.depends_on_rows(first.parameter or ""):
-        return ScriptCause(
-            "buffer",
-            f"the buffer {first.parameter} holds what one rank has seen: it is updated from the "
-            "samples that a rank computes at once.",
-        )
-    return ScriptCause(
-        "wrong buffer",
-        f"the buffer {first.parameter} differs from that of one process, and is the same on all "
-        "ranks: it was not updated, or by something else than this step's samples.",
-    )
-
-
-def _start(first: ScriptDifference) -> ScriptCause:
-    return ScriptCause(
-        "ranks apart",
-        f"{first.parameter} differs between the ranks before the first step: each has drawn "
-        "weights of its own, and nothing has sent one rank's to the others.",
-    )
 
 
 def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
@@ -112,31 +104,47 @@ def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
     )
 
 
-def _loss(
-    first: ScriptDifference,
-    found: list[ScriptDifference],
-    steps: list[StepComparison],
-    ranks: int,
-) -> ScriptCause:
-    if any(difference.phase == "backward" for difference in found):
-        return _backward(first, found, steps, ranks)
+def _buffer(first: ScriptDifference, step: StepComparison) -> ScriptCause:
+    if step.depends_on_rows(first.parameter or ""):
+        return ScriptCause(
+            "buffer",
+            f"the buffer {first.parameter} holds what one rank has seen: it is updated from the "
+            "samples that a rank computes at once.",
+        )
     return ScriptCause(
-        "loss",
-        "the outputs of all modules and all gradients are right, and the loss that is reported is "
-        "not: it is computed or averaged over ranks in another way.",
+        "wrong buffer",
+        f"the buffer {first.parameter} differs from that of one process, and is the same on all "
+        "ranks: it was not updated, or by something else than this step's samples.",
     )
 
 
-def _without_gradient(step: StepComparison, names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the parameters that one process has a gradient of, and the ranks have none."""
-    expected, given = step.expected.below("gradient"), step.given.below("gradient")
-    return tuple(
-        name for name in names if name in expected and (name not in given or not given[name].any())
-    )
+def _backward(
+    first: ScriptDifference, wrong: tuple[str, ...], steps: list[StepComparison], ranks: int
+) -> ScriptCause:
+    """Return the cause of wrong gradients. Args: wrong: names of their parameters."""
+    step = steps[-1]
+    known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
+    if cause := _of_parameters(wrong, steps, known):
+        return cause
+    factor = common_factor(known, step.direction)
+    if factor is not None and len(wrong) > 1:
+        where = (
+            "divided once too often" if factor < 1 else "not divided, or added up once too often"
+        )
+        return ScriptCause(
+            "scale",
+            f"all gradients are {in_words(factor, ranks)} times those of one process: they have "
+            f"been {where} (by the number of ranks or of micro-batches), or clipped by another "
+            "norm.",
+            factor,
+        )
+    if _holds_earlier(steps, wrong):
+        return _not_zeroed(wrong)
+    return _weights_of_rows(step) or _wrong_module(first, wrong, known, step, ranks)
 
 
 def _of_parameters(
-    wrong: tuple[str, ...], steps: list[StepComparison], known: dict[str, GradientRatio]
+    wrong: tuple[str, ...], steps: list[StepComparison], known: Mapping[str, GradientRatio]
 ) -> ScriptCause | None:
     """Return the cause that some wrong parameters show by themselves; None if none does."""
     step = steps[-1]
@@ -149,33 +157,28 @@ def _of_parameters(
         )
     if kept := tuple(name for name in wrong if _is_earlier(steps, name)):
         return _not_zeroed(kept)
-    if missing := _without_gradient(step, wrong):
-        return _missing(missing)
-    if apart := tuple(name for name in wrong if name in step.apart()):
-        return _not_reduced(apart, wrong, known)
-    return None
-
-
-def _backward(
-    first: ScriptDifference,
-    found: list[ScriptDifference],
-    steps: list[StepComparison],
-    ranks: int,
-) -> ScriptCause:
-    step = steps[-1]
-    wrong = tuple(d.parameter for d in found if d.phase == "backward" and d.parameter)
-    known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
-    if cause := _of_parameters(wrong, steps, known):
-        return cause
-    factor = common_factor(known, step.direction)
-    if factor is not None and len(wrong) > 1:
-        return _scale(factor, ranks)
-    if _holds_earlier(steps, wrong):
-        return _not_zeroed(wrong)
-    weights = _weights_of_rows(step)
-    if weights is not None:
-        return weights
-    return _wrong_module(first, wrong, known, step, ranks)
+    expected, given = step.expected.below("gradient"), step.given.below("gradient")
+    missing = tuple(
+        name for name in wrong if name in expected and (name not in given or not given[name].any())
+    )
+    if missing:
+        return ScriptCause(
+            "missing gradient",
+            f"many ranks have no gradient, or zeros, of {_listed(missing)}, and one process has "
+            "one.",
+            parameters=missing,
+        )
+    apart = tuple(name for name in wrong if name in step.apart())
+    if not apart:
+        return None
+    is_all = len(apart) >= len(known)
+    return ScriptCause(
+        "missing reduction",
+        f"the gradients of {'all parameters' if is_all else _listed(apart)} differ between the "
+        "ranks when the optimizer steps: each rank steps with those of its own samples, so its "
+        "weights drift away from the others'.",
+        parameters=() if is_all else apart,
+    )
 
 
 def _not_zeroed(names: tuple[str, ...]) -> ScriptCause:
@@ -187,41 +190,33 @@ def _not_zeroed(names: tuple[str, ...]) -> ScriptCause:
     )
 
 
-def _missing(names: tuple[str, ...]) -> ScriptCause:
-    return ScriptCause(
-        "missing gradient",
-        f"{_listed(names)} {'has' if len(names) == 1 else 'have'} no gradient, or zeros, on many "
-        "ranks, and one on one process.",
-        parameters=names,
-    )
+def _is_earlier(steps: list[StepComparison], name: str) -> bool:
+    """Return True for a gradient of an earlier step where one process has none."""
+    step, key = steps[-1], f"gradient/{name}"
+    if key in step.expected or key not in step.given or not step.given[key].any():
+        return False
+    return any(key in s.given and s.given[key].equal(step.given[key]) for s in steps[:-1])
 
 
-def _not_reduced(
-    apart: tuple[str, ...], wrong: tuple[str, ...], known: dict[str, GradientRatio]
-) -> ScriptCause:
-    which = "all parameters" if len(apart) >= len(known) else _listed(apart)
-    return ScriptCause(
-        "missing reduction",
-        f"the gradients of {which} differ between the ranks when the optimizer steps: each rank "
-        "steps with those of its own samples, so its weights drift away from the others'.",
-        parameters=apart if len(apart) < len(known) else (),
-    )
+def _holds_earlier(steps: list[StepComparison], wrong: tuple[str, ...]) -> bool:
+    """Return True if all wrong gradients are sums of those of this step and of earlier ones."""
+    given = steps[-1].given.below("gradient")
+    of_steps = [step.expected.below("gradient") for step in steps]
 
+    def is_sum_from(start: int) -> bool:
+        terms = of_steps[start:]
+        names = [n for n in wrong if n in given and all(n in of_step for of_step in terms)]
+        totals = {n: torch.stack([of_step[n].double() for of_step in terms]).sum(0) for n in names}
+        return bool(names) and all(
+            ratio(totals[n], given[n]).distance <= steps[-1].direction(n) for n in names
+        )
 
-def _scale(factor: float, ranks: int) -> ScriptCause:
-    times = in_words(factor, ranks)
-    where = "divided once too often" if factor < 1 else "not divided, or added up once too often"
-    return ScriptCause(
-        "scale",
-        f"all gradients are {times} times those of one process: they have been {where} (by the "
-        "number of ranks or of micro-batches), or clipped by another norm.",
-        factor,
-    )
+    return any(is_sum_from(start) for start in range(len(steps) - 1))
 
 
 def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
     """Return the cause where rows of the last output have other weights in the loss."""
-    pair, tolerance = step.last_output_gradient(), step.direction(ROWS)
+    pair, tolerance = step.last_output_gradient(), step.direction_of_rows()
     if pair is None:
         return None
     factors = row_factors(*pair, tolerance)
@@ -244,17 +239,17 @@ def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
 def _wrong_module(
     first: ScriptDifference,
     wrong: tuple[str, ...],
-    known: dict[str, GradientRatio],
+    known: Mapping[str, GradientRatio],
     step: StepComparison,
     ranks: int,
 ) -> ScriptCause:
-    group = {name: known[name] for name in wrong if name in known}
-    factor = common_factor(group, step.direction)
+    factor = common_factor({n: known[n] for n in wrong if n in known}, step.direction)
     if len(wrong) < len(known) and factor is not None:
+        are_several = len(wrong) > 1
         return ScriptCause(
             "scale",
-            f"the {'gradient' if len(wrong) == 1 else 'gradients'} of {_listed(wrong)} "
-            f"{'is' if len(wrong) == 1 else 'are'} {in_words(factor, ranks)} times that of one "
+            f"the {'gradients' if are_several else 'gradient'} of {_listed(wrong)} "
+            f"{'are' if are_several else 'is'} {in_words(factor, ranks)} times that of one "
             "process, and all others are right: it is added up or averaged over another number "
             "of ranks than the others.",
             factor,
@@ -270,34 +265,13 @@ def _wrong_module(
     )
 
 
-def _is_earlier(steps: list[StepComparison], name: str) -> bool:
-    """Return True for a gradient of an earlier step where one process has none."""
-    step, key = steps[-1], f"gradient/{name}"
-    if key in step.expected or key not in step.given or not step.given[key].any():
-        return False
-    return any(key in s.given and s.given[key].equal(step.given[key]) for s in steps[:-1])
-
-
-def _holds_earlier(steps: list[StepComparison], wrong: tuple[str, ...]) -> bool:
-    given = {
-        name: tensor for name, tensor in steps[-1].given.below("gradient").items() if name in wrong
-    }
-    parts = [step.expected.below("gradient") for step in steps]
-    return len(steps) > 1 and any(
-        is_sum_of(given, parts[start:], steps[-1].direction) for start in range(len(parts) - 1)
-    )
-
-
 def _update(
-    first: ScriptDifference, found: list[ScriptDifference], steps: list[StepComparison]
+    first: ScriptDifference, wrong: tuple[str, ...], steps: list[StepComparison]
 ) -> ScriptCause:
     step = steps[-1]
-    wrong = tuple(d.parameter for d in found if d.phase == "update" and d.parameter)
     if step.reference.settings != step.index.settings:
         return ScriptCause(
-            "update",
-            f"the optimizer's settings differ: {_settings(step)}.",
-            parameters=wrong,
+            "update", f"the optimizer's settings differ: {_settings(step)}.", parameters=wrong
         )
     if len(steps) > 1:
         before, after = steps[-2].given.below("weight"), step.given.below("weight")
@@ -308,20 +282,19 @@ def _update(
                 f"the step does not change {_listed(still)}: the optimizer holds other parameters.",
                 parameters=still,
             )
-    apart = "" if math.isfinite(first.error) else " It is missing, or has another shape."
+    missing = "" if math.isfinite(first.error) else " It is missing, or has another shape."
     return ScriptCause(
         "update",
         f"all gradients are right, and {_listed(wrong)} {'is' if len(wrong) == 1 else 'are'} wrong "
         f"after the step: look at the optimizer's state and groups, at clipping, and at writes "
-        f"into weights.{apart}",
+        f"into weights.{missing}",
         parameters=wrong,
     )
 
 
 def _settings(step: StepComparison) -> str:
-    for number, (one, many) in enumerate(
-        zip(step.reference.settings, step.index.settings, strict=False)
-    ):
+    pairs = zip(step.reference.settings, step.index.settings, strict=False)
+    for number, (one, many) in enumerate(pairs):
         for name in one:
             if one[name] != many.get(name):
                 return f"{name} of group {number} is {many.get(name)}, and {one[name]} on one"
@@ -333,3 +306,86 @@ def _listed(names: tuple[str, ...]) -> str:
     if len(names) <= 2:
         return " and ".join(names)
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
+
+
+class GradientRatio(NamedTuple):
+    """The gradient of a parameter on many ranks as a multiple of that on one process."""
+
+    factor: float
+    rest: float
+    size: float
+    """Norm of the gradient on one process."""
+
+    @property
+    def distance(self) -> float:
+        """How far it is from being the same gradient."""
+        return max(self.rest, abs(self.factor - 1))
+
+
+def ratio(expected: Tensor, given: Tensor) -> GradientRatio:
+    """Return the ratio of two tensors of one shape."""
+    g, h = expected.double().flatten(), given.double().flatten()
+    square = float(g @ g)
+    if square == 0.0:
+        return GradientRatio(1.0, 0.0 if not h.any() else 1.0, 0.0)
+    factor = float(h @ g) / square
+    size = float(h.norm())
+    rest = float((h - factor * g).norm()) / size if size else 0.0
+    return GradientRatio(factor, rest, square**0.5)
+
+
+def ratios(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, GradientRatio]:
+    """Return the ratios of all tensors that both have in one shape.
+
+    Tensors that are zero but for rounding have no direction, and are left out.
+    """
+    found = {
+        name: ratio(tensor, given[name])
+        for name, tensor in expected.items()
+        if name in given and given[name].shape == tensor.shape
+    }
+    largest = max((value.size for value in found.values()), default=0.0)
+    return {name: value for name, value in found.items() if value.size > 1e-8 * largest}
+
+
+def common_factor(
+    values: Mapping[str, GradientRatio], tolerance: Callable[[str], float]
+) -> float | None:
+    """Return the one factor of all gradients; None where they have several, or no multiple.
+
+    Args: tolerance: of a gradient, by its name.
+    """
+    allowed = {name: tolerance(name) for name in values}
+    if not values or not all(value.rest <= allowed[name] for name, value in values.items()):
+        return None
+    surest = min(allowed, key=lambda name: allowed[name])
+    middle = values[surest].factor
+    size = max(abs(middle), 1e-12)
+    is_one = all(
+        abs(value.factor - middle) <= (allowed[name] + allowed[surest]) * size
+        for name, value in values.items()
+    )
+    return middle if is_one else None
+
+
+def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> Sequence[float] | None:
+    """Return a factor for each row of a gradient of outputs; None where rows are no multiples.
+
+    Rows without any gradient are left out; those that have one on many ranks alone have an infinite
+    factor. Empty where the shapes differ.
+    """
+    if expected.dim() < 1 or expected.shape != given.shape:
+        return []
+    rows = [(g, h) for g, h in zip(expected, given, strict=True) if g.any() or h.any()]
+    known = [ratio(g, h) if g.any() else GradientRatio(math.inf, 0.0, 0.0) for g, h in rows]
+    return [row.factor for row in known] if all(row.rest <= tolerance for row in known) else None
+
+
+def in_words(factor: float, ranks: int) -> str:
+    """Return a factor as people write it: "2", "1/2 (there are 2 ranks)", "0.7071"."""
+    fraction = Fraction(factor).limit_denominator(16)
+    if not fraction or abs(fraction - factor) > 1e-6 * max(1.0, abs(factor)):
+        return f"{factor:.4g}"
+    powers = (ranks, ranks**2)
+    is_of_ranks = any(fraction in (power, Fraction(1, power)) for power in powers)
+    return f"{fraction} (there are {ranks} ranks)" if is_of_ranks else f"{fraction}"

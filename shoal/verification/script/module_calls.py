@@ -9,7 +9,11 @@ Calls of a trial, of an evaluation, and of layers that a checkpoint computes aga
 
 from __future__ import annotations
 
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,7 +30,10 @@ from shoal.strategies.module_snapshot import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
-from shoal.verification.script.user_lines import user_line
+
+_SHOAL = f"{Path(__file__).parents[2]}/"
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
+_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class ModuleCalls:
@@ -134,3 +141,22 @@ class ModuleCalls:
 def _is_wrapper(module: nn.Module) -> bool:
     """Return True for DistributedDataParallel, which sends buffers before its module is called."""
     return type(module).__name__ in (WRAPPERS["module"] or ())
+
+
+def user_line() -> str:
+    """Return the innermost line of the user's that led here, "train.py:41"; "" for none.
+
+    There is none in autograd's threads.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def _is_library(file: str) -> bool:
+    return (
+        file.startswith((_SHOAL, _STANDARD_LIBRARY, "<"))
+        or _INSTALLED[0] in file
+        or _INSTALLED[1] in file
+    )

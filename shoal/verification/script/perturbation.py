@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.verification.script.gradient_ratios import ratios, row_ratios
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.run_record import read_run, tensors_of_step
-from shoal.verification.script.step_comparison import ROWS, RecordedRun, StepComparison
-from shoal.verification.script.tolerances import Tolerances
+from shoal.verification.script.step_comparison import RecordedRun, StepComparison, Tolerances
 
 RUNS = 3
 """Perturbed runs, each with random signs of its own."""
@@ -125,17 +123,6 @@ def measured(reference: Path, perturbed: Iterable[Path], tolerance: float = 0.0)
                 if call.kind in EMBEDDINGS and call.module in units
             }
             errors = found.setdefault(number, {})
-            for name, error in {**step.errors, **directions(step)}.items():
+            for name, error in step.errors.items():
                 errors[name] = max(errors.get(name, 0.0), FACTOR * error)
     return Tolerances(floor, found, weight_floor, floors)
-
-
-def directions(step: StepComparison) -> dict[str, float]:
-    """Return how far gradients of a perturbed run are from multiples, as "direction/NAME"."""
-    known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
-    found = {f"direction/{name}": value.distance for name, value in known.items()}
-    pair = step.last_output_gradient()
-    rows = [] if pair is None else row_ratios(*pair)
-    if rows:
-        found[f"direction/{ROWS}"] = max(value.distance for value in rows)
-    return found

@@ -10,12 +10,11 @@ from typing import Literal
 
 from shoal.errors import StrategyRefused, UsageError
 from shoal.launch.rank import script
-from shoal.verification.script.dropout_off import turn_off
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
-from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
 from shoal.verification.script.written_files import WrittenFiles
 
@@ -56,7 +55,7 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
             stack.enter_context(Float64Everywhere())
         for undo in WrittenFiles(writer.folder / "files").start():
             stack.callback(undo)
-        for undo in turn_off(record, plan.without_dropout):
+        for undo in turn_dropout_off(record, plan.without_dropout):
             stack.callback(undo)
         recorder = _recorder(writer, record, plan, stack)
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

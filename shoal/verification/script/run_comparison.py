@@ -15,8 +15,7 @@ from shoal.verification.script.script_report import (
     ScriptDifference,
     ScriptReport,
 )
-from shoal.verification.script.step_comparison import RecordedRun, StepComparison
-from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.script.step_comparison import EXACT, RecordedRun, StepComparison, Tolerances
 from shoal.verification.script.written_files import compare_files
 
 OWN_STEPS = ScriptCause(

@@ -25,14 +25,12 @@ from shoal.data.tree_map import tensors_in
 from shoal.run import Run
 from shoal.run.optimizer_groups import params_of
 from shoal.run.training_step import TrainingStep
-from shoal.verification.script.full_values import digests, whole
+from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.model_names import ModelNames
-from shoal.verification.script.module_calls import ModuleCalls
+from shoal.verification.script.module_calls import ModuleCalls, user_line
 from shoal.verification.script.perturbation import Perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord
 from shoal.verification.script.same_start import SameStart
-from shoal.verification.script.shoal_values import ShoalValues
-from shoal.verification.script.user_lines import user_line
 
 
 class EnoughSteps(BaseException):

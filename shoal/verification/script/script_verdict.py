@@ -26,7 +26,7 @@ from shoal.verification.script.recorded_process import (
 from shoal.verification.script.run_comparison import compare_runs
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import ScriptReport
-from shoal.verification.script.tolerances import EXACT, Tolerances
+from shoal.verification.script.step_comparison import EXACT, Tolerances
 from shoal.verification.verdict import draws_of
 
 NO_STEP = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -24,10 +25,34 @@ from shoal.verification.script.run_record import (
     tensors_of_step,
 )
 from shoal.verification.script.script_report import Phase, ScriptDifference
-from shoal.verification.script.tolerances import Tolerances
 
-ROWS = "rows of the output"
-"""A name under which the tolerance for rows of the last output's gradient is kept."""
+EXACT = 1e-10
+"""For float64: far above the rounding of sums in another order, far below any error."""
+
+
+@dataclass(frozen=True)
+class Tolerances:
+    """Tolerances of a comparison.
+
+    Attributes:
+        default: of every tensor that has none of its own.
+        weights: of weights after a step, where it is another one than that of all others.
+        measured: step -> name of a tensor, as in `StepComparison.errors` -> its own tolerance.
+        floors: step -> name of a tensor -> the smallest tolerance, where it is another one.
+    """
+
+    default: float = EXACT
+    measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+    weights: float | None = None
+    floors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
+
+    def of(self, step: int, name: str) -> float:
+        """Return the tolerance of a tensor in a step."""
+        floor = self.default
+        if self.weights is not None and name.startswith("weight/"):
+            floor = self.weights
+        floor = self.floors.get(step, {}).get(name, floor)
+        return max(floor, self.measured.get(step, {}).get(name, 0.0))
 
 
 class RecordedRun:
@@ -110,8 +135,12 @@ class StepComparison:
         return None
 
     def direction(self, parameter: str) -> float:
-        """Return the tolerance of the direction of a gradient; of rows of outputs for `ROWS`."""
-        return self._tolerances.of_direction(self.step, parameter)
+        """Return how far a parameter's gradient may be from a multiple of that of one process."""
+        return max(1e-6, 3 * self._tolerances.of(self.step, f"gradient/{parameter}"))
+
+    def direction_of_rows(self) -> float:
+        """Return the same for rows of the gradient of an output."""
+        return max(1e-6, 10 * self._tolerances.default)
 
     def _forward(self) -> list[ScriptDifference]:
         places = [(i, o) for i, call in enumerate(self.calls) for o in range(call.outputs)]
