@@ -12,7 +12,7 @@ from shoal.cli import argument_types
 HELP = "draw what each rank of a pipeline computes when"
 EXAMPLES = """\
   shoal schedule 1f1b -p 4 -m 8
-  shoal schedule zero-bubble -p 4 -m 8 -o zero-bubble.png
+  shoal schedule zero-bubble -p 4 -m 8
 """
 
 
@@ -39,7 +39,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="on each rank, for interleaved and zero-bubble",
     )
     parser.add_argument(
-        "-o", "--output", type=argument_types.path, help="draw into this .png or .svg"
+        "-o",
+        "--output",
+        action=argument_types.OptionInstead,
+        const="Schedules are drawn as text, on stdout",
+        help=argparse.SUPPRESS,
     )
 
 
@@ -49,15 +53,5 @@ def run(options: argparse.Namespace) -> int:
 
     # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
-    if options.output is not None:
-        from shoal.plotting.curves import check_can_draw
-
-        check_can_draw(options.output)
-    schedule = table(options.name, options.ranks, microbatches, options.stages)
-    print(legend(schedule))
-    if options.output is not None:
-        from shoal.plotting.schedule_plot import save
-
-        save(schedule, options.output)
-        print(options.output)
+    print(legend(table(options.name, options.ranks, microbatches, options.stages)))
     return 0

@@ -51,9 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     script.add_argument(
         "--plot",
-        type=argument_types.path,
-        metavar="FILE",
-        help="draw the errors of all layers into .png or .svg",
+        action=argument_types.OptionInstead,
+        const="--json has the errors of all layers",
+        help=argparse.SUPPRESS,
     )
     script.add_argument(
         "--keep", type=argument_types.path, metavar="DIR", help="keep the records of both runs"
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verdict(options: argparse.Namespace) -> int:
-    for name in ("precision", "plot", "keep", "script_arguments"):
+    for name in ("precision", "keep", "script_arguments"):
         if getattr(options, name):
             word = "words after --" if name == "script_arguments" else f"--{name}"
             raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
@@ -115,10 +115,6 @@ def _script_verdict(options: argparse.Namespace) -> int:
         strategy = add_allreduce_option(parse_line(strategy or "ddp"), options.allreduce).text
     from shoal.verification.script.script_verdict import verify_script
 
-    if options.plot is not None:
-        from shoal.plotting.curves import check_can_draw
-
-        check_can_draw(options.plot)
     report = verify_script(
         options.source[0],
         options.script_arguments,
@@ -130,11 +126,6 @@ def _script_verdict(options: argparse.Namespace) -> int:
         keep=options.keep,
     )
     print(json.dumps(report.to_json()) if options.json else report)
-    if options.plot is not None:
-        from shoal.plotting import divergence_plot
-
-        divergence_plot.save(report, options.plot)
-        print(options.plot, file=sys.stderr)
     return report.exit_code
 
 

@@ -1,1 +1,1 @@
-"""Figures of runs and pipeline schedules, as .png, .svg or .pdf files."""
+"""The curves of runs, as .png, .svg or .pdf files."""

@@ -3,8 +3,7 @@
       loss             top-1 accuracy or perplexity
       learning rate    samples per second
 
-A quantity that no run has gets no panel. This module also has the style and the writer that the
-other figures share.
+A quantity that no run has gets no panel.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     Raises:
         ConfigError: a directory is no run or holds no records yet, or the suffix is unknown.
     """
-    check_can_draw(output)
+    _check_can_draw(output)
     metrics = read_runs(runs)
     for run in metrics:
         if run.unreadable_lines:
@@ -76,7 +75,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        write_figure(_draw(metrics), output)
+        _write_figure(_draw(metrics), output)
 
 
 def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
@@ -87,7 +86,7 @@ def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
         note(f"no curves were drawn: {error}")
 
 
-def check_can_draw(output: Path) -> None:
+def _check_can_draw(output: Path) -> None:
     """Raise ConfigError if no figure can be drawn here, or not into this file."""
     if sentences := missing_for(f"-o {output}", ("matplotlib",)):
         raise ConfigError(sentences)
@@ -99,7 +98,7 @@ def check_can_draw(output: Path) -> None:
         raise ConfigError([f"-o {output}: {output.parent} is no directory"])
 
 
-def write_figure(figure: Figure, output: Path) -> None:
+def _write_figure(figure: Figure, output: Path) -> None:
     """Write a figure in the format of the suffix, atomically. Equal figures give equal bytes."""
     data = io.BytesIO()
     # Without these entries, the files would contain the date.

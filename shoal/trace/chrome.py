@@ -16,9 +16,7 @@ form.
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,24 +28,12 @@ from shoal.trace.breakdown import Collectives, Spans, group_collectives, wait_of
 from shoal.trace.recorder import BLOCKED, EXCHANGE, KINDS, STEP, Span
 
 NAME = "trace.json"
-COMPRESSED_NAME = "trace.json.gz"
-COMPRESS_FROM_BYTES = 8 * 2**20
-GZIP_MAGIC = b"\x1f\x8b"
 FORMAT = 1
 """Version of the entry "shoal" in "otherData"."""
 STEPS_THREAD = 0
 PHASES_THREAD = 1
 FIRST_LANE = 2
-INVALID_FILE = (
-    RecursionError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    EOFError,
-    OSError,
-    zlib.error,
-)
+INVALID_FILE = (RecursionError, ValueError, KeyError, TypeError, AttributeError, OSError)
 """Errors that a file of another kind can raise."""
 
 
@@ -71,25 +57,11 @@ class Trace:
 
 
 def write(trace: Trace, directory: Path) -> Path:
-    """Write a trace into a directory, and remove an older one. The write is atomic.
-
-    Returns: the file; it is compressed from COMPRESS_FROM_BYTES on.
-
-    Raises: OSError.
-    """
-    data = json.dumps(_document(trace), separators=(",", ":")).encode()
-    if len(data) >= COMPRESS_FROM_BYTES:
-        name = COMPRESSED_NAME
-        obsolete = NAME
-        data = gzip.compress(data, 6)
-    else:
-        name = NAME
-        obsolete = COMPRESSED_NAME
+    """Write a trace into a directory, atomically. Return its file. Raises: OSError."""
     directory.mkdir(parents=True, exist_ok=True)
-    with atomic_write(directory / name, many_writers=True) as file:
-        file.write(data)
-    (directory / obsolete).unlink(missing_ok=True)
-    return directory / name
+    with atomic_write(directory / NAME, many_writers=True) as file:
+        file.write(json.dumps(_document(trace), separators=(",", ":")).encode())
+    return directory / NAME
 
 
 def read(path: Path) -> Trace:
@@ -104,8 +76,7 @@ def read(path: Path) -> Trace:
         raise ConfigError([_missing(path)])
     data = file.read_bytes()
     try:
-        document = json.loads(gzip.decompress(data) if data.startswith(GZIP_MAGIC) else data)
-        trace = _trace(document, file)
+        trace = _trace(json.loads(data), file)
     except INVALID_FILE as error:
         raise ConfigError(
             [f"{file}: not a trace that Shoal wrote ({type(error).__name__}: {error})"]
@@ -137,8 +108,7 @@ def _trace(document: Any, file: Path) -> Trace:
 
 def find_file(path: Path) -> Path | None:
     """Return a trace's file: the path itself, or the one of a directory; None without one."""
-    candidates = (path, path / NAME, path / COMPRESSED_NAME)
-    return next((file for file in candidates if file.is_file()), None)
+    return next((file for file in (path, path / NAME) if file.is_file()), None)
 
 
 def _missing(path: Path) -> str:

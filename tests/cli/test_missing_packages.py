@@ -40,8 +40,6 @@ def without(packages: list[str], directory: Path, line: str) -> subprocess.Compl
     ("package", "line", "said"),
     [
         ("matplotlib", "plot run", "-o curves.png: matplotlib is not installed: pip install"),
-        ("matplotlib", "schedule 1f1b -o x.png", "pip install 'shoal[plots]'"),
-        ("matplotlib", "verify t.py --plot x.png", "pip install 'shoal[plots]'"),
         ("torchvision", "train digits --model.name resnet18", "model.name: torchvision is not"),
         ("torchvision", "train cifar10_resnet18", "pip install 'shoal[train]'"),
         ("timm", "train digits --model.name timm:resnet18", "pip install 'shoal[timm]'"),
