@@ -7,6 +7,8 @@ the fetcher collates the whole global batch on every rank and takes this rank's 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -22,11 +24,12 @@ from shoal.data.sample_lists import IsSamples, holds_samples, nothing_known
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.source import Batched
 from shoal.data.tree_map import rows_of, take_rows, tensors_in
-from shoal.data.worker_signals import OutliveSigterm
 from shoal.errors import UsageError
 
 LocalRows = tuple[Any, int, int]
 """(this rank's rows, how many they are, samples of the global batch)"""
+GRACE_S = 30
+"""Seconds after a SIGTERM in which a worker goes on: Slurm's KillWait."""
 
 
 @dataclass(frozen=True)
@@ -209,3 +212,22 @@ def worker_settings(loader: DataLoader) -> dict[str, Any]:
 def identity_collate(batch: Any) -> Any:
     """Return the batch: it is collated already."""
     return batch
+
+
+@dataclass(frozen=True)
+class OutliveSigterm:
+    """A `worker_init_fn`, after which a SIGTERM ends the worker later, and by status 0.
+
+    Slurm, for one, sends SIGTERM to every process of a step. Workers that it ended would end their
+    rank in torch's error, in the middle of a save.
+
+    Args: user_fn: the user's own `worker_init_fn`, which may change that.
+    """
+
+    user_fn: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_S))
+        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+        if self.user_fn is not None:
+            self.user_fn(worker)

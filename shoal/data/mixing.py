@@ -21,29 +21,19 @@ from torch.utils.data import Dataset
 from shoal.errors import DataError
 
 
-def mix_dataset(
-    dataset: Dataset, num_classes: int, mixup_alpha: float, cutmix_alpha: float
-) -> Dataset:
-    """Return the data set with every sample mixed with another sample.
+class Mixed(Dataset):
+    """A data set in which every sample is mixed with another sample.
+
+    Its items are a tensor of the same shape, and float32 (num_classes,) of probabilities. All
+    randomness, that of `dataset` included, comes from torch's default generator.
 
     Args:
         dataset: map-style and sized; its items are (float tensor, int label).
         num_classes: length of the targets.
         mixup_alpha, cutmix_alpha: the share of the first sample is drawn from Beta(alpha, alpha);
-            0 is off. With both on, each sample takes one of the two with equal chance. With both
-            off, the result is `dataset` itself.
-
-    Returns:
-        A data set of (tensor of the same shape, float32 (num_classes,) of probabilities). All its
-        randomness, that of `dataset` included, comes from torch's default generator.
+            0 is off; one is on at least. With both on, each sample takes one of the two with equal
+            chance.
     """
-    if mixup_alpha == 0 and cutmix_alpha == 0:
-        return dataset
-    return Mixed(dataset, num_classes, mixup_alpha, cutmix_alpha)
-
-
-class Mixed(Dataset):
-    """The data set that `mix_dataset` returns; at least one alpha is greater than 0."""
 
     def __init__(
         self, dataset: Any, num_classes: int, mixup_alpha: float, cutmix_alpha: float

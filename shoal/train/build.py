@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from shoal import data, models
 from shoal.config.job import Job
 from shoal.data.loader import DistributedBatchLoader
-from shoal.data.mixing import mix_dataset
+from shoal.data.mixing import Mixed
 from shoal.data.source import Source
 from shoal.data.warm_start import WarmStart
 from shoal.errors import ConfigError
@@ -191,7 +191,7 @@ def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 def _train_loader(job: Job, source: Source) -> DataLoader:
     dataset: Any = source.train
     if job.train.mixup or job.train.cutmix:
-        dataset = mix_dataset(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
+        dataset = Mixed(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
     warm = job.train.warm_start
     sampler: Sampler = RandomSampler(dataset)
     if warm.epochs:

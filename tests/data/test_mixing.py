@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from shoal.data.mixing import cutmix, mix_dataset
+from shoal.data.mixing import Mixed, cutmix
 from shoal.errors import DataError
 
 
@@ -21,13 +21,8 @@ class Constant(Dataset):
 
 def draws(mixup_alpha, cutmix_alpha, number=200):
     torch.manual_seed(0)
-    dataset = mix_dataset(Constant(), 4, mixup_alpha, cutmix_alpha)
+    dataset = Mixed(Constant(), 4, mixup_alpha, cutmix_alpha)
     return [dataset[i % 4] for i in range(number)]
-
-
-def test_without_an_alpha_nothing_changes():
-    dataset = Constant()
-    assert mix_dataset(dataset, 4, 0, 0) is dataset
 
 
 @pytest.mark.parametrize("alphas", [(0.2, 0), (0, 1.0), (0.8, 1.0), (0.001, 0)])
@@ -92,6 +87,6 @@ def test_cutmix_changes_neither_of_its_images():
 
 def test_cutmix_of_something_else_than_images_is_refused_and_mixup_is_not():
     flat = Constant(shape=(8,))
-    assert mix_dataset(flat, 4, 0.2, 0)[0][0].shape == (8,)
+    assert Mixed(flat, 4, 0.2, 0)[0][0].shape == (8,)
     with pytest.raises(DataError, match=r"the shape \(8,\)\. Set train\.cutmix=0"):
-        mix_dataset(flat, 4, 0, 1.0)[0]
+        Mixed(flat, 4, 0, 1.0)[0]
