@@ -54,7 +54,7 @@ def duration(seconds: float) -> str:
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:
-    """Print the closing table: with borders on a terminal, as aligned text elsewhere.
+    """Print the closing table, as aligned text.
 
     Args:
         summary: rows in their order. `final` and `best` are validation records (loss, top1, top5
@@ -62,14 +62,9 @@ def print_summary(summary: Mapping[str, Any]) -> None:
             `time_s`, `samples_per_s`). Anything else is text (`checkpoint`, `curves`). A row that
             is None is left out.
     """
-    rows = [
-        row for name, value in summary.items() if value is not None for row in _rows(name, value)
-    ]
-    if on_terminal(sys.stdout):
-        _print_table(rows)
-    else:
-        width = max((len(label) for label, _ in rows), default=0)
-        print_rank_zero("\n".join(f"{label:<{width}}  {value}" for label, value in rows))
+    rows = [_row(name, value) for name, value in summary.items() if value is not None]
+    width = max((len(label) for label, _ in rows), default=0)
+    print_rank_zero("\n".join(f"{label:<{width}}  {value}" for label, value in rows))
 
 
 def on_terminal(stream: TextIO) -> bool:
@@ -84,24 +79,9 @@ def on_terminal(stream: TextIO) -> bool:
     return not Console(file=stream).is_dumb_terminal
 
 
-def _rows(name: str, value: Any) -> list[tuple[str, str]]:
+def _row(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, Mapping):
         step = f"  (step {value['step']})" if "step" in value else ""
-        return [(f"{name} validation", "  ".join(measures(value)) + step)]
+        return f"{name} validation", "  ".join(measures(value)) + step
     label = {"time_s": "time", "samples_per_s": "samples/s"}.get(name, name)
-    return [(label, number(name, value) if isinstance(value, (int, float)) else str(value))]
-
-
-def _print_table(rows: list[tuple[str, str]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(show_header=False, box=box.ROUNDED)
-    for label, value in rows:
-        table.add_row(Text(label, style="bold"), Text(value, overflow="fold"))
-    try:
-        Console().print(table)
-    except OSError:
-        return
+    return label, number(name, value) if isinstance(value, (int, float)) else str(value)

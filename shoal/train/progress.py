@@ -151,30 +151,21 @@ class Progress:
                 self._live.update(self._bar(self._live.console.width), refresh=True)
 
     def _bar(self, width: int) -> RenderableType:
-        """Return the epoch as a bar, with as many words next to it as fit into `width` columns."""
+        """Return the epoch as a bar with results, speed and end; without it where it is narrow."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
         label = f"epoch {self._epoch}/{self._epochs}"
-        doing = [self._doing] if self._doing else []
-        words = [*self._results, *doing, *self._speed]
-        least_important = [*self._speed[:1], *reversed(self._results[1:]), *doing]
-        while least_important and _bar_room(width, label, words) < MIN_BAR:
-            words.remove(least_important.pop(0))
-        length = _bar_room(width, label, words)
+        words = "  ".join([*self._results, *([self._doing] if self._doing else self._speed)])
+        spacing = 5  # between label, bar and words, and at the end of the line
+        length = min(MAX_BAR, width - len(label) - len(words) - spacing)
         if length < MIN_BAR:
-            return Text("  ".join([label, *words]), no_wrap=True, overflow="crop")
+            return Text(f"{label}  {words}", no_wrap=True, overflow="crop")
         grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
         bar = ProgressBar(self._epoch_steps, self._epoch_step, width=length)
-        grid.add_row(Text(label, style="bold"), bar, Text("  ".join(words)))
+        grid.add_row(Text(label, style="bold"), bar, Text(words))
         return grid
-
-
-def _bar_room(width: int, label: str, words: list[str]) -> int:
-    """Return the columns that remain for the bar between these words, at most MAX_BAR."""
-    spacing = 5  # between label, bar and words, and at the end of the line
-    return max(0, min(MAX_BAR, width - len(label) - len("  ".join(words)) - spacing))
 
 
 def _open_live() -> Live:

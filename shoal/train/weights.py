@@ -1,33 +1,21 @@
-"""Initial weights from a torch file or a safetensors file. Only tensors are read from it.
-
-A learning rate that NumPy has computed is saved as one, in the optimizer's state beside the
-weights. `NumberType` and `number` stand for NumPy's names while such a file is read, and take
-nothing but a number.
-"""
+"""Initial weights from a torch file or a safetensors file. Only tensors are read from it."""
 
 from __future__ import annotations
 
 import pickle
 import re
-import struct
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
-
-_FORMATS = {"f2": "e", "f4": "f", "f8": "d", "b1": "?"} | {
-    f"{kind}{size}": letter.upper() if kind == "u" else letter
-    for size, letter in ((1, "b"), (2, "h"), (4, "i"), (8, "q"))
-    for kind in "iu"
-}
-"""NumPy's names of types, and the letters of `struct`."""
 
 
 def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
@@ -161,36 +149,15 @@ def _check_dtypes(
     ]
 
 
-class NumberType:
-    """A type of numbers, in place of `numpy.dtype`."""
-
-    def __init__(self, name: Any, *_options: Any) -> None:
-        if not isinstance(name, str) or name not in _FORMATS:
-            raise pickle.UnpicklingError(f"a NumPy value of type {name!r} is no number")
-        self.format = f"<{_FORMATS[name]}"
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, tuple) and len(state) > 1 and state[1] == ">":
-            self.format = f">{self.format[1:]}"
-
-
-def number(kind: Any, raw: Any) -> float | int | bool:
-    """Return the number in `raw`, in place of `numpy.core.multiarray.scalar`."""
-    if not isinstance(kind, NumberType) or not isinstance(raw, bytes):
-        raise pickle.UnpicklingError("a NumPy value is no number")
-    try:
-        (value,) = struct.unpack(kind.format, raw)
-    except struct.error as error:
-        raise pickle.UnpicklingError(f"a NumPy value is no number: {error}") from error
-    return value  # type: ignore[no-any-return]  # of a format in _FORMATS
-
-
 def numbers_of_numpy() -> AbstractContextManager[None]:
-    """Let `torch.load(weights_only=True)` read single numbers of NumPy inside the block."""
-    stand_ins: list[Any] = [
-        (number, "numpy.core.multiarray.scalar"),  # NumPy 1
-        (number, "numpy._core.multiarray.scalar"),
-        (NumberType, "numpy.dtype"),
-    ]
-    block: AbstractContextManager[None] = torch.serialization.safe_globals(stand_ins)
-    return block
+    """Let `torch.load(weights_only=True)` read single numbers of NumPy in this context.
+
+    A learning rate that NumPy has computed is saved as one, in the optimizer's state beside the
+    weights. Arrays, texts and dates are refused as before.
+    """
+    scalar = np.float64(0).__reduce__()[0]
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # NumPy 1 and 2
+    kinds = {type(np.dtype(letter)) for letter in "?bhilqBHILQefd"}
+    allowed: list[Any] = [*((scalar, name) for name in names), np.dtype, *kinds]
+    context: AbstractContextManager[None] = torch.serialization.safe_globals(allowed)
+    return context

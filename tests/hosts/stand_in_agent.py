@@ -3,15 +3,16 @@
 import json
 import os
 import sys
+from contextlib import ExitStack
 
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
-from shoal.train.shared_check import remove_probe, sees_probe, write_probe
+from shoal.train.shared_check import probe_in, sees_probe
 
 
 def main() -> None:
     print(f"\nSHOAL-AGENT {PROTOCOL} 00c0ffee", flush=True)
-    sockets, probe = {}, None
+    sockets, probes = {}, ExitStack()
     for line in sys.stdin:
         request = json.loads(line)
         match request.pop("do"):
@@ -23,17 +24,15 @@ def main() -> None:
             case "reach":
                 answer = try_reach(request["ports"])
             case "write":
-                probe = write_probe(request["directory"], request["nonce"])
-                answer = None if probe is None else str(probe)
+                answer = probes.enter_context(probe_in(request["directory"]))
             case "see":
-                answer = sees_probe(request["probe"], request["nonce"])
+                answer = sees_probe(request["probe"])
             case "environment":
                 answer = {**dict(os.environ), "cwd": os.getcwd(), "text": "ü"}
         print(json.dumps(answer, ensure_ascii=False), flush=True)
     for one in sockets.values():
         one.close()
-    if probe is not None:
-        remove_probe(probe)
+    probes.close()
 
 
 main()

@@ -254,10 +254,10 @@ def test_a_host_named_twice_and_files_that_differ_are_told(hosts: Hosts, python:
 
 def test_a_shared_disk_is_told_from_two(hosts: Hosts, python: str):
     with agents(hosts, python, ["bash@node1", "bash@node2"]) as (first, second):
-        own = first.ask("write", directory="/mnt/runs/digits", nonce="aa")
-        assert not second.ask("see", probe=own, nonce="aa")
-        shared = first.ask("write", directory=str(hosts.shared / "runs"), nonce="bb")
-        assert second.ask("see", probe=shared, nonce="bb")
+        own = first.ask("write", directory="/mnt/runs/digits")
+        assert not second.ask("see", probe=own)
+        shared = first.ask("write", directory=str(hosts.shared / "runs"))
+        assert second.ask("see", probe=shared)
 
 
 def test_a_hostfile_of_windows_reaches_the_hosts(hosts: Hosts, python: str, tmp_path: Path):

@@ -92,7 +92,7 @@ def test_no_model_of_a_library_is_unknown_before_the_library_is_imported():
         model = replace(Job().model, name=name)
         assert list(job_precheck.problems(replace(Job(), model=model))) == []
     (problem,) = job_precheck.problems(replace(Job(), model=replace(Job().model, name="resnet19")))
-    assert problem.startswith("model.name: there is no model 'resnet19'; known: botnet50")
+    assert problem.startswith("model.name: there is no model 'resnet19'; did you mean")
 
 
 def test_timm_where_it_is_not_installed_says_how_to_get_it(monkeypatch):

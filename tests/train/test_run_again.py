@@ -14,7 +14,7 @@ from shoal.errors import ConfigError, StrategyRefused
 from shoal.testing import world
 from shoal.train.loop import train
 from shoal.train.run_directory import check_usable, lock
-from shoal.train.shared_check import remove_probe, write_probe
+from shoal.train.shared_check import probe_in
 
 
 def closing_table(said: str) -> list[str]:
@@ -107,10 +107,8 @@ def until(condition) -> None:
 
 def test_a_file_by_which_hosts_look_for_each_other_is_not_foreign(tmp_path: Path) -> None:
     job = tiny(tmp_path, MLP)
-    probe = write_probe(str(tmp_path), "abc")
-    assert probe is not None
-    check_usable(job)
-    (tmp_path / "thesis.txt").touch()
-    with pytest.raises(ConfigError, match=r"holds files \(thesis.txt\)"):
+    with probe_in(str(tmp_path)):
         check_usable(job)
-    remove_probe(probe)
+        (tmp_path / "thesis.txt").touch()
+        with pytest.raises(ConfigError, match=r"holds files \(thesis.txt\)"):
+            check_usable(job)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +18,7 @@ from shoal.launch.environment import read as read_place
 from shoal.platform.files import existing_directory
 from shoal.testing import world
 from shoal.train import shared_check
-from shoal.train.shared_check import check_shared, remove_probe, sees_probe, write_probe
-
-NONCE = "5e2a9c"
+from shoal.train.shared_check import check_shared, probe_in, sees_probe
 
 
 def mesh_of_hosts() -> Mesh:
@@ -35,10 +34,10 @@ def looks(folder: Path) -> None:
     assert list(folder.iterdir()) == [], "the file is gone, and no directory was made"
     mesh.barrier()
     original = shared_check.sees_probe
-    shared_check.sees_probe = lambda path, nonce: mesh.rank != 1 and original(path, nonce)
+    shared_check.sees_probe = lambda path: mesh.rank != 1 and original(path)
     with pytest.raises(ConfigError, match=r"--out .*: rank 1 does not see the directory of rank 0"):
         check_shared(mesh, str(folder / "run"), "--out")
-    shared_check.write_probe = lambda directory, nonce: None
+    shared_check.probe_in = lambda directory: nullcontext("")
     with pytest.raises(ConfigError, match="rank 0 cannot write there"):
         check_shared(mesh, str(folder / "run"), "--out")
 
@@ -50,22 +49,19 @@ def test_ranks_that_do_not_see_the_directory_of_rank_0_are_named_on_every_rank(
 
 
 def test_a_host_that_sees_the_file_shares_the_directory(tmp_path: Path) -> None:
-    probe = write_probe(str(tmp_path / "runs" / "digits"), NONCE)
-    assert probe is not None
-    assert probe.parent == tmp_path, "nothing is made before the run starts"
-    assert sees_probe(str(probe), NONCE, 0.0)
-    assert not sees_probe(str(probe), "another", 0.0)
-    remove_probe(probe)
-    assert not sees_probe(str(probe), NONCE, 0.0)
-    remove_probe(probe)
+    with probe_in(str(tmp_path / "runs" / "digits")) as probe:
+        assert Path(probe).parent == tmp_path, "nothing is made before the run starts"
+        assert stat.S_IMODE(os.stat(probe).st_mode) == 0o600
+        assert sees_probe(probe, 0.0)
+    assert not sees_probe(probe, 0.0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_file_that_comes_late_is_seen(tmp_path: Path) -> None:
     place = tmp_path / "late"
-    late = threading.Timer(0.3, place.write_text, (NONCE,))
+    late = threading.Timer(0.3, place.touch)
     late.start()
-    assert sees_probe(str(place), NONCE, 30.0)
+    assert sees_probe(str(place), 30.0)
     late.join()
 
 
@@ -74,25 +70,20 @@ def test_no_file_is_written_where_another_one_lies(
 ) -> None:
     monkeypatch.setattr(shared_check.secrets, "token_hex", lambda size: "taken")
     (tmp_path / ".shoal-probe-taken").symlink_to(tmp_path / "target")
-    assert write_probe(str(tmp_path), NONCE) is None
+    with probe_in(str(tmp_path)) as probe:
+        assert probe == ""
     assert not (tmp_path / "target").exists()
-
-
-def test_another_user_can_neither_read_the_nonce_nor_take_it_from_the_name(tmp_path: Path) -> None:
-    probe = write_probe(str(tmp_path), NONCE)
-    assert probe is not None
-    assert NONCE not in probe.name
-    assert stat.S_IMODE(probe.stat().st_mode) == 0o600
-    remove_probe(probe)
+    assert (tmp_path / ".shoal-probe-taken").is_symlink()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_a_directory_that_cannot_be_written_has_no_file(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert write_probe(str(tmp_path), NONCE) is None
+    with probe_in(str(tmp_path)) as probe:
+        assert probe == ""
 
 
-def test_a_pipe_in_the_place_of_the_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_the_place_of_the_file_is_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert not sees_probe(str(tmp_path / "pipe"), NONCE, 0.0)
+    assert not sees_probe(str(tmp_path / "pipe"), 0.0)
     assert existing_directory(str(tmp_path / "pipe" / "below")) == tmp_path

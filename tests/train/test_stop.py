@@ -15,6 +15,7 @@ import tiny_jobs
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.checkpoint import newest, read_info
+from shoal.checkpoint.store import Division
 from shoal.config import to_yaml
 from shoal.config.job import Job
 from shoal.launch.rank import EXIT_RESTART
@@ -120,14 +121,14 @@ class CannotMark(tiny_jobs.Undrawn):
 
     def __init__(self, job: Job, step: int) -> None:
         super().__init__(job)
-        save = self.checkpoints.save
+        write = self.checkpoints.write
 
-        def finds_it(saved_step: int, *what: Any) -> Path:
-            if saved_step == step and self.run.rank == 0:
+        def finds_it(division: Division, *what: Any) -> Path:
+            if division.step == step and self.run.rank == 0:
                 (self.checkpoints.directory / "latest.tmp").mkdir(parents=True)
-            return save(saved_step, *what)
+            return write(division, *what)
 
-        self.checkpoints.save = finds_it  # type: ignore[method-assign,assignment]
+        self.checkpoints.write = finds_it  # type: ignore[method-assign]
 
 
 def cannot_mark(job: Job, step: int) -> None:
