@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.verification.script.script_report import ScriptCause, ScriptDifference
+from shoal.verification.script.script_report import Phase, ScriptCause, ScriptDifference
 from shoal.verification.script.step_comparison import StepComparison
 
 NO_CAUSE = ScriptCause("none", "")
@@ -48,10 +48,7 @@ def likely_cause(
         ranks: of the run on many.
     """
     step = steps[-1]
-    wrong = {
-        phase: tuple(d.parameter for d in found if d.phase == phase and d.parameter)
-        for phase in ("backward", "update")
-    }
+    gradients = _names_in("backward", found)
     match first.phase:
         case "batches":
             return ScriptCause("same samples", SAME_SAMPLES)
@@ -63,16 +60,16 @@ def likely_cause(
             )
         case "forward":
             return _forward(first, step)
-        case "loss" if not any(difference.phase == "backward" for difference in found):
+        case "loss" if not gradients:
             return ScriptCause(
                 "loss",
                 "the outputs of all modules and all gradients are right, and the loss that is "
                 "reported is not: it is computed or averaged over ranks in another way.",
             )
         case "loss" | "backward":
-            return _backward(first, wrong["backward"], steps, ranks)
+            return _backward(first, gradients, steps, ranks)
         case "update":
-            return _update(first, wrong["update"], steps)
+            return _update(first, _names_in("update", found), steps)
         case "files":
             return ScriptCause(
                 "file",
@@ -81,6 +78,11 @@ def likely_cause(
             )
         case "buffers":
             return _buffer(first, step)
+
+
+def _names_in(phase: Phase, found: list[ScriptDifference]) -> tuple[str, ...]:
+    """Return the names of the parameters that differ in a phase."""
+    return tuple(d.parameter for d in found if d.phase == phase and d.parameter)
 
 
 def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
@@ -157,18 +159,14 @@ def _of_parameters(
         )
     if kept := tuple(name for name in wrong if _is_earlier(steps, name)):
         return _not_zeroed(kept)
-    expected, given = step.expected.below("gradient"), step.given.below("gradient")
-    missing = tuple(
-        name for name in wrong if name in expected and (name not in given or not given[name].any())
-    )
-    if missing:
+    if missing := tuple(name for name in wrong if _has_none(step, name)):
         return ScriptCause(
             "missing gradient",
             f"many ranks have no gradient, or zeros, of {_listed(missing)}, and one process has "
             "one.",
             parameters=missing,
         )
-    apart = tuple(name for name in wrong if name in step.apart())
+    apart = tuple(filter(step.apart().__contains__, wrong))
     if not apart:
         return None
     is_all = len(apart) >= len(known)
@@ -179,6 +177,12 @@ def _of_parameters(
         "weights drift away from the others'.",
         parameters=() if is_all else apart,
     )
+
+
+def _has_none(step: StepComparison, name: str) -> bool:
+    """Return True for a parameter of which one process alone has a gradient that is not zero."""
+    expected, given = step.expected.below("gradient"), step.given.below("gradient")
+    return name in expected and (name not in given or not given[name].any())
 
 
 def _not_zeroed(names: tuple[str, ...]) -> ScriptCause:
