@@ -136,7 +136,8 @@ class StepComparison:
 
     def direction(self, parameter: str) -> float:
         """Return how far a parameter's gradient may be from a multiple of that of one process."""
-        return max(1e-6, 3 * self._tolerances.of(self.step, f"gradient/{parameter}"))
+        measured = self._tolerances.measured.get(self.step, {})
+        return max(1e-6, measured.get(f"gradient/{parameter}", 10 * self._tolerances.default))
 
     def direction_of_rows(self) -> float:
         """Return the same for rows of the gradient of an output."""
