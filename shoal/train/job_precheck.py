@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +71,20 @@ def _imports(job: Job) -> Iterator[str]:
         }
         if not (mentioned | aliases).intersection((*REGISTERED, "*")):
             yield f"--import {name}: it defines neither a `models` nor a `data` dict"
+        for module in _absent_modules(tree, path):
+            yield f"--import {name}: it imports {module}, which is not installed"
+
+
+def _absent_modules(tree: ast.Module, path: Path) -> Iterator[str]:
+    """Yield the packages that a file imports in any case, at its top, and that are not there."""
+    for node in tree.body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            names = [node.module]
+        for package in (name.partition(".")[0] for name in names):
+            is_beside = any((path.parent / found).exists() for found in (package, f"{package}.py"))
+            if package not in sys.modules and not is_beside and find_spec(package) is None:
+                yield package
 
 
 def _aliases(node: ast.AST) -> list[ast.alias]:
@@ -119,7 +134,8 @@ def _optimizer(job: Job) -> Iterator[str]:
 def _model(job: Job) -> Iterator[str]:
     """Refuse a name that no file of a library has. Ranks know which of them are models."""
     name = job.model.name
-    if name not in OUR_MODELS and not _is_mentioned(name.removeprefix("timm:")):
+    is_word = re.fullmatch(r"(timm:)?[A-Za-z_][\w.\-]{0,99}", name, re.ASCII) is not None
+    if name not in OUR_MODELS and not (is_word and _is_mentioned(name.removeprefix("timm:"))):
         known = [*OUR_MODELS, "torchvision's (resnet18...)", "timm:NAME"]
         yield f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"
 
