@@ -14,10 +14,8 @@ from shoal.errors import UsageError
 if TYPE_CHECKING:
     from shoal.launch.hosts.remote_work import HostsOptions
 
-ALONE = ("env", "address", "interface", "min_hosts", "log_dir")
-WITH_VALUE = (
-    *("--hosts", "--hostfile", "--env", "--address", "--interface", "--min-hosts", "--log-dir"),
-)
+ALONE = ("env", "address", "min_hosts")
+WITH_VALUE = ("--hosts", "--hostfile", "--env", "--address", "--min-hosts")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,17 +33,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="variable to carry to all hosts; may be repeated",
     )
     group.add_argument("--address", help="of the first host, where ranks meet (default: tried)")
-    group.add_argument("--interface", help="of the first host, in place of --address")
     group.add_argument(
         "--min-hosts",
         type=argument_types.integer(1),
         help="shoal train: go on without lost hosts while there are so many",
-    )
-    group.add_argument(
-        "--log-dir",
-        type=argument_types.path,
-        metavar="DIR",
-        help="on this machine, for a file rank-N.log with all that rank N prints",
     )
 
 
@@ -63,17 +54,13 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
         return None
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
-    if options.address and options.interface:
-        raise UsageError("--address and --interface both choose an address; give one of them")
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts)
     found = HostsOptions(
         hosts=hosts,
         python=options.python or sys.executable,
         variables=dict(_variable(text) for text in options.env),
         address=options.address,
-        interface=options.interface,
         min_hosts=options.min_hosts,
-        log_directory=options.log_dir,
     )
     _check_numbers(options.processes, found)
     return found

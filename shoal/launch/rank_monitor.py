@@ -60,7 +60,6 @@ class RankMonitor:
         self._next_s = time.monotonic() + SECONDS_BETWEEN_LOOKS
         look = self._source.look()
         for slow in self._stragglers.look(look.progress):
-            self._source.name_slow(slow.rank)
             told = slow.describe(len(self._source.all), self._source.host(slow.rank))
             self._tell(f"note: {told}")
         hang = self._hangs.look(look.progress, look.passed_s, paused=bool(look.halt))

@@ -98,9 +98,6 @@ class RankSet(Protocol):
     def look(self) -> Look:
         """Return the progress of the ranks that live."""
 
-    def name_slow(self, rank: int) -> None:
-        """Let the ranks know that one of them is slow, for their log."""
-
     def host(self, rank: int) -> str:
         """Return the name of the rank's host; empty where there is one host only."""
 

@@ -245,10 +245,6 @@ class Ranks:
         passed_s = self._clock.passed_s(now_ns() * 1e-9)
         return Look(progress, dict.fromkeys(progress, passed_s), _halt(alive))
 
-    def name_slow(self, rank: int) -> None:
-        """Let the ranks know that one of them is slow, for their log."""
-        self.progress.name_slow(rank)
-
     def host(self, rank: int) -> str:
         """Return nothing: there is one host."""
         return ""

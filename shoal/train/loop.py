@@ -33,7 +33,6 @@ from shoal.train.run_directory import claim_for_all, make_again, remove_if_refus
 from shoal.train.run_saver import State, load_newest, open_fast_saver, open_saver
 from shoal.train.shared_check import check_shared
 from shoal.train.training_state import TrainingState
-from shoal.watchdog.progress_writer import own_progress
 
 
 def train(job: Job) -> None:
@@ -192,8 +191,6 @@ class Training:
             "samples_per_s": interval.samples_per_s,
             "time_s": self.state.watch.seconds,
         }
-        if (slow := own_progress().slow_rank()) is not None:
-            record["slow_rank"] = slow
         self.log.step(record)
         self.progress.show(record)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 
-from shoal.watchdog.progress_word import LENGTH, PAGE_BYTES, RankProgress, decode_page
+from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
 
 
 class ProgressMemory:
@@ -22,14 +22,13 @@ class ProgressMemory:
     """
 
     def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
         self.path: str | None = None
         self.stacks_path: str | None = None
         self._words = self._stacks = -1
         if hasattr(os, "memfd_create"):
             self._words = os.memfd_create("shoal-progress")
             self._stacks = os.memfd_create("shoal-stacks")
-            os.truncate(self._words, PAGE_BYTES * (ranks + 1))
+            os.truncate(self._words, PAGE_BYTES * ranks)
             self.path, self.stacks_path = (
                 f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (self._words, self._stacks)
             )
@@ -43,11 +42,6 @@ class ProgressMemory:
     def read(self, rank: int) -> RankProgress | None:
         """Return the progress of a rank; None before its first word."""
         return decode_page(self.page(rank))
-
-    def name_slow(self, rank: int) -> None:
-        """Let the ranks know that one of them is slow, for their log."""
-        if self._words >= 0:
-            os.pwrite(self._words, LENGTH.pack(rank + 1), PAGE_BYTES * self.ranks)
 
     def clear_stacks(self) -> None:
         """Forget the stacks that were written so far."""

@@ -65,7 +65,6 @@ class ProgressWriter:
     def __init__(self) -> None:
         self.memory: memoryview | None = None
         self.hang_limit_s = 0.0
-        self._shared: memoryview | None = None
         self._phase = Phase.START
         self._flags = 0
         self._step = 0
@@ -85,7 +84,6 @@ class ProgressWriter:
         with suppress(OSError), open(path, "r+b") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0))
             self.memory = view[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]
-            self._shared = view[-PAGE_BYTES:]
             self._main_thread = threading.get_ident()
             LENGTH.pack_into(self.memory, EPOCH_AT, epoch)
             CALL.pack_into(self.memory, CALL_AT, 0, 0, NO_KIND, -1, 0)
@@ -160,13 +158,6 @@ class ProgressWriter:
         TIMES.pack_into(memory, WAITED_AT, self._waited_ns, self._data_ns)
         NUMBER.pack_into(memory, STEP_AT, self._step)
         self.enter(Phase.BETWEEN)
-
-    def slow_rank(self) -> int | None:
-        """Return the rank that the launcher has named as slow; once for each name."""
-        if self._shared is None or (number := LENGTH.unpack_from(self._shared)[0]) == 0:
-            return None
-        LENGTH.pack_into(self._shared, 0, 0)
-        return int(number) - 1
 
     def add_waited(self, time_ns: int) -> None:
         """Count time in which this rank waited for others, in any thread."""

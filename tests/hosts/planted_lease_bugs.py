@@ -15,7 +15,7 @@ from simulated_hosts import Agent, Simulation
 
 from shoal.launch.hosts.agent_messages import encode
 from shoal.launch.hosts.agent_session import AgentSession
-from shoal.launch.hosts.driver_session import CREDIT, DriverSession, HostState
+from shoal.launch.hosts.driver_session import DriverSession, HostState
 from shoal.launch.hosts.lease import LeaseTimes
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -88,17 +88,6 @@ def agent_tells_the_end_before_the_output(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AgentSession, "stopped", stopped)
 
 
-def agent_forgets_its_credit(patch: pytest.MonkeyPatch) -> None:
-    output = AgentSession.output
-
-    def forgetful(session: AgentSession, rank: int, stream: str, text: str) -> None:
-        session._credit = min(session._credit, CREDIT)
-        session._credit -= CREDIT // 20
-        output(session, rank, stream, text)
-
-    patch.setattr(AgentSession, "output", forgetful)
-
-
 def driver_forgets_the_time_of_killing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LeaseTimes, "lost_s", property(lambda times: times.lease_s))
 
@@ -140,7 +129,7 @@ def driver_forgets_a_host_that_connects_again(patch: pytest.MonkeyPatch) -> None
     def connected(driver: DriverSession, host: int, now_s: float) -> None:
         driver.states[host] = HostState(is_connected=True, heard_s=now_s)
         times = {"lease_s": driver.times.lease_s, "kill_s": driver.times.kill_s}
-        driver._send(host, "spec", credit=CREDIT, **times)
+        driver._send(host, "spec", **times)
 
     def decide(simulation: Simulation) -> None:
         for host, agent in enumerate(simulation.current):
@@ -178,7 +167,6 @@ PLANTED: dict[str, Plant] = {
         agent_lives_on_without_a_connection,
         agent_forgets_its_ranks,
         agent_tells_the_end_before_the_output,
-        agent_forgets_its_credit,
         driver_forgets_the_time_of_killing,
         driver_takes_the_end_of_a_connection_for_the_end_of_ranks,
         driver_does_not_hear_heartbeats,

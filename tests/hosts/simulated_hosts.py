@@ -293,7 +293,6 @@ class Simulation:
                     agent = self.current[host]
                     if agent is not None and text == LAST_WORDS:
                         agent.has_last_words = True
-                    self.driver.more_output(host, len(text))
 
     def close(self, host: int) -> None:
         """Close the connection to an agent that is lost."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
 from hosts_command import hosts_command, kill, until
 
-from shoal.errors import UsageError
-from shoal.launch.hosts.line_printer import LinePrinter, RankLogs
+from shoal.launch.hosts import line_printer
+from shoal.launch.hosts.line_printer import LinePrinter
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """
@@ -38,7 +39,6 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
 
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
     words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
-    words += ["--log-dir", "a log"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
         code, stdout, stderr = command.end()
         assert (code, stderr.count("warning of")) == (0, 3), stderr
@@ -50,11 +50,6 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
             f"[rank 2 on b] 2 of 3 SHOAL_HOST=b LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 {tail}",
         ]
         assert "[rank 2 on b] warning of 2" in stderr
-        logs = {path.name: path.read_text() for path in (folder / "a log").iterdir()}
-        assert logs.keys() == {"rank-0.log", "rank-1.log", "rank-2.log"}
-        assert sorted(logs["rank-2.log"].splitlines()) == sorted(
-            [lines[2].removeprefix("[rank 2 on b] "), "warning of 2"]
-        )
         assert command.others() == []
 
 
@@ -168,34 +163,37 @@ def test_agents_end_when_their_connection_is_silent(folder: Path) -> None:
 
 def test_lines_of_other_ranks_begin_with_rank_and_host(capsys: pytest.CaptureFixture[str]) -> None:
     printer = LinePrinter()
-    printer.put(0, "a", 0, "stdout", "10%\r20%\r")
-    printer.put(1, "b", 3, "stdout", "one\ntwo\n")
-    printer.put(1, "b", 3, "stderr", "caf\udce9\n")
+    printer.put("a", 0, "stdout", "10%\r20%\r")
+    printer.put("b", 3, "stdout", "one\ntwo\n")
+    printer.put("b", 3, "stderr", "caf\udce9\n")
     printer.flush()
     assert capsys.readouterr() == (
         "10%\r20%\r[rank 3 on b] one\n[rank 3 on b] two\n",
         "[rank 3 on b] caf\\udce9\n",
     )
-    assert printer.printed() == {0: 8, 1: 13}
     assert list(printer.last_lines[3]) == ["caf\udce9"]
 
 
-def test_a_log_has_also_the_lines_that_are_not_shown(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_terminal_that_stands_still_blocks_nobody_and_loses_lines_that_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    logs = RankLogs(tmp_path / "logs")
-    printer = LinePrinter("first", logs)
-    for rank in (0, 1):
-        printer.put(0, "a", rank, "stdout", f"seen by {rank}\n")
-    printer.put(0, "a", 1, "stderr", "caf\udce9\n")
+    stands_still = threading.Event()
+    write = LinePrinter._write
+
+    def wait_and_write(printer: LinePrinter, stream: str, text: str) -> None:
+        stands_still.wait()
+        write(printer, stream, text)
+
+    monkeypatch.setattr(line_printer, "MOST_WAITING", 10)
+    monkeypatch.setattr(LinePrinter, "_write", wait_and_write)
+    printer = LinePrinter("first")
+    for number in range(100):
+        printer.put("a", 0, "stdout", f"{number}\n")
+        printer.put("a", 1, "stdout", "not shown\n")
+    printer.note_dropped(7)
+    stands_still.set()
     printer.flush()
-    logs.close()
-    assert capsys.readouterr() == ("seen by 0\n", "[rank 1 on a] caf\\udce9\n")
-    assert (tmp_path / "logs/rank-1.log").read_text() == "seen by 1\ncaf\\udce9\n"
-    assert printer.printed() == {0: 25}
-
-
-def test_a_log_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"--log-dir .*file: no log can be"):
-        RankLogs(tmp_path / "file")
+    stdout, stderr = capsys.readouterr()
+    printed = stdout.splitlines()
+    assert 10 <= len(printed) <= 11
+    assert stderr == f"note: {100 - len(printed) + 7} lines of ranks were not printed\n"

@@ -13,7 +13,6 @@ from strangers import needs_python, needs_root, python_of_stranger
 
 from shoal.launch.control_channel import NAME, ControlServer
 from shoal.launch.hosts.agent_questions import AgentQuestions
-from shoal.launch.hosts.line_printer import RankLogs
 from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.key import Key
@@ -55,25 +54,6 @@ def test_another_user_cannot_ask_a_run_for_other_ranks(public: Path) -> None:
     with ControlServer(public, "marker") as server:
         assert server.open() == ""
         assert python_of_stranger(CONNECTS, str(public / NAME)).stdout.strip() == REFUSED
-
-
-@needs_root
-@needs_python
-def test_another_user_reads_no_logs(public: Path) -> None:
-    logs = RankLogs(public)
-    logs.close()
-    assert python_of_stranger(READS, str(public / "rank-0.log")).stdout.strip() == REFUSED
-
-
-@needs_root
-@needs_python
-def test_no_log_is_written_into_a_file_of_another_user(public: Path) -> None:
-    (public / "rank-3.log").touch()
-    os.chown(public / "rank-3.log", 54321, 54321)
-    logs = RankLogs(public)
-    logs.write(3, "not here")
-    logs.close()
-    assert (public / "rank-3.log").read_text() == ""
 
 
 def test_temporary_directories_open_to_nobody_else(tmp_path: Path) -> None:

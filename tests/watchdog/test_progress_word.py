@@ -89,12 +89,3 @@ def test_a_process_without_a_launcher_may_call_everything() -> None:
     with writer.data(), writer.waiting():
         writer.touch()
     writer.end_step()
-    assert writer.slow_rank() is None
-
-
-def test_ranks_learn_once_which_rank_is_slow() -> None:
-    memory = ProgressMemory(2)
-    writer = attached(memory)
-    memory.name_slow(1)
-    assert [writer.slow_rank(), writer.slow_rank()] == [1, None]
-    memory.close()

@@ -27,6 +27,7 @@ from shoal.errors import UsageError
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 from shoal.platform.sockets import listen_at
 
+CURE = "Give --address, or let these hosts connect to each other"
 REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
 
@@ -96,7 +97,6 @@ def candidate_addresses(
     addresses: Sequence[HostAddress],
     ssh_address: str | None,
     address: str | None = None,
-    interface: str | None = None,
 ) -> list[str]:
     """Return the addresses at which the first host may be tried, the most promising first.
 
@@ -105,21 +105,14 @@ def candidate_addresses(
         ssh_address: from its facts; it comes first if it is among `addresses`. Behind a jump host
             or a translation of addresses it may be one that the other hosts do not reach.
         address: the user's choice; an address of the first host.
-        interface: the user's choice; an interface of the first host.
 
     Raises:
-        UsageError: the host has no such address or interface, or no address at all.
+        UsageError: the host has no such address.
     """
     if address is not None:
         return [_chosen_address(addresses, address)]
-    chosen = [one for one in addresses if interface in (None, one.interface)]
-    if not chosen and interface is not None:
-        names = ", ".join(sorted({one.interface for one in addresses})) or "none with an address"
-        raise UsageError(f"--interface {interface}: the first host has {names}.")
-    own = [one.address for one in chosen]
-    if not own:
-        # Hosts without a network are one machine in a test, and meet on its loopback interface.
-        own = ["127.0.0.1"]
+    # Hosts without a network are one machine in a test, and meet on its loopback interface.
+    own = [one.address for one in addresses] or ["127.0.0.1"]
     return sorted(own, key=lambda one: one != ssh_address)
 
 
@@ -140,36 +133,24 @@ def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
 def choose_address(
     first: str, candidates: Sequence[str], reports: Mapping[str, Sequence[Reach]]
 ) -> str | list[str]:
-    """Return the first candidate that all hosts reach; else who cannot reach whom.
+    """Return the first candidate that all hosts reach; else who cannot reach what.
 
     Args:
         first: the name of the first host.
-        candidates: its addresses, the most promising first.
+        candidates: its addresses at which it listens, the most promising first.
         reports: the outcomes of each other host, by its name. Without other hosts the first
             candidate is chosen.
-
-    Returns:
-        The address, or a list of problems with one line for each host that is in the way.
     """
     problems = {
-        host: {one.address: one.problem for one in outcomes} for host, outcomes in reports.items()
+        host: {one.address: one.problem for one in reaches if one.problem}
+        for host, reaches in reports.items()
     }
     for address in candidates:
-        if all(found.get(address, "not tried") == "" for found in problems.values()):
+        if not any(address in unreached for unreached in problems.values()):
             return address
-    cure = "Give --address or --interface, or let these hosts connect to each other"
-    unreached = {
-        host: [f"{address}: {found.get(address, 'not tried')}" for address in candidates]
-        for host, found in problems.items()
-        if all(found.get(address) != "" for address in candidates)
-    }
-    if unreached:
-        return [
-            f"{host} cannot reach {first} ({'; '.join(tried)}). {cure}"
-            for host, tried in unreached.items()
-        ]
     lines = []
-    for address in candidates:
-        missing = [host for host, found in problems.items() if found.get(address) != ""]
-        lines.append(f"{address} of {first} is not reached by {', '.join(missing)}")
-    return [f"no address is reached by all hosts: {'; '.join(lines)}. {cure}"]
+    for host, unreached in problems.items():
+        if unreached:
+            tried = "; ".join(f"{address}: {problem}" for address, problem in unreached.items())
+            lines.append(f"{host} cannot reach {first} ({tried}). {CURE}")
+    return lines

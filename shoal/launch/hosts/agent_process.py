@@ -166,9 +166,6 @@ class AgentProcess:
                     self._start(message)
                 case agent_session.SignalRank(rank, number, to_group):
                     self._signal(rank, number, to_group)
-                case agent_session.NameSlow(rank):
-                    if self.progress is not None:
-                        self.progress.ranks.name_slow(rank)
                 case agent_session.KillRanks():
                     self._kill_ranks()
                     self.session.stopped()

@@ -6,8 +6,8 @@
 An agent runs one epoch at a time. It does what the driver says, and decides one thing alone: when
 its lease or its connection ends, it ends everything that it has started.
 
-What it sends has two queues. Heartbeats overtake the output of ranks, which is held back until the
-driver has asked for more: a driver whose terminal stands still gets no flood, but is not silent.
+What it sends has two queues: heartbeats overtake the output of ranks, which a slow connection holds
+back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal.launch.hosts.agent_messages import MAX_TEXT, Message, MessageReader, 
 from shoal.launch.hosts.lease import LeaseTimes
 
 SPECIFICATION_S = 30.0  # from the marker to the driver's first message
-MOST_PENDING_OUTPUT = 4 << 20  # characters; ranks never wait for the driver's terminal
+MOST_PENDING_OUTPUT = 4 << 20  # characters; ranks never wait for the connection
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,7 @@ class EndAgent:
     reason: str
 
 
-@dataclass(frozen=True)
-class NameSlow:
-    """Let the ranks know that one of the world is slow."""
-
-    rank: int
-
-
-Order = Specified | Asked | StartRanks | SignalRank | NameSlow | KillRanks | EndAgent
+Order = Specified | Asked | StartRanks | SignalRank | KillRanks | EndAgent
 
 
 class AgentSession:
@@ -98,10 +91,9 @@ class AgentSession:
         self._is_specified = False
         self._reader = MessageReader()
         self._urgent: deque[bytes] = deque()
-        self._ordered: deque[tuple[int, bytes]] = deque()  # credit that a line takes, and the line
+        self._ordered: deque[tuple[int, bytes]] = deque()  # characters of output, and the line
         self._pending_output = 0
         self._dropped = 0
-        self._credit = 0
         self._beats: dict[int, float] = {}  # sent and not answered, with their times
         self._next_beat_s = inf
         self._beat = 0
@@ -165,7 +157,7 @@ class AgentSession:
         self._ordered.append((0, encode("stopped", epoch=self.epoch)))
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Send what a rank has printed, when the driver wants it."""
+        """Send what a rank has printed, or drop it where too much waits."""
         if self._pending_output + len(text) > MOST_PENDING_OUTPUT:
             self._dropped += text.count("\n") or 1
             return
@@ -177,16 +169,15 @@ class AgentSession:
             self._pending_output += len(part)
 
     def to_send(self) -> bytes:
-        """Return the next lines, urgent ones first; empty where nothing may be sent now."""
+        """Return the next lines, urgent ones first; empty where nothing is left."""
         if self._urgent:
             lines = b"".join(self._urgent)
             self._urgent.clear()
             return lines
-        if not self._ordered or self._ordered[0][0] > self._credit:
+        if not self._ordered:
             return b""
-        credit, line = self._ordered.popleft()
-        self._credit -= credit
-        self._pending_output -= credit
+        length, line = self._ordered.popleft()
+        self._pending_output -= length
         return line
 
     def _on_message(self, message: Message, now_s: float) -> list[Order]:
@@ -194,12 +185,9 @@ class AgentSession:
             case "spec" if not self._is_specified:
                 self._is_specified = True
                 self.times = LeaseTimes(float(message["lease_s"]), float(message["kill_s"]))
-                self._credit = int(message["credit"])
                 return [Specified(message)]
             case "ok":
                 self._on_ok(int(message["n"]))
-            case "more":
-                self._credit += int(message["credit"])
             case "ask":
                 return [Asked(message)]
             case "bye":
@@ -212,9 +200,7 @@ class AgentSession:
             case "kill" if self._is_present(message):
                 self._drop_output()
                 return [KillRanks()]
-            case "slow" if self._is_present(message):
-                return [NameSlow(int(message["rank"]))]
-            case "signal" | "kill" | "slow":  # of another epoch
+            case "signal" | "kill":  # of another epoch
                 pass
             case unknown:
                 return self._end(f"the driver sent '{unknown}', which this agent does not know")
@@ -241,7 +227,7 @@ class AgentSession:
         return self.is_running and message.get("epoch") == self.epoch
 
     def _drop_output(self) -> None:
-        """Drop what waits for credit: the driver has ended the epoch and wants its end soon."""
+        """Drop the output that waits: the driver has ended the epoch and wants its end soon."""
         self._ordered = deque(entry for entry in self._ordered if entry[0] == 0)
         self._pending_output = self._dropped = 0
 

@@ -20,8 +20,6 @@ from shoal.errors import WireError
 from shoal.launch.hosts.agent_messages import Message, MessageReader, encode
 from shoal.launch.hosts.lease import LeaseTimes
 
-CREDIT = 256 << 10
-"""Characters of output that an agent may send before the driver has printed any."""
 NUMBER = (int, float)
 FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "beat": {"n": (int,)},
@@ -109,7 +107,7 @@ class DriverSession:
         assert self.clear_at_s(host) <= now_s, "ranks of an earlier agent may live"
         self.states[host] = HostState(is_connected=True, heard_s=now_s)
         times = {"lease_s": self.times.lease_s, "kill_s": self.times.kill_s}
-        self._send(host, "spec", credit=CREDIT, **times, **specification)
+        self._send(host, "spec", **times, **specification)
 
     def received(self, host: int, data: bytes, now_s: float) -> list[DriverEvent]:
         """Take bytes of an agent, empty at the end of its connection."""
@@ -190,11 +188,6 @@ class DriverSession:
             values = {"rank": rank, "signal": number, "group": to_group}
             self._send(host, "signal", epoch=self.epoch, **values)
 
-    def name_slow(self, host: int, rank: int) -> None:
-        """Let the ranks of a host know that one of the world is slow."""
-        if self._runs(host):
-            self._send(host, "slow", epoch=self.epoch, rank=rank)
-
     def kill(self, host: int) -> None:
         """Kill all ranks of the present epoch on one host; "stopped" follows."""
         if self._runs(host):
@@ -203,10 +196,6 @@ class DriverSession:
     def ask(self, host: int, number: int, **question: Any) -> None:
         """Ask an agent about its host; its answer has the same number."""
         self._send(host, "ask", number=number, **question)
-
-    def more_output(self, host: int, credit: int) -> None:
-        """Tell an agent that so many characters of its output have been printed."""
-        self._send(host, "more", credit=credit)
 
     def bye(self, host: int) -> None:
         """End an agent."""
@@ -238,8 +227,6 @@ class DriverSession:
             state.heard_s, state.is_ready = now_s, True
         epoch = message.get("epoch")
         if epoch is not None and epoch != state.epoch:
-            if message["do"] == "out":  # its credit comes back all the same
-                self.more_output(host, len(message["text"]))
             return []
         if message["do"] in ("stopped", "refused"):
             state.epoch = 0

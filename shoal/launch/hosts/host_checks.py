@@ -66,23 +66,24 @@ def find_meeting(
     first, *others = hosts
     facts = connections.facts[first]
     # The user's choice is about the first host of the list, which may be lost by now.
-    choice = (options.address, options.interface) if first == 0 else (None, None)
+    choice = options.address if first == 0 else None
     candidates = [LOOPBACK]
     if others:
-        candidates = candidate_addresses(facts.addresses, facts.ssh_address, *choice)
+        candidates = candidate_addresses(facts.addresses, facts.ssh_address, choice)
     listen = {"question": "listen", "addresses": candidates}
     ports = connections.ask({first: listen}, ANSWER_S)[first]["ports"]
+    if not ports:
+        listed = ", ".join(candidates)
+        raise LaunchError(f"host {connections.name(first)}: it cannot listen at {listed}.")
     reach = {"question": "reach", "ports": ports}
     answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
     found = {
         host: [Reach(*outcome) for outcome in answer["found"]] for host, answer in answers.items()
     }
     reports = {connections.name(host): reaches for host, reaches in found.items()}
-    address = choose_address(connections.name(first), candidates, reports)
+    address = choose_address(connections.name(first), list(ports), reports)
     if not isinstance(address, str):
         raise LaunchError("\n  ".join(["The hosts cannot reach each other:", *address]))
-    if address not in ports:
-        raise LaunchError(f"host {connections.name(first)}: it cannot listen at {address}.")
     sources = {first: address}
     for host, reaches in found.items():
         source = next(reach.source for reach in reaches if reach.address == address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import select
 import socket
 import sys
@@ -24,12 +23,7 @@ from shoal.launch.hosts.driver_session import (
 from shoal.launch.hosts.host_facts import PROTOCOL, HostFacts
 from shoal.launch.hosts.lease import clock_s, lease_times
 from shoal.launch.hosts.line_printer import LinePrinter
-from shoal.launch.hosts.ssh_client import (
-    SshClient,
-    agent_command,
-    describe_ssh_failure,
-    is_throttled,
-)
+from shoal.launch.hosts.ssh_client import SshClient, agent_command, describe_ssh_failure
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 RETRY_S = 0.02  # until a connection takes more bytes
@@ -39,7 +33,6 @@ connections that are not authenticated yet beyond its MaxStartups, 10 where nobo
 """
 START_S = 20.0
 """From the start of a client to the facts of its host."""
-THROTTLED_TRIES = 3
 CLOSE_S = 3.0
 
 
@@ -104,13 +97,11 @@ class HostConnections:
         due_s = self.session.due_s - clock_s()
         if any(client.has_unsent for client in self._clients.values()):
             due_s = min(due_s, RETRY_S)
-        streams: list[Any] = [self.printer, *sources]
+        streams: list[Any] = [*sources]
         streams += (stream for client in self._clients.values() for stream in client.sources)
         wait(streams, max(0.0, min(timeout_s, due_s)))
         events = self._receive()
         events += self.session.tick(clock_s())
-        for host, count in self.printer.printed().items():
-            self.session.more_output(host, count)
         if self.printer.error is not None:
             raise self.printer.error
         found = [event for event in events if self._is_for_others(event)]
@@ -130,21 +121,23 @@ class HostConnections:
         Raises:
             UsageError: there is no ssh client.
         """
-        remaining = [(host, 1, clock_s()) for host in hosts]
-        starting: dict[int, tuple[int, float]] = {}  # tries, and the time by which it must answer
+        remaining = list(hosts)
+        starting: dict[int, float] = {}  # the time by which a host must answer
         problems: dict[int, str] = {}
         while (remaining or starting) and not is_readable(sources):
-            self._start_clients(remaining, starting)
+            while remaining and len(starting) < MOST_STARTS:
+                host = remaining.pop(0)
+                self._drop(host)  # it may have been lost while nobody looked
+                name, lease_s = self.hosts[host].name, self.session.times.lease_s
+                self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
+                starting[host] = clock_s() + START_S
             self.pump(0.1, sources)
-            for host, (tries, limit_s) in list(starting.items()):
+            for host, limit_s in list(starting.items()):
                 if host in self.facts:
                     del starting[host]
                 elif problem := self._start_problem(host, clock_s() > limit_s):
                     del starting[host]
-                    if tries < THROTTLED_TRIES and is_throttled(self._clients[host].errors):
-                        remaining.append((host, tries + 1, clock_s() + random.uniform(0.5, 2)))
-                    else:
-                        problems[host] = problem
+                    problems[host] = problem
                     self._drop(host)
         for host in starting:
             self._drop(host)
@@ -199,21 +192,6 @@ class HostConnections:
         self.facts.clear()
         self.printer.flush()
 
-    def _start_clients(
-        self,
-        remaining: list[tuple[int, int, float]],
-        starting: dict[int, tuple[int, float]],
-    ) -> None:
-        """Move hosts whose clients may start now from `remaining` to `starting`; see `connect`."""
-        for host, tries, begin_s in list(remaining):
-            if begin_s > clock_s() or len(starting) >= MOST_STARTS:
-                continue
-            remaining.remove((host, tries, begin_s))
-            self._drop(host)  # it may have been lost while nobody looked
-            name, lease_s = self.hosts[host].name, self.session.times.lease_s
-            self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
-            starting[host] = tries, clock_s() + START_S
-
     def _send(self) -> None:
         for host, client in self._clients.items():
             client.send(self.session.to_send(host))
@@ -241,10 +219,9 @@ class HostConnections:
                 self._answers[number] = message
             case HostSpoke(host, {"do": "out"} as message):
                 rank, text = int(message["rank"]), str(message["text"])
-                self.printer.put(host, self.name(host), rank, str(message["stream"]), text)
-            case HostSpoke(host, {"do": "dropped", "lines": lines}):
-                text = f"note: {lines} lines of host {self.name(host)} were not printed\n"
-                self.printer.put(host, "", 0, "stderr", text)
+                self.printer.put(self.name(host), rank, str(message["stream"]), text)
+            case HostSpoke(_, {"do": "dropped", "lines": lines}):
+                self.printer.note_dropped(int(lines))
             case HostSpoke(_, {"do": "bye"}):
                 pass
             case HostSilent(host):

@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from socket import socket
 from typing import Any
 
@@ -26,12 +25,11 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.line_printer import LinePrinter, RankLogs
+from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.local import supervised
-from shoal.launch.output import Output
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import run_with_restarts
@@ -261,16 +259,10 @@ def run_on_hosts_with_restarts(
 
 @contextmanager
 def _connected(options: HostsOptions, work: RemoteWork) -> Iterator[HostsJob]:
-    # A log has all that ranks print, also what the user does not see.
-    sent: Output = work.output if options.log_directory is None else "all"
     secret = new_secret()
-    specification = replace(work, output=sent).specification(options.variables, secret)
-    logs = None if options.log_directory is None else RankLogs(options.log_directory)
-    printer = LinePrinter(work.output, logs)
-    with (
-        closing(logs) if logs is not None else nullcontext(),
-        HostConnections(options.hosts, options.python, specification, printer) as connections,
-    ):
+    specification = work.specification(options.variables, secret)
+    printer = LinePrinter(work.output)
+    with HostConnections(options.hosts, options.python, specification, printer) as connections:
         job = HostsJob(connections, options, work, secret)
         job.connect()
         yield job

@@ -151,11 +151,6 @@ class RemoteRanks:
         """Return the progress of the ranks that live."""
         return self.received.look()
 
-    def name_slow(self, rank: int) -> None:
-        """Let the ranks of all hosts know that one of them is slow, for their log."""
-        for share in self.placement:
-            self.connections.session.name_slow(share.host, rank)
-
     def host(self, rank: int) -> str:
         """Return the name of the rank's host."""
         return self.connections.name(self.all[rank].host)

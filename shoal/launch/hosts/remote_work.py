@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.host_facts import FactsRequest
@@ -21,18 +20,14 @@ class HostsOptions:
         python: the interpreter there.
         variables: environment variables that are carried to all hosts.
         address: at which all ranks meet, on the first host; None finds it.
-        interface: the network interface of the first host, in place of `address`.
         min_hosts: a run goes on without lost hosts while it has so many; None for all.
-        log_directory: on this machine, for a log a rank; None for no logs.
     """
 
     hosts: Sequence[SshHost]
     python: str
     variables: Mapping[str, str] = field(default_factory=dict)
     address: str | None = None
-    interface: str | None = None
     min_hosts: int | None = None
-    log_directory: Path | None = None
 
     @property
     def processes(self) -> int:

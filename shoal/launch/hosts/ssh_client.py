@@ -30,16 +30,15 @@ SSH_FAILED = 255
 NOT_FOUND = 127
 # Single quotes keep all other characters in sh, bash, dash, csh, tcsh and fish alike.
 UNQUOTABLE = re.compile(r"['!\\\x00-\x1f\x7f]")
-# A server drops clients at its limit MaxStartups. No other texts are worth another try.
-THROTTLED = (
-    "kex_exchange_identification: read: connection reset by peer",
-    "kex_exchange_identification: connection closed by remote host",
-)
 QUOTED_LINES = 3
 SILENT = "ssh lost the connection without a word, or the login shell was killed"
 BY_HAND = "Log in once by hand"
 UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a name
 CURES = (
+    (
+        "kex_exchange_identification",
+        "Too many clients at once? The server's MaxStartups limits them",
+    ),
     (UNRESOLVED, "Is the name right? An alias belongs into ~/.ssh/config"),
     ("connection refused", "Is an ssh server running there, at that port?"),
     ("timed out", "Is the host up, and does a firewall let ssh through?"),
@@ -261,16 +260,6 @@ def _remote_line(python: str) -> str:
             "characters; a symbolic link to the interpreter of the environment does."
         )
     return f"cd / && exec {shlex.quote(python)} -X utf8 -u -m shoal agent"
-
-
-def is_throttled(stderr_lines: Sequence[str]) -> bool:
-    """Return True if the server refused a connection because too many were starting at once.
-
-    Such a start may be repeated after a short random time. No other failure may: repeated wrong
-    keys would make the server lock out the user's own address.
-    """
-    text = "\n".join(stderr_lines).lower()
-    return any(reason in text for reason in THROTTLED)
 
 
 def is_unknown_name(problem: str) -> bool:
