@@ -62,7 +62,7 @@ class RankMonitor:
         for slow in self._stragglers.look(look.progress):
             told = slow.describe(len(self._source.all), self._source.host(slow.rank))
             self._tell(f"note: {told}")
-        hang = self._hangs.look(look.progress, look.passed_s, paused=bool(look.halt))
+        hang = self._hangs.judge(look.progress, look.silent_s)
         if hang is None:
             return []
         self._tell(report(hang, self._source))

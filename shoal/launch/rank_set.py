@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from shoal.launch.failure import Failure
 from shoal.launch.output import StreamName
@@ -14,8 +14,6 @@ from shoal.launch.rank import RankResult
 from shoal.watchdog.progress_word import RankProgress
 
 SECONDS_BETWEEN_LOOKS = 1.0
-Halt = Literal["", "stopped", "traced"]
-"""Nothing; all ranks are stopped by a signal; one of them is in a debugger."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +51,12 @@ class Look:
 
     Attributes:
         progress: of the ranks that live and have written.
-        passed_s: the time since the last look at each of these. A host that has not been heard of
-            since then counts none.
-        halt: why nobody can be late now.
+        silent_s: for each of these, the time since its word has changed. Time in which all ranks
+            of a host were stopped, or one was in a debugger, does not count.
     """
 
     progress: Mapping[int, RankProgress]
-    passed_s: Mapping[int, float]
-    halt: Halt
+    silent_s: Mapping[int, float]
 
 
 class RankSet(Protocol):

@@ -19,9 +19,9 @@ from shoal.launch.failure import Failure, signal_name
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
 from shoal.launch.rank import STACKS_SIGNAL
-from shoal.launch.rank_set import Halt, Look, RankEvent, RankExited
+from shoal.launch.rank_set import Look, RankEvent, RankExited
 from shoal.platform.processes import PROC, parent_pid, process_state
-from shoal.watchdog.look_clock import LookClock
+from shoal.watchdog.hang_detector import SilenceCounter
 from shoal.watchdog.progress_memory import ProgressMemory
 from shoal.watchdog.progress_writer import now_ns
 
@@ -154,7 +154,7 @@ class Ranks:
         self.progress = progress
         self.hang_limit_s = hang_limit_s
         self.all: list[Rank] = []
-        self._clock = LookClock()
+        self._silence = SilenceCounter()
 
     def __enter__(self) -> Ranks:
         return self
@@ -242,8 +242,7 @@ class Ranks:
         alive = self.alive
         pages = {rank.number: self.progress.read(rank.number) for rank in alive}
         progress = {rank: each for rank, each in pages.items() if each is not None}
-        passed_s = self._clock.passed_s(now_ns() * 1e-9)
-        return Look(progress, dict.fromkeys(progress, passed_s), _halt(alive))
+        return Look(progress, self._silence.look(progress, now_ns() * 1e-9, _are_halted(alive)))
 
     def host(self, rank: int) -> str:
         """Return nothing: there is one host."""
@@ -302,11 +301,10 @@ def _end_of_child(pid: int) -> str:
     return "has ended"
 
 
-def _halt(ranks: Sequence[Rank]) -> Halt:
+def _are_halted(ranks: Sequence[Rank]) -> bool:
+    """Return True if all ranks are stopped by a signal, or one of them is in a debugger."""
     states = [process_state(rank.pid) for rank in ranks]
-    if "t" in states:
-        return "traced"
-    return "stopped" if states and all(state == "T" for state in states) else ""
+    return "t" in states or all(state == "T" for state in states)
 
 
 def _own_frames(text: str) -> str:

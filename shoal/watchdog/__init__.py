@@ -7,12 +7,11 @@
 progress_word.py      the layout of the memory, and the phases of a run
 progress_writer.py    a rank writes its word: at each phase, and at each collective
 progress_memory.py    the launcher makes the memory and reads it
-look_clock.py         the time between two looks
 hang_detector.py      words and time in, the late rank out; no clock, no process
 straggler_detector.py times of steps in, the slow rank out; no clock, no process
 
-On several hosts each agent reads the memory of its ranks, and the driver runs the detectors; see
-`shoal.launch.hosts.remote_progress`.
+On several hosts each agent reads the memory of its ranks. The driver asks them for it and runs the
+detectors; see `shoal.launch.hosts.remote_progress`.
 
 A rank does nothing for it but to write. So it is seen also while it sleeps, is stopped, or is in C
 with the interpreter locked.

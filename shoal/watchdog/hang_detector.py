@@ -12,8 +12,8 @@ carries nothing: then the one that is in the earliest call is named.
 
 Such a cycle cannot end, so it has a short limit.
 
-Silence is the time between the looks at a rank, see `look_clock`. No clocks of two hosts are
-compared.
+Silence is the time between the looks at a rank, see `SilenceCounter`. No clocks of two hosts are
+compared: each host counts the silence of its own ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from shoal.watchdog.progress_word import (
     Phase,
     RankProgress,
 )
+
+MAX_LOOK_S = 2.0
+"""At most so much of the time between two looks counts. So nobody is late because the launcher
+itself was stopped, or the host was suspended.
+"""
 
 SLOW_FACTOR = 10.0
 """The limit is so many times longer in a first step, where a compiler may work, in a save, and for
@@ -69,49 +74,63 @@ class Hang:
     progress: Mapping[int, RankProgress]
 
 
+class SilenceCounter:
+    """Counts for how long the words of ranks have not changed, look after look."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, object] = {}
+        self._silent_s: dict[int, float] = {}
+        self._last_s: float | None = None
+
+    def look(
+        self, progress: Mapping[int, RankProgress], now_s: float, paused: bool = False
+    ) -> dict[int, float]:
+        """Return for each rank the seconds that count since its word has changed.
+
+        Args:
+            progress: of the ranks that live.
+            now_s: the time on one clock, which goes on while the host is suspended.
+            paused: all ranks are stopped, or one is in a debugger: this look counts no time.
+        """
+        last_s, self._last_s = self._last_s, now_s
+        passed_s = 0.0 if last_s is None or paused else min(max(now_s - last_s, 0.0), MAX_LOOK_S)
+        for rank, each in progress.items():
+            if self._words.get(rank) != each.word:
+                self._words[rank] = each.word
+                self._silent_s[rank] = 0.0
+            else:
+                self._silent_s[rank] += passed_s
+        return {rank: self._silent_s[rank] for rank in progress}
+
+
 class HangDetector:
-    """Judges the words of all ranks of a run, look after look.
+    """Judges the words of all ranks of a run.
 
     Args: limit_s: the limit, greater than 0.
     """
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
-        self._words: dict[int, object] = {}
-        self._silent_s: dict[int, float] = {}
 
-    def look(
-        self,
-        progress: Mapping[int, RankProgress],
-        passed_s: Mapping[int, float],
-        paused: bool = False,
+    def judge(
+        self, progress: Mapping[int, RankProgress], silent_s: Mapping[int, float]
     ) -> Hang | None:
         """Return the hang that the words show, if there is one.
 
         Args:
             progress: of the ranks that live.
-            passed_s: the time between the last look at a rank and this one.
-            paused: all ranks are stopped, or one is in a debugger: this look counts no time.
+            silent_s: since the word of each of these has changed, see `SilenceCounter`.
         """
-        for rank, each in progress.items():
-            if self._words.get(rank) != each.word:
-                self._words[rank] = each.word
-                self._silent_s[rank] = 0.0
-            elif not paused:
-                self._silent_s[rank] += passed_s[rank]
-        return self._judge(progress)
-
-    def _judge(self, progress: Mapping[int, RankProgress]) -> Hang | None:
-        if cycle := self._cycle(progress):
-            silent_s = self._silent_s[cycle[0]]
-            return Hang(cycle[0], cycle[1], silent_s, CYCLE_LIMIT_S, True, dict(progress))
+        if cycle := self._cycle(progress, silent_s):
+            silence_s = silent_s[cycle[0]]
+            return Hang(cycle[0], cycle[1], silence_s, CYCLE_LIMIT_S, True, dict(progress))
         longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
         limits = {rank: self._limit_s(each, longest_s) for rank, each in progress.items()}
-        silent = {rank for rank in progress if self._silent_s[rank] >= limits[rank]}
+        silent = {rank for rank in progress if silent_s[rank] >= limits[rank]}
         if not silent:
             return None
         edges = {rank: waits_for(rank, progress) for rank in progress}
-        for rank in sorted(silent, key=lambda rank: (-self._silent_s[rank], rank)):
+        for rank in sorted(silent, key=lambda rank: (-silent_s[rank], rank)):
             reached = _reached(rank, edges)
             if not reached <= silent:
                 continue
@@ -120,14 +139,16 @@ class HangDetector:
             is_needed = is_deadlock or not silent.isdisjoint(waiters)
             if is_needed or progress[late].word.phase not in NEEDS_WAITER:
                 waiter = next(iter(waiters), None)
-                silent_s = self._silent_s[late]
-                return Hang(late, waiter, silent_s, limits[late], is_deadlock, dict(progress))
+                limit_s = limits[late]
+                return Hang(late, waiter, silent_s[late], limit_s, is_deadlock, dict(progress))
         return None
 
-    def _cycle(self, progress: Mapping[int, RankProgress]) -> list[int]:
+    def _cycle(
+        self, progress: Mapping[int, RankProgress], silent_s: Mapping[int, float]
+    ) -> list[int]:
         """Return ranks each of which waits in a collective that the next has not begun, or none."""
         limit_s = min(self.limit_s, CYCLE_LIMIT_S)
-        silent = sorted(rank for rank in progress if self._silent_s[rank] >= limit_s)
+        silent = sorted(rank for rank in progress if silent_s[rank] >= limit_s)
         for rank in silent:
             path = [rank]
             while behind := [r for r in silent if r in _has_not_begun(path[-1], progress)]:

@@ -9,6 +9,7 @@ from planted_lease_bugs import PLANTED
 from simulated_hosts import Simulation
 
 from shoal.launch.failure import Failure
+from shoal.launch.hosts.agent_messages import MAX_LINE_BYTES
 from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent
 from shoal.launch.hosts.driver_session import DriverSession, HostLost, HostSilent, HostSpoke
 from shoal.launch.hosts.lease import LeaseTimes
@@ -99,7 +100,7 @@ def test_an_agent_ends_itself_after_a_message_that_it_does_not_know(line: bytes)
 @pytest.mark.parametrize(
     "line",
     [
-        *(b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * 70_000, b'{"do": "out"}\n'),
+        *(b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * (MAX_LINE_BYTES + 1), b'{"do": "out"}\n'),
         *(b'{"do": "out", "rank": "0", "stream": "stdout", "text": ""}\n', b'{"do": "answer"}\n'),
         *(b'{"do": "ended", "rank": 0}\n', b'{"do": "failed", "rank": 0}\n'),
         *(b'{"do": "hello", "facts": 7}\n', b'{"do": "dropped", "lines": {}}\n'),

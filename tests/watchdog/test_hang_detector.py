@@ -12,8 +12,8 @@ from shoal.watchdog.hang_detector import (
     SLOW_FACTOR,
     Hang,
     HangDetector,
+    SilenceCounter,
 )
-from shoal.watchdog.look_clock import LookClock
 from shoal.watchdog.progress_word import (
     FIRST,
     NO_KIND,
@@ -92,7 +92,7 @@ class Simulation:
     def __init__(self, ranks: int = 3) -> None:
         self.ranks = [SimulatedRank(rank) for rank in range(ranks)]
         self.detector = HangDetector(LIMIT_S)
-        self.clock = LookClock()
+        self.silence = SilenceCounter()
         self.now_s = 1000.0
 
     def passes(self, seconds: float, look_s: float = 1.0, paused: bool = False) -> Hang | None:
@@ -101,8 +101,8 @@ class Simulation:
         while self.now_s < end_s:
             self.now_s += look_s
             words = {each.rank: each.progress for each in self.ranks}
-            passed_s = dict.fromkeys(words, self.clock.passed_s(self.now_s))
-            if (hang := self.detector.look(words, passed_s, paused)) is not None:
+            silent_s = self.silence.look(words, self.now_s, paused)
+            if (hang := self.detector.judge(words, silent_s)) is not None:
                 return hang
         return None
 

@@ -14,11 +14,12 @@ from shoal.errors import WireError
 
 Message = Mapping[str, Any]
 
-MAX_LINE_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 22
+"""The longest is a look at the ranks of a host, about 1 KB each."""
 MARKER = "SHOAL-AGENT"
 """The agent's first line is this word, the version of the protocol, and a random number."""
-# A line of so many characters fits into MAX_LINE_BYTES however its characters are encoded.
 MAX_TEXT = 8_000
+"""The most characters of output or of a traceback in one message."""
 
 
 def encode(do: str, **values: Any) -> bytes:

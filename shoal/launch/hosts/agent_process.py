@@ -28,7 +28,7 @@ from shoal.launch.hosts.agent_questions import AgentQuestions, imported
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_progress import SentProgress
+from shoal.launch.hosts.remote_progress import sent_look
 from shoal.launch.output import StreamName
 from shoal.launch.private_memory import hold_secret
 from shoal.launch.rank_monitor import SigstopDetector
@@ -87,7 +87,6 @@ class AgentProcess:
         self.session = AgentSession(clock_s())
         self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
-        self.progress: SentProgress | None = None
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
@@ -158,8 +157,11 @@ class AgentProcess:
                     self._specify(message)
                 case agent_session.Asked({"question": "prepare", "number": number}):
                     self._prepare(number)
+                case agent_session.Asked({"question": "look", "number": number}):
+                    look = [] if self.ranks is None else sent_look(self.ranks)
+                    self.session.answer(number, look=look)
                 case agent_session.Asked({"question": "stacks", "number": number, "rank": rank}):
-                    self.questions.answer_later(number, partial(self._stacks, self.progress, rank))
+                    self.questions.answer_later(number, partial(_stacks, self.ranks, rank))
                 case agent_session.Asked(message):
                     self.questions.ask(message)
                 case agent_session.StartRanks(message):
@@ -214,32 +216,19 @@ class AgentProcess:
                 preload=self._work["preload"],
                 share=share,
             )
-            self._watch_progress(self.ranks)
+            if self.ranks.hang_limit_s > 0:
+                self._look_s = clock_s()
         except ShoalError as error:
             failure = Failure(share.first_rank, time.monotonic(), "", str(error), False, 1)
             self._on_event(failure)
             for local_rank in range(int(message["count"])):
                 self.session.ended(share.first_rank + local_rank, 1)
 
-    def _watch_progress(self, ranks: Ranks) -> None:
-        """Begin to look at the words of ranks, if the driver watches for hangs."""
-        self.progress = SentProgress(ranks)
-        self._look_s = clock_s() if ranks.hang_limit_s > 0 else inf
-
     def _look(self) -> None:
-        """Send the pages of ranks that have changed, once in SECONDS_BETWEEN_LOOKS.
-
-        While the connection takes nothing there is no look, so that no pages pile up.
-        """
-        if clock_s() < self._look_s or self._unsent or self.progress is None:
-            return
-        self._look_s = clock_s() + SECONDS_BETWEEN_LOOKS
-        for message in self.progress.look():
-            self.session.tell(**message)
-
-    @staticmethod
-    def _stacks(sent: SentProgress | None, rank: int) -> dict[str, str]:
-        return {"text": "" if sent is None else shortened(sent.ranks.stacks(rank))}
+        """Count the silence of ranks, once in SECONDS_BETWEEN_LOOKS, for the driver's questions."""
+        if clock_s() >= self._look_s and self.ranks is not None:
+            self._look_s = clock_s() + SECONDS_BETWEEN_LOOKS
+            self.ranks.look()
 
     def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
         self.session.output(rank, stream, "".join(lines))
@@ -268,5 +257,9 @@ class AgentProcess:
     def _kill_ranks(self) -> None:
         if self.ranks is not None:
             self.ranks.kill()
-        self.ranks = self.progress = None
+        self.ranks = None
         self._look_s = inf
+
+
+def _stacks(ranks: Ranks | None, rank: int) -> dict[str, str]:
+    return {"text": "" if ranks is None else shortened(ranks.stacks(rank))}

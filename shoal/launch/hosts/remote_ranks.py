@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -15,10 +14,11 @@ from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_progress import ReceivedProgress
+from shoal.launch.hosts.remote_progress import received_look
 from shoal.launch.rank_set import Look, RankEvent, RankExited
-from shoal.watchdog.progress_writer import now_ns
 
+LOOK_S = 5.0
+"""Seconds from one question for the progress of all ranks to the next."""
 STACKS_S = 4.0
 """For an agent that reads the stacks of a rank; that takes it up to a second."""
 
@@ -101,11 +101,12 @@ class RemoteRanks:
             for share in placement
             for index in range(share.count)
         ]
-        ranks_of = {
+        self._ranks_of = {
             share.host: range(share.first, share.first + share.count) for share in placement
         }
-        self._ranks_of = defaultdict[int, range](lambda: range(0), ranks_of)
-        self.received = ReceivedProgress(ranks_of)
+        self._looks: dict[int, Look] = {}  # answers to the last question
+        self._asked: dict[int, int] = {}  # numbers of the question that have no answer yet
+        self._ask_s = 0.0
         self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
     def __enter__(self) -> RemoteRanks:
@@ -148,8 +149,33 @@ class RemoteRanks:
         return replace(failure, host=host, text=text)
 
     def look(self) -> Look:
-        """Return the progress of the ranks that live."""
-        return self.received.look()
+        """Return the progress of the ranks that live, once in LOOK_S, and else none.
+
+        All hosts are asked at once, and nobody is judged before all have answered. So a rank that
+        cannot be seen is never called late, nor is one that waits for it: the lease judges its
+        host.
+        """
+        if not self._asked and clock_s() >= self._ask_s:
+            self._ask_s = clock_s() + LOOK_S
+            hosts = {rank.host for rank in self.alive}
+            question = {"question": "look"}
+            self._asked = {host: self.connections.post(host, question) for host in hosts}
+            return Look({}, {})
+        for host, number in list(self._asked.items()):
+            if (answer := self.connections.take_answer(number)) is not None:
+                del self._asked[host]
+                try:
+                    self._looks[host] = received_look(answer["look"], self._ranks_of[host])
+                except (KeyError, ValueError) as error:
+                    reason = f"its agent sent malformed progress: {error!r}"
+                    self._waiting += self._on_lost(host, reason)
+        if self._asked:
+            return Look({}, {})
+        looks, self._looks = self._looks.values(), {}
+        return Look(
+            {rank: each for look in looks for rank, each in look.progress.items()},
+            {rank: silent_s for look in looks for rank, silent_s in look.silent_s.items()},
+        )
 
     def host(self, rank: int) -> str:
         """Return the name of the rank's host."""
@@ -191,7 +217,7 @@ class RemoteRanks:
             case HostLost(host, reason):
                 return self._on_lost(host, reason)
             case HostSpoke(host, {"do": "ended" | "failed", "rank": rank}) if (
-                rank not in self._ranks_of[host]
+                rank not in self._ranks_of.get(host, ())
             ):
                 return self._on_lost(host, f"its agent told of rank {rank}, which it has not")
             case HostSpoke(_, {"do": "ended", "rank": rank, "code": code}):
@@ -199,23 +225,14 @@ class RemoteRanks:
                 return [RankExited(rank, code)]
             case HostSpoke(_, {"do": "failed"} as message):
                 return [_failure(message)]
-            case HostSpoke(host, {"do": "page" | "looked"} as message):
-                return self._on_progress(host, message)
             case HostSpoke(host, {"do": "refused", "reason": reason}):
                 return self._on_lost(host, f"its agent refused to start ranks: {reason}")
-        return []
-
-    def _on_progress(self, host: int, message: Message) -> list[RankEvent]:
-        try:
-            self.received.receive(host, message, now_ns())
-        except (KeyError, TypeError, ValueError) as error:
-            return self._on_lost(host, f"its agent sent malformed progress: {error!r}")
         return []
 
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
         """Return the failure of the first live rank of a lost host."""
         errors = self.connections.drop(host)
-        self.received.lost(host)
+        self._asked.pop(host, None)
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
             rank.is_alive = False
