@@ -4,15 +4,102 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from shoal.config.config_files import find, load
 from shoal.config.convert import typed
-from shoal.config.distribuuuu_keys import KEYS
 from shoal.config.layers import Layer, SourcedValue, flag_layer
 from shoal.config.read import Settings, resolve
 from shoal.config.yaml_subset import LocatedValue, parse_flag, write
 from shoal.errors import ConfigError, did_you_mean
+
+# Networks in distribuuuu's own code; any other name is timm's. torchvision has all of them except
+# botnet50.
+OWN_NETWORKS = {
+    *(f"resnet{depth}" for depth in (18, 34, 50, 101, 152)),
+    *(f"densenet{depth}" for depth in (121, 161, 169, 201)),
+    *("resnext50_32x4d", "resnext101_32x8d", "wide_resnet50_2", "wide_resnet101_2", "botnet50"),
+}
+POLICIES = {"cos": "cosine", "steps": "step"}
+
+
+class Key(NamedTuple):
+    """One key of distribuuuu's configuration.
+
+    Args:
+        default: the value in distribuuuu.
+        setting: ours in its place; empty if the key has no meaning here.
+        kind: the type of its values, as for `convert.typed`; None for that of the default.
+    """
+
+    default: Any
+    setting: str = ""
+    kind: Any = None
+
+
+KEYS: Mapping[str, Key] = {
+    "MODEL.ARCH": Key("resnet18", "model.name"),
+    "MODEL.NUM_CLASSES": Key(1000, "data.classes"),
+    "MODEL.PRETRAINED": Key(False),
+    "MODEL.SYNCBN": Key(False, "model.sync_batchnorm"),
+    "MODEL.WEIGHTS": Key(None, "model.weights", str | None),
+    "MODEL.DUMMY_INPUT": Key(False, "data.name"),
+    "TRAIN.BATCH_SIZE": Key(32, "train.batch_size"),
+    "TRAIN.IM_SIZE": Key(224, "data.image_size"),
+    "TRAIN.DATASET": Key("./data/ILSVRC/", "data.path"),
+    "TRAIN.SPLIT": Key("train", "data.train_split"),
+    "TRAIN.AUTO_RESUME": Key(True, "checkpoint.resume"),
+    "TRAIN.LOAD_OPT": Key(True),
+    "TRAIN.WORKERS": Key(4, "data.workers"),
+    "TRAIN.PIN_MEMORY": Key(True, "data.pin_memory"),
+    "TRAIN.PRINT_FREQ": Key(30, "log.every"),
+    "TRAIN.TOPK": Key(5, "evaluation.topk"),
+    "TEST.DATASET": Key("./data/ILSVRC/"),
+    "TEST.SPLIT": Key("val", "data.validation_split"),
+    "TEST.BATCH_SIZE": Key(200, "evaluation.batch_size"),  # per device, there and here
+    "TEST.IM_SIZE": Key(256, "data.resize"),
+    "TEST.PRINT_FREQ": Key(10),
+    "CUDNN.BENCHMARK": Key(True, "train.cudnn_benchmark"),
+    "CUDNN.DETERMINISTIC": Key(False, "train.deterministic"),
+    "OPTIM.MAX_EPOCH": Key(100, "train.epochs"),
+    "OPTIM.LR_POLICY": Key("cos", "schedule.name", Literal["cos", "steps"]),
+    "OPTIM.BASE_LR": Key(0.2, "optimizer.lr"),
+    "OPTIM.MIN_LR": Key(0.0, "schedule.final_factor"),  # a share of BASE_LR, there and here
+    "OPTIM.STEPS": Key((), "schedule.milestones", tuple[int, ...]),
+    "OPTIM.LR_MULT": Key(0.1, "schedule.gamma"),
+    "OPTIM.MOMENTUM": Key(0.9, "optimizer.momentum"),
+    "OPTIM.DAMPENING": Key(0.0, "optimizer.options.dampening"),
+    "OPTIM.NESTEROV": Key(True, "optimizer.nesterov"),
+    "OPTIM.WARMUP_FACTOR": Key(0.1, "schedule.warmup_factor"),
+    "OPTIM.WARMUP_EPOCHS": Key(5, "schedule.warmup_epochs"),
+    "OPTIM.WEIGHT_DECAY": Key(5e-5, "optimizer.weight_decay"),
+    "OUT_DIR": Key("./exp", "out"),
+    "CFG_DEST": Key("config.yaml"),
+    "RNG_SEED": Key(None, "seed", int | None),
+}
+NO_MEANING = {
+    "MODEL.PRETRAINED": "would download weights; give MODEL.WEIGHTS a file instead",
+    "TRAIN.LOAD_OPT": "has no meaning here: resuming restores the optimizer too, and "
+    "MODEL.WEIGHTS loads weights alone",
+    "TEST.DATASET": "has no meaning, nor has it in distribuuuu: TEST.SPLIT lies in TRAIN.DATASET",
+    "TEST.PRINT_FREQ": "has no meaning here: an evaluation is one line",
+    "CFG_DEST": "has no meaning here: look into OUT_DIR/config.yaml",
+}
+"""Notes on keys that are given. As all notes they end a sentence that begins with KEY VALUE."""
+UNUSUAL = {
+    "MODEL.NUM_CLASSES": "counts for dummy data only; an image folder tells its own",
+    "MODEL.DUMMY_INPUT": "means random images of 3 x 224 x 224, whatever TRAIN.IM_SIZE says",
+    "TRAIN.IM_SIZE": "is the side of an evaluation's crop too, which distribuuuu fixes at 224",
+}
+"""Notes on values that are not the default."""
+CHANGED = {
+    "MODEL.ARCH": "is timm's network: {ours}",
+    "TRAIN.BATCH_SIZE": "is per device: the global batch is {ours} = {ranks} x {value}",
+    "OPTIM.STEPS": "begins with 0, where distribuuuu wants it; the milestones are those behind it",
+    "RNG_SEED": "(no seed) becomes {ours}: every run has a seed here",
+}
+"""Notes on values that are others here."""
+NOTES = NO_MEANING | UNUSUAL | CHANGED
 
 # Settings that distribuuuu's code fixes: it has no key for them.
 FIXED = {
@@ -45,11 +132,12 @@ def translate(
     given: Layer = {} if cfg is None else _from_file(cfg, problems)
     given |= _from_pairs(pairs, problems)
     values = _typed(given, problems)
-    layer = _translated(values, given, ranks)
+    ours = _converted(values, ranks)
+    layer = _translated(ours, given)
     name = "distribuuuu" if cfg is None else Path(cfg).stem
     layer["name"] = SourcedValue(_located(name), str(cfg or "distribuuuu"))
     settings = resolve([layer, flag_layer(flags, problems)], problems)
-    return settings, [*_notes(values, given, ranks), SCHEDULE_NOTE]
+    return settings, [*_notes(values, ours, given, ranks), SCHEDULE_NOTE]
 
 
 def _from_file(cfg: str | Path, problems: list[str]) -> Layer:
@@ -97,13 +185,13 @@ def _typed(given: Layer, problems: list[str]) -> dict[str, Any]:
     values = {key: row.default for key, row in KEYS.items()}
     for key, item in given.items():
         try:
-            values[key] = typed(item.located, KEYS[key].kind)
+            values[key] = typed(item.located, KEYS[key].kind or type(KEYS[key].default))
         except ValueError as error:
             problems.append(f"{item.origin}: {key} {error}")
     if values["MODEL.PRETRAINED"]:
         problems.append(
             f"{given['MODEL.PRETRAINED'].origin}: MODEL.PRETRAINED True "
-            f"{KEYS['MODEL.PRETRAINED'].note}"
+            f"{NO_MEANING['MODEL.PRETRAINED']}"
         )
     # As in distribuuuu's setup of seeds.
     if values["RNG_SEED"]:
@@ -113,29 +201,44 @@ def _typed(given: Layer, problems: list[str]) -> dict[str, Any]:
     return values
 
 
-def _translated(values: Mapping[str, Any], given: Layer, ranks: int) -> Layer:
+def _converted(values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Return the value of our setting for each key."""
+    arch, steps = values["MODEL.ARCH"], values["OPTIM.STEPS"]
+    return {
+        **values,
+        "MODEL.ARCH": arch if arch in OWN_NETWORKS else f"timm:{arch}",
+        "MODEL.DUMMY_INPUT": "dummy" if values["MODEL.DUMMY_INPUT"] else "imagefolder",
+        "TRAIN.BATCH_SIZE": values["TRAIN.BATCH_SIZE"] * ranks,
+        "OPTIM.LR_POLICY": POLICIES[values["OPTIM.LR_POLICY"]],
+        # distribuuuu needs a leading 0, which changes nothing.
+        "OPTIM.STEPS": steps[1:] if steps[:1] == (0,) else steps,
+        "RNG_SEED": values["RNG_SEED"] or 0,
+    }
+
+
+def _translated(ours: Mapping[str, Any], given: Layer) -> Layer:
     """Return the values by the names of our settings."""
     layer = {name: SourcedValue(_located(value), "distribuuuu") for name, value in FIXED.items()}
     for key, row in KEYS.items():
         if row.setting:
             origin = given[key].origin if key in given else "distribuuuu's default"
-            layer[row.setting] = SourcedValue(_located(row.convert(values[key], ranks)), origin)
+            layer[row.setting] = SourcedValue(_located(ours[key]), origin)
     return layer
 
 
-def _notes(values: Mapping[str, Any], given: Layer, ranks: int) -> Iterator[str]:
+def _notes(
+    values: Mapping[str, Any], ours: Mapping[str, Any], given: Layer, ranks: int
+) -> Iterator[str]:
     """Yield a note for each key whose meaning here differs from that in distribuuuu."""
     for key, row in KEYS.items():
         value = values[key]
-        ours = row.convert(value, ranks)
-        is_due = {
-            "given": key in given,
-            "unusual": value != row.default,
-            "changed": value != ours,
-            "never": False,
-        }
-        if is_due[row.note_when]:
-            note = row.note.format(value=value, ours=write(ours), ranks=ranks)
+        is_due = (
+            (key in NO_MEANING and key in given and key != "MODEL.PRETRAINED")
+            or (key in UNUSUAL and value != row.default)
+            or (key in CHANGED and value != ours[key])
+        )
+        if is_due:
+            note = NOTES[key].format(value=value, ours=write(ours[key]), ranks=ranks)
             yield f"{key} {write(value)} {note}"
     if values["RNG_SEED"]:
         yield (

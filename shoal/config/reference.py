@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.config.convert import describe
-from shoal.config.distribuuuu_keys import KEYS, DistribuuuuKey
+from shoal.config.distribuuuu import KEYS, NOTES
 from shoal.config.fields import Setting, all_settings
 from shoal.config.yaml_subset import write
 
@@ -43,7 +43,8 @@ def distribuuuu_table() -> str:
             f"`{key}`",
             f"`{write(row.default)}`",
             f"`{row.setting}`" if row.setting else "none",
-            _note(row),
+            # Placeholders, because a note contains the values of a command line.
+            NOTES.get(key, "").format(value="VALUE", ours="OURS", ranks="RANKS"),
         )
         for key, row in KEYS.items()
     )
@@ -53,11 +54,6 @@ def distribuuuu_table() -> str:
 def _values(setting: Setting) -> str:
     limit = f"; {setting.check[1]}" if setting.check else ""
     return describe(setting.annotation) + limit
-
-
-# The page shows placeholders, because a note contains the values of a command line.
-def _note(row: DistribuuuuKey) -> str:
-    return row.note.format(value="VALUE", ours="OURS", ranks="RANKS")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
