@@ -27,7 +27,9 @@ from shoal.errors import LaunchError, UsageError
 
 NAME = ".control"
 MAX_LINE_BYTES = 4096
-MAX_CALLERS = 16
+MAX_WAITING = 16
+READ_S = 1.0
+"""For the line of a command, which sends it as soon as it is connected."""
 MAX_NAME_BYTES = 103  # of a socket on macOS; Linux has room for 107
 
 
@@ -60,30 +62,19 @@ class ControlConnection:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._received = b""
-        connection.setblocking(False)
+        connection.settimeout(READ_S)
 
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def read(self) -> dict[str, Any] | None:
-        """Return the request; None before all of it has arrived.
+    def read(self) -> dict[str, Any]:
+        """Return the request.
 
         Raises:
+            OSError: it does not come within READ_S.
             ValueError: the command has closed the connection, or its line is no JSON object.
         """
-        try:
-            received = self._connection.recv(MAX_LINE_BYTES)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise ValueError(str(error)) from error
-        self._received += received
-        line, end, _ = self._received.partition(b"\n")
-        if not end:
-            if not received or len(self._received) > MAX_LINE_BYTES:
-                raise ValueError("no line of JSON")
-            return None
+        with self._connection.makefile("rb") as lines:
+            line = lines.readline(MAX_LINE_BYTES)
+        if not line.endswith(b"\n"):
+            raise ValueError("no line of JSON")
         request = json.loads(line)
         if not isinstance(request, dict):
             raise ValueError("no JSON object")
@@ -112,15 +103,12 @@ class ControlServer:
         self.marker = self.path.parent / marker
         self._listener: socket.socket | None = None
         self._inode = -1
-        self._callers: list[ControlConnection] = []
         self._problem = ""
 
     def __enter__(self) -> ControlServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for caller in self._callers:
-            caller.close()
         if self._listener is not None:
             self._listener.close()
         with contextlib.suppress(OSError):
@@ -156,27 +144,24 @@ class ControlServer:
     @property
     def sources(self) -> list[Any]:
         """Return the objects to wait for."""
-        return [] if self._listener is None else [self._listener, *self._callers]
+        return [] if self._listener is None else [self._listener]
 
     def accept_requests(self) -> list[tuple[ControlConnection, dict[str, Any]]]:
         """Return the requests that have arrived, each with its connection.
 
         The caller of this function answers on the connection and closes it.
         """
-        if self._listener is not None:
-            self._accept(self._listener)
-        requests = []
-        for caller in list(self._callers):
+        requests: list[tuple[ControlConnection, dict[str, Any]]] = []
+        while self._listener is not None:
             try:
-                request = caller.read()
-            except ValueError as error:
-                self._callers.remove(caller)
+                caller = ControlConnection(self._listener.accept()[0])
+            except BlockingIOError:
+                break
+            try:
+                requests.append((caller, caller.read()))
+            except (OSError, ValueError, RecursionError) as error:
                 caller.send(refused=f"this is no request: {error}")
                 caller.close()
-                continue
-            if request is not None:
-                self._callers.remove(caller)
-                requests.append((caller, request))
         return requests
 
     def _bind(self, listener: socket.socket) -> int:
@@ -194,7 +179,7 @@ class ControlServer:
                 listener.bind(name)
         finally:
             os.umask(previous_mask)
-        listener.listen(MAX_CALLERS)
+        listener.listen(MAX_WAITING)
         listener.setblocking(False)
         temporary.replace(self.path)
         return self.path.lstat().st_ino
@@ -209,15 +194,6 @@ class ControlServer:
             with short_name(self.path) as name:
                 probe.connect(name)
             raise OSError("another launcher listens there")
-
-    def _accept(self, listener: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                connection, _ = listener.accept()
-                if len(self._callers) < MAX_CALLERS:
-                    self._callers.append(ControlConnection(connection))
-                else:
-                    connection.close()
 
 
 def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
@@ -245,9 +221,7 @@ def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
             connection.sendall(json.dumps(request).encode() + b"\n")
             yield from _answers(connection, directory)
         except (BrokenPipeError, ConnectionResetError):
-            raise LaunchError(
-                f"the launcher of {directory} has hung up: it has ended, or too many call it."
-            ) from None
+            raise LaunchError(f"the launcher of {directory} has hung up: it has ended.") from None
 
 
 def _answers(connection: socket.socket, directory: Path) -> Iterator[dict[str, Any]]:
