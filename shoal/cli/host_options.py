@@ -12,7 +12,7 @@ from shoal.cli import argument_types
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
-    from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.launch.hosts.hosts_job import HostsOptions
 
 ALONE = ("env", "address", "min_hosts")
 WITH_VALUE = ("--hosts", "--hostfile", "--env", "--address", "--min-hosts")
@@ -46,14 +46,14 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     Raises:
         UsageError: an option makes no sense.
     """
-    from shoal.launch.hosts.remote_work import HostsOptions
-    from shoal.launch.hosts.ssh_hosts import parse_hosts, read_hostfile
-
     if options.hosts is None and options.hostfile is None:
         _check_none_given(options)
         return None
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
+    from shoal.launch.hosts.hosts_job import HostsOptions
+    from shoal.launch.hosts.ssh_hosts import parse_hosts, read_hostfile
+
     hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts)
     found = HostsOptions(
         hosts=hosts,

@@ -29,7 +29,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
-    from shoal.launch.hosts.remote_work import HostsOptions
+    from shoal.launch.hosts.hosts_job import HostsOptions
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
@@ -135,8 +135,7 @@ def _run_on_hosts(
     options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
     from shoal.launch.hosts.host_facts import FactsRequest
-    from shoal.launch.hosts.hosts_job import run_on_hosts
-    from shoal.launch.hosts.remote_work import RemoteWork
+    from shoal.launch.hosts.hosts_job import RemoteWork, run_on_hosts
     from shoal.launch.local import script_preload
 
     arguments = [script.module or script.file, list(options.arguments)]

@@ -23,7 +23,7 @@ OWN_NETWORKS = {
 POLICIES = {"cos": "cosine", "steps": "step"}
 
 
-class Key(NamedTuple):
+class DistribuuuuKey(NamedTuple):
     """One key of distribuuuu's configuration.
 
     Args:
@@ -37,45 +37,47 @@ class Key(NamedTuple):
     kind: Any = None
 
 
-KEYS: Mapping[str, Key] = {
-    "MODEL.ARCH": Key("resnet18", "model.name"),
-    "MODEL.NUM_CLASSES": Key(1000, "data.classes"),
-    "MODEL.PRETRAINED": Key(False),
-    "MODEL.SYNCBN": Key(False, "model.sync_batchnorm"),
-    "MODEL.WEIGHTS": Key(None, "model.weights", str | None),
-    "MODEL.DUMMY_INPUT": Key(False, "data.name"),
-    "TRAIN.BATCH_SIZE": Key(32, "train.batch_size"),
-    "TRAIN.IM_SIZE": Key(224, "data.image_size"),
-    "TRAIN.DATASET": Key("./data/ILSVRC/", "data.path"),
-    "TRAIN.SPLIT": Key("train", "data.train_split"),
-    "TRAIN.AUTO_RESUME": Key(True, "checkpoint.resume"),
-    "TRAIN.LOAD_OPT": Key(True),
-    "TRAIN.WORKERS": Key(4, "data.workers"),
-    "TRAIN.PIN_MEMORY": Key(True, "data.pin_memory"),
-    "TRAIN.PRINT_FREQ": Key(30, "log.every"),
-    "TRAIN.TOPK": Key(5, "evaluation.topk"),
-    "TEST.DATASET": Key("./data/ILSVRC/"),
-    "TEST.SPLIT": Key("val", "data.validation_split"),
-    "TEST.BATCH_SIZE": Key(200, "evaluation.batch_size"),  # per device, there and here
-    "TEST.IM_SIZE": Key(256, "data.resize"),
-    "TEST.PRINT_FREQ": Key(10),
-    "CUDNN.BENCHMARK": Key(True, "train.cudnn_benchmark"),
-    "CUDNN.DETERMINISTIC": Key(False, "train.deterministic"),
-    "OPTIM.MAX_EPOCH": Key(100, "train.epochs"),
-    "OPTIM.LR_POLICY": Key("cos", "schedule.name", Literal["cos", "steps"]),
-    "OPTIM.BASE_LR": Key(0.2, "optimizer.lr"),
-    "OPTIM.MIN_LR": Key(0.0, "schedule.final_factor"),  # a share of BASE_LR, there and here
-    "OPTIM.STEPS": Key((), "schedule.milestones", tuple[int, ...]),
-    "OPTIM.LR_MULT": Key(0.1, "schedule.gamma"),
-    "OPTIM.MOMENTUM": Key(0.9, "optimizer.momentum"),
-    "OPTIM.DAMPENING": Key(0.0, "optimizer.options.dampening"),
-    "OPTIM.NESTEROV": Key(True, "optimizer.nesterov"),
-    "OPTIM.WARMUP_FACTOR": Key(0.1, "schedule.warmup_factor"),
-    "OPTIM.WARMUP_EPOCHS": Key(5, "schedule.warmup_epochs"),
-    "OPTIM.WEIGHT_DECAY": Key(5e-5, "optimizer.weight_decay"),
-    "OUT_DIR": Key("./exp", "out"),
-    "CFG_DEST": Key("config.yaml"),
-    "RNG_SEED": Key(None, "seed", int | None),
+KEYS: Mapping[str, DistribuuuuKey] = {
+    "MODEL.ARCH": DistribuuuuKey("resnet18", "model.name"),
+    "MODEL.NUM_CLASSES": DistribuuuuKey(1000, "data.classes"),
+    "MODEL.PRETRAINED": DistribuuuuKey(False),
+    "MODEL.SYNCBN": DistribuuuuKey(False, "model.sync_batchnorm"),
+    "MODEL.WEIGHTS": DistribuuuuKey(None, "model.weights", str | None),
+    "MODEL.DUMMY_INPUT": DistribuuuuKey(False, "data.name"),
+    "TRAIN.BATCH_SIZE": DistribuuuuKey(32, "train.batch_size"),
+    "TRAIN.IM_SIZE": DistribuuuuKey(224, "data.image_size"),
+    "TRAIN.DATASET": DistribuuuuKey("./data/ILSVRC/", "data.path"),
+    "TRAIN.SPLIT": DistribuuuuKey("train", "data.train_split"),
+    "TRAIN.AUTO_RESUME": DistribuuuuKey(True, "checkpoint.resume"),
+    "TRAIN.LOAD_OPT": DistribuuuuKey(True),
+    "TRAIN.WORKERS": DistribuuuuKey(4, "data.workers"),
+    "TRAIN.PIN_MEMORY": DistribuuuuKey(True, "data.pin_memory"),
+    "TRAIN.PRINT_FREQ": DistribuuuuKey(30, "log.every"),
+    "TRAIN.TOPK": DistribuuuuKey(5, "evaluation.topk"),
+    "TEST.DATASET": DistribuuuuKey("./data/ILSVRC/"),
+    "TEST.SPLIT": DistribuuuuKey("val", "data.validation_split"),
+    "TEST.BATCH_SIZE": DistribuuuuKey(200, "evaluation.batch_size"),  # per device, there and here
+    "TEST.IM_SIZE": DistribuuuuKey(256, "data.resize"),
+    "TEST.PRINT_FREQ": DistribuuuuKey(10),
+    "CUDNN.BENCHMARK": DistribuuuuKey(True, "train.cudnn_benchmark"),
+    "CUDNN.DETERMINISTIC": DistribuuuuKey(False, "train.deterministic"),
+    "OPTIM.MAX_EPOCH": DistribuuuuKey(100, "train.epochs"),
+    "OPTIM.LR_POLICY": DistribuuuuKey("cos", "schedule.name", Literal["cos", "steps"]),
+    "OPTIM.BASE_LR": DistribuuuuKey(0.2, "optimizer.lr"),
+    "OPTIM.MIN_LR": DistribuuuuKey(
+        0.0, "schedule.final_factor"
+    ),  # a share of BASE_LR, there and here
+    "OPTIM.STEPS": DistribuuuuKey((), "schedule.milestones", tuple[int, ...]),
+    "OPTIM.LR_MULT": DistribuuuuKey(0.1, "schedule.gamma"),
+    "OPTIM.MOMENTUM": DistribuuuuKey(0.9, "optimizer.momentum"),
+    "OPTIM.DAMPENING": DistribuuuuKey(0.0, "optimizer.options.dampening"),
+    "OPTIM.NESTEROV": DistribuuuuKey(True, "optimizer.nesterov"),
+    "OPTIM.WARMUP_FACTOR": DistribuuuuKey(0.1, "schedule.warmup_factor"),
+    "OPTIM.WARMUP_EPOCHS": DistribuuuuKey(5, "schedule.warmup_epochs"),
+    "OPTIM.WEIGHT_DECAY": DistribuuuuKey(5e-5, "optimizer.weight_decay"),
+    "OUT_DIR": DistribuuuuKey("./exp", "out"),
+    "CFG_DEST": DistribuuuuKey("config.yaml"),
+    "RNG_SEED": DistribuuuuKey(None, "seed", int | None),
 }
 NO_MEANING = {
     "MODEL.PRETRAINED": "would download weights; give MODEL.WEIGHTS a file instead",

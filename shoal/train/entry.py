@@ -20,8 +20,8 @@ from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import run_on_hosts_with_restarts
-from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts_with_restarts
+
 from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import run_with_restarts

@@ -28,7 +28,6 @@ FACTS = HostFacts(
     identity="boot net pid",
     cores=2,
     can_write=True,
-    time_s=1_000_000.0,
     user="me",
     cwd_exists=True,
     script_digest="77",
@@ -89,14 +88,12 @@ def test_hosts_may_be_several_on_one_machine(monkeypatch):
     assert collect_facts(FactsRequest("/")).identity == "node7"
 
 
-def test_facts_are_read_from_json_with_their_types_checked():
+def test_facts_are_read_from_json():
     document = json.loads(json.dumps(FACTS.to_json()))
     assert HostFacts.from_json({**document, "later": 1}) == FACTS
     assert HostFacts.from_json({**document, "torch": None}).torch is None
-    wrong = {"cores": True, "torch": 2, "addresses": [{"interface": "a"}], "time_s": "now"}
-    for name, value in wrong.items():
-        with pytest.raises((KeyError, ValueError), match=f"{name}|address"):
-            HostFacts.from_json({**document, name: value})
+    with pytest.raises(TypeError, match="address"):
+        HostFacts.from_json({**document, "addresses": [{"interface": "a"}]})
     del document["user"]
     with pytest.raises(KeyError, match="user"):
         HostFacts.from_json(document)
@@ -105,7 +102,7 @@ def test_facts_are_read_from_json_with_their_types_checked():
 def test_equal_hosts_have_no_problems():
     hosts = [host("a"), host("b"), host("c", torch="2.13.0+cu130")]
     assert host_checks.problems(hosts, REQUEST, FACTS) == []
-    assert host_checks.notes(hosts, [1_000_002.0] * 3) == [
+    assert host_checks.notes(hosts) == [
         "hosts have several builds of torch: 2.13.0+cpu, 2.13.0+cu130"
     ]
 
@@ -133,14 +130,6 @@ def test_every_problem_of_every_host_is_in_one_list():
     ]
 
 
-def test_clocks_and_ranks_without_a_core_of_their_own_are_told():
-    hosts = [
-        host("a", 3),
-        host("b", 2, time_s=999_980.0),
-        host("c", 2, time_s=1_000_004.0, cores=1),
-    ]
-    assert host_checks.notes(hosts, [1_000_000.0] * 3) == [
-        "host a: 3 ranks on 2 cores",
-        "host b: its clock is 20 s behind",
-        "host c: 2 ranks on 1 core",
-    ]
+def test_ranks_without_a_core_of_their_own_are_told():
+    hosts = [host("a", 3), host("b", 2), host("c", 2, cores=1)]
+    assert host_checks.notes(hosts) == ["host a: 3 ranks on 2 cores", "host c: 2 ranks on 1 core"]

@@ -116,7 +116,8 @@ class Hosts:
         self.now_s = 100.0
         self.session = None
         monkeypatch.setattr(remote_ranks, "clock_s", lambda: self.now_s)
-        self.driver = RemoteRanks(self, [HostRanks(0, 0, 2), HostRanks(1, 2, 1)])  # type: ignore[arg-type]
+        connections: Any = self
+        self.driver = RemoteRanks(connections, [HostRanks(0, 0, 2), HostRanks(1, 2, 1)])
         self.detector = HangDetector(LIMIT_S)
 
     def post(self, host: int, question: dict[str, str]) -> int:

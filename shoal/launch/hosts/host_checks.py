@@ -12,13 +12,10 @@ from shoal.errors import LaunchError
 from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
-from shoal.launch.hosts.remote_work import HostsOptions
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 ANSWER_S = 15.0
 LOOPBACK = "127.0.0.1"
-CLOCK_S = 5.0
-"""Clocks that differ by more are told."""
 
 Checked = Sequence[tuple[SshHost, HostFacts]]
 
@@ -42,22 +39,22 @@ def host_problems(
     connections: HostConnections, request: FactsRequest, failed: Sequence[str]
 ) -> list[str]:
     """Return all problems of all hosts, those that could not be connected first."""
-    known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
-    return [*failed, *problems(known, request, collect_facts(request))]
+    return [*failed, *problems(_known(connections), request, collect_facts(request))]
 
 
 def host_notes(connections: HostConnections) -> list[str]:
     """Return what the user should know, and what does not keep the run from starting."""
-    known = [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
-    # The first host may have told its facts long before the last one.
-    received_s = [connections.received_s[host] for host in connections.connected]
-    return notes(known, received_s)
+    return notes(_known(connections))
 
 
-def find_meeting(
-    connections: HostConnections, options: HostsOptions, hosts: Sequence[int]
-) -> Meeting:
+def _known(connections: HostConnections) -> Checked:
+    return [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
+
+
+def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequence[int]) -> Meeting:
     """Return the address of the first of `hosts` at which all others reach it.
+
+    Args: choice: the user's, of the first host of the list, which may be lost by now.
 
     Raises:
         LaunchError: there is none; the message says who cannot reach whom.
@@ -65,11 +62,11 @@ def find_meeting(
     """
     first, *others = hosts
     facts = connections.facts[first]
-    # The user's choice is about the first host of the list, which may be lost by now.
-    choice = options.address if first == 0 else None
     candidates = [LOOPBACK]
     if others:
-        candidates = candidate_addresses(facts.addresses, facts.ssh_address, choice)
+        candidates = candidate_addresses(
+            facts.addresses, facts.ssh_address, choice if first == 0 else None
+        )
     listen = {"question": "listen", "addresses": candidates}
     ports = connections.ask({first: listen}, ANSWER_S)[first]["ports"]
     if not ports:
@@ -161,19 +158,10 @@ def _release(version: str) -> str:
     return version.partition("+")[0]
 
 
-def notes(hosts: Checked, received_s: Sequence[float]) -> list[str]:
-    """Return what the user should know and what does not keep the run from starting.
-
-    Args:
-        received_s: for each host the driver's clock when its facts came, with which that host's
-            clock is compared.
-    """
+def notes(hosts: Checked) -> list[str]:
+    """Return what the user should know and what does not keep the run from starting."""
     found = []
-    for (host, facts), here_s in zip(hosts, received_s, strict=True):
-        late_s = facts.time_s - here_s
-        if abs(late_s) > CLOCK_S:
-            side = "ahead" if late_s > 0 else "behind"
-            found.append(f"host {host.name}: its clock is {abs(late_s):.0f} s {side}")
+    for host, facts in hosts:
         if host.processes is not None and host.processes > facts.cores:
             cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
             found.append(f"host {host.name}: {host.processes} ranks on {cores}")

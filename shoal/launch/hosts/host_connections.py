@@ -6,7 +6,6 @@ import itertools
 import select
 import socket
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from typing import Any
@@ -49,7 +48,6 @@ class HostConnections:
         session: the driver's side of the protocol.
         printer: of the output of ranks.
         facts: of the hosts that are connected, by number.
-        received_s: the driver's clock when these came, to compare clocks.
     """
 
     def __init__(
@@ -63,7 +61,6 @@ class HostConnections:
         self.session = DriverSession(len(hosts), lease_times())
         self.printer = printer or LinePrinter()
         self.facts: dict[int, HostFacts] = {}
-        self.received_s: dict[int, float] = {}
         self._python = python
         self._specification = specification
         self._clients: dict[int, SshClient] = {}
@@ -233,7 +230,6 @@ class HostConnections:
     def _note_facts(self, host: int, facts: object) -> None:
         try:
             self.facts[host] = HostFacts.from_json(facts)
-            self.received_s[host] = time.time()
         except (KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"host {self.name(host)}: its facts are none: {error!r}") from error
 
