@@ -1,11 +1,9 @@
-"""`shoal doctor`: the facts of this machine, its problems, and the strategies that can run on
-it.
-"""
+"""`shoal doctor`: the facts of this machine, its problems, and what can be used on it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from textwrap import wrap
 from typing import Any
@@ -20,25 +18,7 @@ NEWEST_TORCHVISION = 29  # 0.29.1 and later belong to every torch from 2.14 on
 LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
 FEW_OPEN_FILES = 1024
 WIDTH = 96
-AVERAGES = ("all_reduce", "broadcast", "all_to_all")
-SHARDS = ("all_reduce", "broadcast", "all_gather", "reduce_scatter")
-COLLECTIVES: Mapping[str, tuple[str, ...]] = {
-    "single": (),
-    "dataparallel": (),
-    "ddp": AVERAGES,
-    "zero1": SHARDS,
-    "zero2": SHARDS,
-    "zero3": SHARDS,
-    "tensor": SHARDS,
-    "pipeline": ("all_reduce", "broadcast", "send_receive"),
-    "server": ("all_reduce", "broadcast"),
-    "local": AVERAGES,
-    "diloco": AVERAGES,
-    "recompute": (),
-}
-"""The collectives that each strategy needs between its ranks, by the names in
-`machine_info.EXPECTED`.
-"""
+RANKS = "several ranks"
 
 
 @dataclass(frozen=True)
@@ -51,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Readiness of a strategy or a feature. If it is not ready, `remark` names the missing piece
+    """Readiness of a feature. If it is not ready, `remark` names the missing piece
     and the cure."""
 
     ready: bool
@@ -65,18 +45,17 @@ class Report:
     Args:
         facts: section -> name -> value; plain data, units in the names.
         problems: to be solved, whichever strategy is used.
-        strategies, features: name -> verdict.
+        features: name -> verdict.
     """
 
     facts: Mapping[str, Mapping[str, Any]]
     problems: tuple[Problem, ...]
-    strategies: Mapping[str, Diagnosis]
     features: Mapping[str, Diagnosis]
 
     @property
     def exit_code(self) -> int:
-        """Return 0 where ddp works on this machine's CPU, else 1."""
-        return 0 if self.strategies["ddp"].ready else 1
+        """Return 0 where ranks can add up numbers on this machine's CPU, else 1."""
+        return 0 if self.features[RANKS].ready else 1
 
 
 def examine() -> Report:
@@ -87,7 +66,7 @@ def examine() -> Report:
 def assess(facts: Mapping[str, Mapping[str, Any]]) -> Report:
     """Return the report on these facts."""
     problems = (*_version_problems(facts["software"]), *_machine_problems(facts))
-    return Report(facts, problems, _strategies(facts), _features(facts))
+    return Report(facts, problems, _features(facts))
 
 
 def to_json(report: Report) -> str:
@@ -98,10 +77,8 @@ def to_json(report: Report) -> str:
 def render(report: Report) -> str:
     """Return the report as text of at most 96 columns."""
     blocks = [_table(section, _rows(facts)) for section, facts in report.facts.items()]
-    for title, verdicts in (("strategies", report.strategies), ("features", report.features)):
-        blocks.append(
-            _table(title, [(name, _status_text(verdict)) for name, verdict in verdicts.items()])
-        )
+    features = [(name, _status_text(verdict)) for name, verdict in report.features.items()]
+    blocks.append(_table("features", features))
     problems = [row for p in report.problems for row in (("problem", p.fact), ("cure", p.cure))]
     blocks.append(_table("problems", problems) if problems else "no problems found")
     return "\n\n".join(blocks)
@@ -171,19 +148,11 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _strategies(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
+def _ranks(facts: Mapping[str, Mapping[str, Any]]) -> Diagnosis:
+    """Judge by two ranks that have added up two numbers on this machine."""
+    communication = facts["communication"]
     if facts["software"]["torch"] is None:
-        missing = Diagnosis(False, f"torch; {PIP_TORCH}")
-        return dict.fromkeys(COLLECTIVES, missing)
-    ddp = _ddp(facts["communication"])
-    verdicts = {"single": Diagnosis(True), "ddp": ddp}
-    for name, needed in COLLECTIVES.items():
-        if name not in verdicts:
-            verdicts[name] = _distributed(name, needed, ddp, facts["communication"])
-    return verdicts
-
-
-def _ddp(communication: Mapping[str, Any]) -> Diagnosis:
+        return Diagnosis(False, f"torch; {PIP_TORCH}")
     if "gloo" not in communication["backends"]:
         return Diagnosis(
             False, "the gloo backend; this build of torch has none, take pytorch.org's"
@@ -194,38 +163,13 @@ def _ddp(communication: Mapping[str, Any]) -> Diagnosis:
             False,
             f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)",
         )
-    return _from_collectives(COLLECTIVES["ddp"], communication)
-
-
-def _distributed(
-    name: str, needed: Sequence[str], ddp: Diagnosis, communication: Mapping[str, Any]
-) -> Diagnosis:
-    """Judge a strategy other than ddp by the collectives that it needs. Without any, one rank is
-    enough.
-    """
-    if not needed:
-        return Diagnosis(True)
-    if not ddp.ready:
-        return Diagnosis(False, "what ddp lacks")
-    if name == "server" and communication["loopback_error"]:
-        return Diagnosis(False, f"a port on 127.0.0.1: {communication['loopback_error']}")
-    return _from_collectives(needed, communication)
-
-
-def _from_collectives(needed: Sequence[str], communication: Mapping[str, Any]) -> Diagnosis:
-    """Judge by the collectives that two ranks tried on this machine."""
-    failed = [name for name in needed if name in communication["collective_errors"]]
-    if not failed:
-        return Diagnosis(True)
-    error = communication["collective_errors"][failed[0]]
-    return Diagnosis(
-        False, f"{failed[0]} between two ranks: {error}; take pytorch.org's build of torch"
-    )
+    return Diagnosis(True)
 
 
 def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
     software, devices = facts["software"], facts["devices"]
     return {
+        RANKS: _ranks(facts),
         "torchvision models": _needs(
             software["torchvision_error"] is None, software["torchvision_error"] or ""
         ),

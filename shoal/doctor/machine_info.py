@@ -6,7 +6,6 @@ torch is imported inside functions only. An unknown fact is None.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -15,29 +14,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shoal import __version__
 from shoal.errors import ShoalError
 from shoal.platform.cgroups import cgroup_limits, usable_cores
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Facts = dict[str, Any]
-COLLECTIVES_LIMIT_S = 90
-EXPECTED = {
-    "all_reduce": ([3.0, 3.0], [3.0, 3.0]),
-    "broadcast": ([1.0, 1.0], [1.0, 1.0]),
-    "all_gather": ([1.0, 1.0, 2.0, 2.0], [1.0, 1.0, 2.0, 2.0]),
-    "reduce_scatter": ([3.0], [3.0]),
-    "all_to_all": ([1.0, 2.0], [1.0, 2.0]),
-    "send_receive": ([2.0, 2.0], [1.0, 1.0]),
-}
-"""The results on rank 0 and on rank 1, where rank 0 starts with [1, 1] and rank 1 with [2, 2]."""
-
+RANKS_LIMIT_S = 90
 PLAINLY_IMPORTED = ("torchvision", "timm", "transformers")
 """Packages that scripts of users import by themselves."""
 
@@ -109,12 +94,12 @@ def devices() -> Facts:
 
 
 def communication() -> Facts:
-    """Return torch.distributed's backends, and the errors of collectives between two ranks here."""
+    """Return torch.distributed's backends, and the error of an all-reduce of two ranks here."""
     return {
         "backends": _backends(),
         "compiled_all_reduce": _compiled(),
         "loopback_error": _loopback_error(),
-        **_collectives(),
+        **_all_reduce(),
     }
 
 
@@ -132,114 +117,54 @@ def launch() -> Facts:
     return {**decision, **{program: shutil.which(program) for program in ("srun", "mpirun", "ssh")}}
 
 
-def check_collectives() -> int:
-    """Start two ranks that try every collective. Call it from the main thread.
+def check_ranks() -> int:
+    """Start two ranks that add up two numbers. Call it from the main thread.
 
     Returns:
         The exit code of the ranks, as of `shoal.launch.local.run`.
     """
     from shoal.launch import local
 
-    # "lines": complete lines of both ranks. With "all", rank 0 writes past the launcher, and
-    # where PYTHONUNBUFFERED is set, the line of rank 1 may come before rank 0's newline.
-    return local.run(try_collectives, (), 2, output="lines", preload=())
+    return local.run(add_up, (), 2, preload=())
 
 
-def try_collectives() -> None:
-    """Try every collective that strategies need, and print {collective: error}. Both of two
-    ranks call this.
-    """
-    import torch.distributed as dist
+def add_up() -> None:
+    """Add up two numbers. Both of two ranks call this.
 
-    dist.init_process_group("gloo", init_method="env://")
-    errors = {}
-    for name, attempt in _attempts().items():
-        try:
-            received = attempt().tolist()
-        except RuntimeError as error:
-            errors[name] = str(error).strip().splitlines()[0]
-            continue
-        expected = EXPECTED[name][dist.get_rank()]
-        if received != expected:
-            errors[name] = f"rank {dist.get_rank()} got {received} instead of {expected}"
-    print(json.dumps(errors), flush=True)
-
-
-def _attempts() -> dict[str, Callable[[], Tensor]]:
-    """Return a function for each key of EXPECTED: it runs the collective and returns this
-    rank's result.
+    Raises:
+        RuntimeError: the sum is wrong.
     """
     import torch
     import torch.distributed as dist
 
+    dist.init_process_group("gloo", init_method="env://")
     rank = dist.get_rank()
-
-    def local_values() -> Tensor:
-        return torch.full((2,), rank + 1.0)
-
-    def all_reduce() -> Tensor:
-        total = local_values()
-        dist.all_reduce(total)
-        return total
-
-    def broadcast() -> Tensor:
-        values = local_values()
-        dist.broadcast(values, src=0)
-        return values
-
-    def all_gather() -> Tensor:
-        gathered = torch.empty(4)
-        dist.all_gather_into_tensor(gathered, local_values())
-        return gathered
-
-    def reduce_scatter() -> Tensor:
-        shard = torch.empty(1)
-        dist.reduce_scatter_tensor(shard, local_values())
-        return shard
-
-    def all_to_all() -> Tensor:
-        received = torch.empty(2)
-        dist.all_to_all_single(received, local_values())
-        return received
-
-    def send_receive() -> Tensor:
-        received = torch.empty(2)
-        sending = dist.isend(local_values(), 1 - rank)
-        dist.recv(received, 1 - rank)
-        if sending is not None:
-            sending.wait()
-        return received
-
-    attempts = (all_reduce, broadcast, all_gather, reduce_scatter, all_to_all, send_receive)
-    return {attempt.__name__: attempt for attempt in attempts}
+    total = torch.full((2,), rank + 1.0)
+    dist.all_reduce(total)
+    if total.tolist() != [3.0, 3.0]:
+        raise RuntimeError(f"rank {rank} got {total.tolist()} instead of [3.0, 3.0]")
 
 
-def _collectives() -> Facts:
-    program = f"from {__name__} import check_collectives; raise SystemExit(check_collectives())"
-    command = [sys.executable, "-c", program]
-    errors: dict[str, str] = {}
+def _all_reduce() -> Facts:
+    program = f"from {__name__} import check_ranks; raise SystemExit(check_ranks())"
     begin = time.monotonic()
+    error = None
     try:
         # A separate process: even if it crashes or hangs, the report goes on.
         done = subprocess.run(
-            command,
+            [sys.executable, "-c", program],
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=COLLECTIVES_LIMIT_S,
+            timeout=RANKS_LIMIT_S,
             check=False,
         )
-        if done.returncode == 0:
-            # from both ranks, each line with the rank as prefix
-            for line in done.stdout.splitlines():
-                errors |= json.loads(line[line.index("{") :])
-            error = errors.get("all_reduce")
-        else:
+        if done.returncode != 0:
             error = done.stderr.strip() or f"exit code {done.returncode}"
     except subprocess.TimeoutExpired:
-        error = f"no result after {COLLECTIVES_LIMIT_S} s"
+        error = f"no result after {RANKS_LIMIT_S} s"
     seconds = None if error else round(time.monotonic() - begin, 1)
-    return {"all_reduce_error": error, "all_reduce_s": seconds, "collective_errors": errors}
+    return {"all_reduce_error": error, "all_reduce_s": seconds}
 
 
 def _version(package: str) -> str | None:
