@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.watchdog.progress_memory import ProgressMemory
-from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_word import Phase, ProgressMemory
 from shoal.watchdog.progress_writer import ProgressWriter
 
 RESULT = Path(__file__).with_name("result.json")
@@ -21,7 +20,7 @@ def main() -> None:
     memory = ProgressMemory(1)
     writer = ProgressWriter()
     assert memory.path is not None
-    writer.attach(memory.path, 0, 0, 60.0)
+    writer.attach(memory.path, 0, 60.0)
     calls = writer.join_group("all", [0, 1])
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {"trials": []}
     result["writer_us"] = {

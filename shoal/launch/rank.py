@@ -251,7 +251,7 @@ def _attach_progress(spec: RankSpec) -> None:
     if spec.progress is None:
         return
     words, stacks = spec.progress
-    own_progress().attach(words, spec.rank, 0, spec.hang_limit_s)
+    own_progress().attach(words, spec.rank, spec.hang_limit_s)
     with contextlib.suppress(OSError):
         descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         faulthandler.register(STACKS_SIGNAL, file=descriptor)

@@ -22,7 +22,7 @@ from shoal.launch.rank import STACKS_SIGNAL
 from shoal.launch.rank_set import Look, RankEvent, RankExited
 from shoal.platform.processes import PROC, parent_pid, process_state
 from shoal.watchdog.hang_detector import SilenceCounter
-from shoal.watchdog.progress_memory import ProgressMemory
+from shoal.watchdog.progress_word import ProgressMemory
 from shoal.watchdog.progress_writer import now_ns
 
 UNKNOWN_CODE = 255

@@ -47,7 +47,7 @@ from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
 from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
-from shoal.watchdog.progress_memory import ProgressMemory
+from shoal.watchdog.progress_word import ProgressMemory
 
 TRACKER_S = 2.0
 """A process that a script has made by `os.fork` may keep the resource tracker for longer."""

@@ -4,9 +4,8 @@
     rank 1   ProgressWriter ──> word ─┼─> ProgressMemory ──┤
     rank 2   ProgressWriter ──> word ─┘   (the launcher)   └─> StragglerDetector   a rank is slow
 
-progress_word.py      the layout of the memory, and the phases of a run
+progress_word.py      the phases of a run, and the memory of words, made and read by the launcher
 progress_writer.py    a rank writes its word: at each phase, and at each collective
-progress_memory.py    the launcher makes the memory and reads it
 hang_detector.py      words and time in, the late rank out; no clock, no process
 straggler_detector.py times of steps in, the slow rank out; no clock, no process
 

@@ -1,4 +1,4 @@
-"""The progress word: 64 bytes in which a rank says how far it is, and the page that it lies in.
+"""The progress word, in which a rank says how far it is, and the page that it lies in.
 
     page of a rank    0      word
                       64     times of its last steps, STEPS of them in a ring
@@ -12,6 +12,7 @@ for a moment only, and the detectors act on words that have not changed for long
 from __future__ import annotations
 
 import json
+import os
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
@@ -20,16 +21,15 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 PAGE_BYTES = 8192
-SINCE_AT, PHASE_AT, EPOCH_AT, STEP_AT, CALL_AT, WAITED_AT, RING_AT = 0, 8, 12, 16, 24, 48, 64
+SINCE_AT, STEP_AT, CALL_AT, RING_AT = 0, 16, 24, 64
 STEPS = 32
 GROUPS_AT, MAX_GROUPS = 1088, 64
 TEXT_AT = 2112
 MAX_TEXT_BYTES = PAGE_BYTES - TEXT_AT - 4
 
-WORD = struct.Struct("<qHHIQQIHhQQQ")
+WORD = struct.Struct("<qHHxxxxQQIHhQ")
 EVENT = struct.Struct("<qHH")  # since, phase, flags
 CALL = struct.Struct("<QIHhQ")  # call, group, kind, peer, length
-TIMES = struct.Struct("<QQ")  # waited, data
 STEP = struct.Struct("<Qqqq")  # step, its time, waiting, data
 COUNT = struct.Struct("<IxxxxQ")  # group, calls
 SINCE = struct.Struct("<q")
@@ -95,28 +95,23 @@ class ProgressWord(NamedTuple):
         since_ns: when the rank wrote last, on CLOCK_BOOTTIME.
         phase: one of `Phase`.
         flags: of WAITS, THREAD_WAITS and FIRST.
-        epoch: number of the start of the ranks, from 0; a restart raises it.
         step: optimizer steps of this process.
         call: number of the last collective that the rank has begun, in its group.
         group: `group_id` of that group; 0 for none yet.
         kind: index into KINDS of the last collective or message.
         peer: the other rank of a message; -1 for any.
         length: numbers on each rank, of the last collective or message; 0 where it is not known.
-        waited_ns, data_ns: time spent in waits for other ranks, and for data, since the start.
     """
 
     since_ns: int
     phase: int
     flags: int
-    epoch: int
     step: int
     call: int
     group: int
     kind: int
     peer: int
     length: int
-    waited_ns: int
-    data_ns: int
 
     @property
     def waits(self) -> bool:
@@ -201,3 +196,59 @@ def _description(page: bytes) -> dict[str, Any]:
     except ValueError:  # the rank writes it just now
         return {}
     return found if isinstance(found, dict) else {}
+
+
+class ProgressMemory:
+    """The pages of the ranks of one start, in memory of the process that starts them.
+
+    It has no name in any directory: ranks open it by way of /proc, as
+    `shoal.launch.private_memory`. A second memory of the same kind takes the stacks that ranks
+    write when they are asked for them. Systems without memfd have none.
+
+    Args:
+        ranks: the number of ranks.
+
+    Attributes:
+        path, stacks_path: where ranks open the two memories; None where there is none.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self.path: str | None = None
+        self.stacks_path: str | None = None
+        self._words = self._stacks = -1
+        if hasattr(os, "memfd_create"):
+            self._words = os.memfd_create("shoal-progress")
+            self._stacks = os.memfd_create("shoal-stacks")
+            os.truncate(self._words, PAGE_BYTES * ranks)
+            self.path, self.stacks_path = (
+                f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (self._words, self._stacks)
+            )
+
+    def page(self, rank: int) -> bytes:
+        """Return the page of a rank, counted on this machine."""
+        if self._words < 0:
+            return bytes(PAGE_BYTES)
+        return os.pread(self._words, PAGE_BYTES, PAGE_BYTES * rank)
+
+    def read(self, rank: int) -> RankProgress | None:
+        """Return the progress of a rank; None before its first word."""
+        return decode_page(self.page(rank))
+
+    def clear_stacks(self) -> None:
+        """Forget the stacks that were written so far."""
+        if self._stacks >= 0:
+            os.truncate(self._stacks, 0)
+
+    def stacks(self) -> str:
+        """Return the stacks that ranks have written since `clear_stacks`."""
+        if self._stacks < 0:
+            return ""
+        data = os.pread(self._stacks, 1 << 16, 0)
+        return data.decode(errors="backslashreplace")
+
+    def close(self) -> None:
+        """Close it. Ranks that are attached may still write."""
+        for descriptor in (self._words, self._stacks):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._words = self._stacks = -1

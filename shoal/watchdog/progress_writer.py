@@ -20,7 +20,6 @@ from shoal.watchdog.progress_word import (
     CALL,
     CALL_AT,
     COUNT,
-    EPOCH_AT,
     EVENT,
     FIRST,
     GROUPS_AT,
@@ -38,8 +37,6 @@ from shoal.watchdog.progress_word import (
     STEPS,
     TEXT_AT,
     THREAD_WAITS,
-    TIMES,
-    WAITED_AT,
     WAITS,
     Phase,
     group_id,
@@ -70,7 +67,6 @@ class ProgressWriter:
         self._step = 0
         self._waited_ns = self._data_ns = 0
         self._step_started = (0, 0, 0)
-        self._data_since_ns = 0
         self._groups: dict[int, tuple[str, list[int]]] = {}
         self._slots: dict[int, int] = {}
         self._pacing, self._stage = "together", 0
@@ -79,13 +75,12 @@ class ProgressWriter:
         self._main_waits = self._thread_waits = 0
         self._lock = threading.Lock()
 
-    def attach(self, path: str, rank: int, epoch: int, hang_limit_s: float) -> None:
+    def attach(self, path: str, rank: int, hang_limit_s: float) -> None:
         """Write to the page of `rank` in the memory at `path` from now on. Main thread only."""
         with suppress(OSError), open(path, "r+b") as file:
             view = memoryview(mmap.mmap(file.fileno(), 0))
             self.memory = view[PAGE_BYTES * rank : PAGE_BYTES * (rank + 1)]
             self._main_thread = threading.get_ident()
-            LENGTH.pack_into(self.memory, EPOCH_AT, epoch)
             CALL.pack_into(self.memory, CALL_AT, 0, 0, NO_KIND, -1, 0)
             self._flags = FIRST
             self._mark()
@@ -155,7 +150,6 @@ class ProgressWriter:
                 self._waited_ns - waited,
                 self._data_ns - data,
             )
-        TIMES.pack_into(memory, WAITED_AT, self._waited_ns, self._data_ns)
         NUMBER.pack_into(memory, STEP_AT, self._step)
         self.enter(Phase.BETWEEN)
 

@@ -1,7 +1,7 @@
 """Detection of a rank that is slower than the others, from the times of their steps.
 
     together    ranks end each step together: the slow one waits least, and the others wait for it
-    pipeline    waits are normal: a rank is compared with those of its stage, else with itself
+    pipeline    waits are normal: a rank is compared with those of its stage, where there are some
     alone       no rank waits for another: busy times are compared
 
 No clocks are compared, for each rank measures its own times. No clock and no process is used here.
@@ -24,7 +24,6 @@ SKIPPED_STEPS = 3
 WAITED_SHARE, WAITED_SHARE_OF_TWO = 0.3, 0.5
 """The part of a step for which the others wait, by median; and where there is one other."""
 BUSY_FACTOR = 1.5
-BASELINE_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class SlowRank:
         part: where it takes longer: "data" or "compute".
         more_s: time by which it takes longer in this part, in a step.
         step_s: the median step of the ranks.
-        than: the ranks with which it was compared; empty if with itself before.
+        than: the ranks with which it was compared.
     """
 
     rank: int
@@ -50,8 +49,6 @@ class SlowRank:
     def describe(self, world: int, host: str = "") -> str:
         """Return the sentence for the user, with the rank's host where there are several."""
         others = f"than rank{'s' if len(self.than) > 1 else ''} {_listed(self.than)}"
-        if not self.than:
-            others = f"than in its first {BASELINE_STEPS} steps"
         on_host = f" on {host}" if host else ""
         doing = "waits for data" if self.part == "data" else "computes"
         return (
@@ -66,7 +63,6 @@ class StragglerDetector:
 
     def __init__(self) -> None:
         self._named: set[int] = set()
-        self._first: dict[int, dict[int, float]] = {}
 
     def look(self, progress: Mapping[int, RankProgress]) -> list[SlowRank]:
         """Return the ranks that are found slow now, and were not before."""
@@ -95,25 +91,7 @@ class StragglerDetector:
             return _least_waiting(rank, others, steps)
         if own.pacing == "pipeline":
             others = [other for other in others if progress[other].stage == own.stage]
-        if others:
-            return _busier(rank, others, steps)
-        return self._than_before(rank, steps[rank]) if own.pacing == "pipeline" else None
-
-    def _than_before(self, rank: int, steps: Sequence[StepTimes]) -> SlowRank | None:
-        """Compare the last steps of a rank with its first ones."""
-        first = self._first.setdefault(rank, {})
-        for times in steps:
-            if len(first) < BASELINE_STEPS:
-                first.setdefault(times.step, times.busy_ns)
-        if len(first) < BASELINE_STEPS or steps[-WINDOW].step <= max(first):
-            return None
-        usual_ns = median(first.values())
-        last = steps[-WINDOW:]
-        if sum(times.busy_ns > BUSY_FACTOR * usual_ns for times in last) < REQUIRED:
-            return None
-        more_ns = median(times.busy_ns for times in last) - usual_ns
-        step_s = median(times.total_ns for times in last) * 1e-9
-        return SlowRank(rank, last[-1].step, "compute", more_ns * 1e-9, step_s, ())
+        return _busier(rank, others, steps) if others else None
 
 
 def _settled(steps: Sequence[StepTimes]) -> list[StepTimes]:

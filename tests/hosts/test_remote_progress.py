@@ -58,8 +58,8 @@ class Rank:
     def progress(self, clock_ns: int) -> RankProgress:
         kind = 1 if self.flags & WAITS else NO_KIND
         since_ns = clock_ns + self.written
-        place = (Phase.FORWARD, self.flags, 0, 7, self.call, WORLD)
-        word = ProgressWord(since_ns, *place, kind, -1, 10, 0, 0)
+        place = (Phase.FORWARD, self.flags, 7, self.call, WORLD)
+        word = ProgressWord(since_ns, *place, kind, -1, 10)
         return RankProgress(
             word, {WORLD: self.call}, {WORLD: GroupMembers("world", (0, 1, 2))}, list(self.steps)
         )

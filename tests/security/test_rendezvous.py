@@ -22,7 +22,7 @@ from strangers import (
 from shoal.launch.private_memory import STORE
 from shoal.shm_backend.segment import NAME, TOKEN_BYTES, SharedSegment, attach
 from shoal.testing import world
-from shoal.watchdog.progress_memory import ProgressMemory
+from shoal.watchdog.progress_word import ProgressMemory
 
 OWNS_MEMORY = """
 import os, sys

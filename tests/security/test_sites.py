@@ -46,7 +46,7 @@ SITES = {
     "train/entry.py": (["TemporaryDirectory"], "temporary directories"),
     "verification/script/script_verdict.py": (["TemporaryDirectory"], "temporary directories"),
     "verification/verdict.py": (["TemporaryDirectory"], "temporary directories"),
-    "watchdog/progress_memory.py": (["memfd_create"] * 2, "progress words"),
+    "watchdog/progress_word.py": (["memfd_create"] * 2, "progress words"),
 }
 
 

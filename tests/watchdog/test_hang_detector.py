@@ -69,15 +69,12 @@ class SimulatedRank:
             self.written,
             self.phase,
             self.flags,
-            0,
             7,
             self.calls.get(self.group, 0),
             self.group,
             self.kind,
             self.peer,
             self.length,
-            0,
-            0,
         )
         groups = {
             WORLD: GroupMembers("world", self.ranks),

@@ -11,7 +11,7 @@ MS = 10**6
 
 
 def progress(steps: list[StepTimes], pacing: str = "together", stage: int = 0) -> RankProgress:
-    word = ProgressWord(1, Phase.FORWARD, 0, 0, len(steps), 0, 0, 0, -1, 0, 0, 0)
+    word = ProgressWord(1, Phase.FORWARD, 0, len(steps), 0, 0, 0, -1, 0)
     return RankProgress(word, {}, {}, steps[-32:], pacing, stage)
 
 
@@ -87,16 +87,6 @@ def test_ranks_of_a_pipeline_are_compared_within_their_stage() -> None:
         3: progress(times(30, 60, 0), "pipeline", 1),
     }
     assert [slow.rank for slow in detector.look(words)] == [3]
-
-
-def test_a_stage_without_another_of_its_kind_is_compared_with_itself_before() -> None:
-    detector = StragglerDetector()
-    for end in range(32, 121, 8):
-        words = {0: progress(times(end, 10, 5), "pipeline", 0)}
-        assert detector.look(words) == []
-    words = {0: progress(times(32, 20, 5, first=121), "pipeline", 0)}
-    (slow,) = detector.look(words)
-    assert (slow.rank, slow.than) == (0, ())
 
 
 def test_ranks_that_step_alone_are_compared_by_their_own_time() -> None:
