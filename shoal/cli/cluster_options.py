@@ -32,7 +32,6 @@ FLAGS = {
     "dry-run": "print the batch script, and submit nothing",
 }
 NAMES = tuple(f"--{name}" for name in (*VALUES, *LISTS, *FLAGS))
-WITH_VALUE = tuple(f"--{name}" for name in (*VALUES, *LISTS))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

@@ -42,8 +42,6 @@ _INSTEAD = {
     "`shoal launch` starts Python files, and modules with -m": ("--no-python",),
 }
 
-WITH_VALUE = (*_PROCESSES, "-H")
-
 VERBS = {
     "run": "your own script is `shoal launch -n 2 train.py`, an experiment `shoal train digits`",
     "start": "your own script is `shoal launch -n 2 train.py`, an experiment `shoal train digits`",

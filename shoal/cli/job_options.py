@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types
+from shoal.config import trace_window
 from shoal.config.fields import all_settings
 from shoal.config.yaml_subset import write
 from shoal.errors import ConfigError, UsageError
@@ -82,6 +83,16 @@ def hang_limit_argument(parser: argparse.ArgumentParser, effect: str) -> None:
         type=argument_types.seconds,
         metavar="SECONDS",
         help=f"{effect} if a rank does not come for so long (default: 60; 0 for no limit)",
+    )
+
+
+def trace_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --trace, whose value may be left out; see `program`."""
+    parser.add_argument(
+        "--trace",
+        metavar="N@S",
+        help="trace N steps, after the first S of this start, into trace.json (--trace alone: "
+        f"{trace_window.DEFAULT})",
     )
 
 

@@ -22,7 +22,6 @@ from shoal.cli import (
     execution,
     host_options,
     job_options,
-    trace_flag,
 )
 from shoal.config import builtin_names, trace_window
 from shoal.errors import ConfigError, UsageError
@@ -68,7 +67,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="whose stdout is shown (default: first)",
     )
-    trace_flag.argument(parser)
+    job_options.trace_argument(parser)
     parser.add_argument(
         "--trace-to",
         type=argument_types.path,

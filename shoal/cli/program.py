@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NoReturn, Protocol
 
 from shoal import __version__
@@ -31,10 +32,10 @@ from shoal.cli import (
     schedule,
     servers,
     trace,
-    trace_flag,
     train,
     verify,
 )
+from shoal.config import trace_window
 from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean, printable
 
 DESCRIPTION = "Train one PyTorch model on many devices, and get the numbers of one device."
@@ -181,7 +182,7 @@ def _run(words: list[str]) -> int:
     if words and words[0] in TAKES_SETTINGS:
         words, settings = job_options.split(words, verb_parsers[words[0]])
     # Settings are no options of argparse, for their names are known only to the configuration.
-    options = parser.parse_args(trace_flag.with_window(words))
+    options = parser.parse_args(_with_window(words, verb_parsers["launch"]))
     if options.verb is None:
         parser.print_help()
         return 0
@@ -228,3 +229,32 @@ def _listed_verbs() -> str:
         f"{title}:\n" + "\n".join(f"    {name:<12} {VERBS[name].HELP}" for name in names)
         for title, names in groups.items()
     )
+
+
+def _with_window(words: list[str], launch_parser: argparse.ArgumentParser) -> list[str]:
+    """Return the words with a value for `--trace`.
+
+    argparse would take the next word as the value, which may be an experiment or a script. So a
+    word is the value only if it begins with a digit and is no file.
+    """
+    if words[:1] not in (["train"], ["import"], ["launch"]) or "--trace" not in words:
+        return words
+    index = words.index("--trace")
+    if words[0] == "launch" and _has_script(words[1:index], launch_parser):
+        return words  # a flag of the script
+    following = words[index + 1] if index + 1 < len(words) else ""
+    if following[:1].isdecimal() and not Path(following).exists():
+        return [*words[:index], f"--trace={following}", *words[index + 2 :]]
+    return [*words[:index], f"--trace={trace_window.DEFAULT}", *words[index + 1 :]]
+
+
+def _has_script(words: list[str], launch_parser: argparse.ArgumentParser) -> bool:
+    """Return True if one of the words after `launch` is neither an option nor its value."""
+    actions = [action for action in launch_parser._actions if action.nargs is None]
+    with_value = {name for action in actions for name in action.option_strings}
+    previous = ""
+    for word in words:
+        if not word.startswith("-") and previous not in with_value:
+            return True
+        previous = word
+    return False

@@ -22,7 +22,6 @@ from shoal.cli import (
     execution,
     host_options,
     job_options,
-    trace_flag,
 )
 from shoal.errors import ConfigError, UsageError
 from shoal.watchdog.hang_limit import chosen_limit_s
@@ -46,7 +45,7 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, shown=("strategy", "out"))
-    trace_flag.argument(parser)
+    job_options.trace_argument(parser)
     host_options.arguments(parser)
     parser.add_argument(
         "--record",

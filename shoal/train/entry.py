@@ -21,10 +21,8 @@ from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts_with_restarts
-
-from shoal.launch.job_spec import JobSpec
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import run_with_restarts
+from shoal.launch.restarting import JobSpec, run_with_restarts
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job

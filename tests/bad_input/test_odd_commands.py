@@ -37,7 +37,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, odd_files: Path) -> Iterator
 
     for place in (
         "shoal.launch.local.start",
-        "shoal.launch.job_spec.start",
+        "shoal.launch.restarting.start",
         "shoal.train.entry.train",
         "shoal.train.entry.evaluate_run",
         "shoal.train.job_verification.verify_job",

@@ -7,7 +7,7 @@ import pytest
 
 import shoal
 from shoal import cli
-from shoal.cli import job_options, program, trace_flag
+from shoal.cli import job_options, program
 from shoal.config.fields import all_settings
 from shoal.strategies import STRATEGIES
 
@@ -34,7 +34,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         words = words[: words.index("--")]
     if words[0] in program.TAKES_SETTINGS:
         words, _ = job_options.split(words, verbs[words[0]])
-    return parser.parse_args(trace_flag.with_window(words))
+    return parser.parse_args(program._with_window(words, verbs["launch"]))
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

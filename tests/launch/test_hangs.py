@@ -21,10 +21,9 @@ import pytest
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
-from shoal.launch.job_spec import JobSpec
 from shoal.launch.local import run as run_once
 from shoal.launch.rank_monitor import EXIT_HANG
-from shoal.launch.restarting import run_with_restarts
+from shoal.launch.restarting import JobSpec, run_with_restarts
 from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
 

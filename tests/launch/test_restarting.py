@@ -16,8 +16,7 @@ import restart_targets
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import rank_monitor
 from shoal.launch.control_channel import NAME, ControlServer, request
-from shoal.launch.job_spec import JobSpec
-from shoal.launch.restarting import run_with_restarts
+from shoal.launch.restarting import JobSpec, run_with_restarts
 
 
 def until(condition: Callable[[], object]) -> None:
