@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from shoal.config.config_files import find, load
-from shoal.config.convert import typed
-from shoal.config.layers import Layer, SourcedValue, flag_layer
+from shoal.config.fields import typed
+from shoal.config.layers import Layer, SourcedValue, find, flag_layer, load
 from shoal.config.read import Settings, resolve
 from shoal.config.yaml_subset import LocatedValue, parse_flag, write
 from shoal.errors import ConfigError, did_you_mean

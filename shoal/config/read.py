@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config.config_files import file_layers
-from shoal.config.convert import convert
-from shoal.config.fields import Setting, all_settings, build, leaf_settings, open_setting
+from shoal.config.fields import Setting, all_settings, build, convert, leaf_settings, open_setting
 from shoal.config.job import Job
-from shoal.config.layers import Layer, flag_layer, merged
+from shoal.config.layers import Layer, file_layers, flag_layer, merged
 from shoal.config.rules import violations
 from shoal.errors import ConfigError
 

@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from shoal.config.convert import describe
 from shoal.config.distribuuuu import KEYS, NOTES
-from shoal.config.fields import Setting, all_settings
+from shoal.config.fields import Setting, all_settings, describe
 from shoal.config.yaml_subset import write
 
 

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from shoal.checkpoint import Checkpoints, manifest, tensor_files
-from shoal.config.config_files import File, load
+from shoal.config.layers import File, load
 from shoal.errors import CheckpointError, ConfigError
 
 DEEP = {
@@ -33,7 +33,7 @@ DEEP = {
 READS = """
 import resource, sys, time
 from pathlib import Path
-from shoal.config.config_files import File, load
+from shoal.config.layers import File, load
 from shoal.errors import ConfigError
 resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
 for name in sys.argv[1:]:
