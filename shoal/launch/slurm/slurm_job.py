@@ -191,51 +191,27 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", text)
 
 
-class JobLog:
-    """A log that a job on other machines writes, and this process shows.
+class FollowedJob:
+    """A job that runs on other machines, and its log, which this process shows.
 
     Args:
-        path: there need not be a file yet.
-        show: gets what was written since the last call.
+        job: its id.
+        log: there need not be a file yet.
+        signals: as `supervise.caught` yields it; the first one cancels the job.
     """
 
-    def __init__(self, path: Path, show: Callable[[bytes], None]) -> None:
-        self.path = path
-        self.show = show
-        self.position = 0
-        self.tail = b""
-
-    def forward(self) -> None:
-        """Show what is new."""
-        try:
-            with self.path.open("rb") as file:  # anew, or NFS would show what it remembers
-                file.seek(self.position)
-                text = file.read()
-        except OSError:
-            return
-        if text:
-            self.position += len(text)
-            self.tail = (self.tail + text)[-4096:]
-            self.show(text)
-
-    @property
-    def end_code(self) -> int | None:
-        """The exit code that the script has written as its last line; None before its end."""
-        last_line = self.tail.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
-        code = last_line.removeprefix(END).strip()
-        return int(code) if last_line.startswith(END) and code.isdecimal() else None
-
-
-@dataclass
-class _Follower:
-    job: str
-    log: JobLog
-    signals: socket.socket
-    stop_signal: int | None = None
-    failures: int = 0
-    noted: str = ""
+    def __init__(self, job: str, log: Path, signals: socket.socket) -> None:
+        self.job = job
+        self.log = log
+        self.signals = signals
+        self._position = 0
+        self._tail = b""
+        self._stop_signal: int | None = None
+        self._failures = 0
+        self._noted = ""
 
     def run(self) -> int:
+        """Show the log until the job has ended, and return its exit code; see `follow`."""
         start = time.monotonic()
         asked = -STATE_S
         is_last_look = False
@@ -243,40 +219,61 @@ class _Follower:
             select.select([self.signals], [], [], LOG_S)
             for number in arrived(self.signals):
                 self._stop(number)
-            self.log.forward()
+            self._forward()
             now = time.monotonic()
-            is_soon = now - start < 10 or self.stop_signal or self.log.end_code is not None
+            is_soon = now - start < 10 or self._stop_signal or self._end_code is not None
             if now - asked < (SOON_S if is_soon else STATE_S):
                 continue
             asked = now
             found = self._status()
             if found is None or found.has_ended:
                 # A job that Slurm requeues may look ended for a moment.
-                if is_last_look or self.stop_signal:
+                if is_last_look or self._stop_signal:
                     return self._end(found)
                 is_last_look = True
             else:
                 is_last_look = False
                 self._note(found)
 
+    def _forward(self) -> None:
+        """Show what is new in the log."""
+        try:
+            with self.log.open("rb") as file:  # anew, or NFS would show what it remembers
+                file.seek(self._position)
+                text = file.read()
+        except OSError:
+            return
+        self._position += len(text)
+        self._tail = (self._tail + text)[-4096:]
+        sys.stdout.flush()
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+
+    @property
+    def _end_code(self) -> int | None:
+        """The exit code that the script has written as its last line; None before its end."""
+        last_line = self._tail.decode(errors="replace").rstrip("\n").rpartition("\n")[2]
+        code = last_line.removeprefix(END).strip()
+        return int(code) if last_line.startswith(END) and code.isdecimal() else None
+
     def _stop(self, number: int) -> None:
         if number == signal.SIGTSTP:
             return
-        _say(f"cancelling job {self.job}" + (" at once" if self.stop_signal else ""))
-        cancel(self.job, at_once=self.stop_signal is not None)
-        self.stop_signal = number
+        _say(f"cancelling job {self.job}" + (" at once" if self._stop_signal else ""))
+        cancel(self.job, at_once=self._stop_signal is not None)
+        self._stop_signal = number
 
     def _status(self) -> SlurmStatus | None:
         """Return the job's status. An unanswered question counts as no news."""
         try:
             found = status(self.job)
         except LaunchError as error:
-            self.failures += 1
-            if self.failures > FAILURES:
+            self._failures += 1
+            if self._failures > FAILURES:
                 raise
             _say(f"{error}; asking again")
             return SlurmStatus("UNKNOWN", "None", 0, 0)
-        self.failures = 0
+        self._failures = 0
         return found
 
     def _note(self, found: SlurmStatus) -> None:
@@ -287,28 +284,28 @@ class _Follower:
             note += f" ({found.reason})"
         if found.reason in NEVER:
             note += ": Slurm does not start it as it is; Ctrl-C, and ask for less"
-        if note != self.noted:
-            self.noted = note
+        if note != self._noted:
+            self._noted = note
             _say(note)
 
     def _end(self, found: SlurmStatus | None) -> int:
         """Show the last lines, and return the exit code."""
         limit = time.monotonic() + LATE_LINES_S
-        while self.log.end_code is None and time.monotonic() < limit:
+        while self._end_code is None and time.monotonic() < limit:
             if found is not None and found.state in ("CANCELLED", "NODE_FAIL"):
                 limit = min(limit, time.monotonic() + LOG_S)  # there may be no such line
             time.sleep(LOG_S)
-            self.log.forward()
-        if self.stop_signal is not None:
+            self._forward()
+        if self._stop_signal is not None:
             _say(f"job {self.job} is cancelled")
-            return 128 + self.stop_signal
-        code = self.log.end_code if found is None else found.code
+            return 128 + self._stop_signal
+        code = self._end_code if found is None else found.code
         if code is None:
-            _say(f"Slurm has forgotten job {self.job}, and its log has no end: {self.log.path}")
+            _say(f"Slurm has forgotten job {self.job}, and its log has no end: {self.log}")
             return 1
         if code:
             state = "ended" if found is None else found.state
-            _say(f"job {self.job}: {state}, exit code {code}; its log: {self.log.path}")
+            _say(f"job {self.job}: {state}, exit code {code}; its log: {self.log}")
         return code
 
 
@@ -332,13 +329,7 @@ def follow(submit: Callable[[], tuple[str, Path]]) -> int:
     with caught() as signals:
         job, path = submit()
         _say(f"job {job} is submitted; its log: {path}; Ctrl-C cancels it")
-        return _Follower(job, JobLog(path, _show), signals).run()
-
-
-def _show(text: bytes) -> None:
-    sys.stdout.flush()
-    sys.stdout.buffer.write(text)
-    sys.stdout.buffer.flush()
+        return FollowedJob(job, path, signals).run()
 
 
 def _say(text: str) -> None:
