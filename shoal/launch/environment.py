@@ -47,6 +47,7 @@ from collections.abc import Callable, Mapping
 
 from shoal.errors import EnvironmentConflict, did_you_mean
 from shoal.launch import launchers
+from shoal.launch.slurm import variables as slurm_variables
 from shoal.launch.variables import RankInfo, Variables
 
 __all__ = ["RankInfo", "own_place", "read"]
@@ -59,7 +60,7 @@ READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "local": launchers.from_shoal_env,
     "torchrun": launchers.torchrun,
     "mpi": launchers.mpi,
-    "slurm": launchers.slurm,
+    "slurm": slurm_variables.slurm,
     "environment": launchers.environment,
     "tf_config": launchers.tf_config,
     "single": launchers.single_process,
@@ -122,7 +123,11 @@ def own_place() -> RankInfo:
 
 def _innermost(variables: Variables) -> RankInfo:
     """Return the rank info that the innermost launcher defines."""
-    info = launchers.torchrun(variables) or launchers.mpi(variables) or launchers.slurm(variables)
+    info = (
+        launchers.torchrun(variables)
+        or launchers.mpi(variables)
+        or slurm_variables.slurm(variables)
+    )
     if info is None:
         return (
             launchers.environment(variables)
@@ -132,12 +137,12 @@ def _innermost(variables: Variables) -> RankInfo:
     if info.launcher == "torchrun":
         # Without GROUP_WORLD_SIZE the number of agents is unknown, and the check does nothing.
         agents = variables.number("GROUP_WORLD_SIZE") or info.world
-        for outer_tasks in (launchers.mpi_tasks(variables), launchers.step_tasks(variables)):
+        for outer_tasks in (launchers.mpi_tasks(variables), slurm_variables.step_tasks(variables)):
             _check_outer_tasks(variables, info, agents, outer_tasks)
         return info
     if info.launcher == "mpi":
-        agents = 1 if launchers.mpirun_is_here(variables) else info.world
-        _check_outer_tasks(variables, info, agents, launchers.step_tasks(variables))
+        agents = 1 if slurm_variables.mpirun_is_here(variables) else info.world
+        _check_outer_tasks(variables, info, agents, slurm_variables.step_tasks(variables))
     if info.world == 1 and not variables.problems:
         # The one task may be a shell in which somebody has set RANK and WORLD_SIZE.
         return launchers.environment(variables) or launchers.single_process(variables)

@@ -1,18 +1,19 @@
-"""Environment variables, read so that all problems can be reported at once, and what they say.
-
-Slurm has two compressed notations: lists of hosts and lists of counts.
-"""
+"""Environment variables, read so that all problems can be reported at once, and what they say."""
 
 from __future__ import annotations
 
-import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
 Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment", "tf_config"]
-COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+LOOPBACK = "127.0.0.1"
+# Derived rendezvous ports. The range lies below the ephemeral ports of Linux (from 32768) and the
+# node ports of Kubernetes (from 30000), so that no system hands out one of them by itself.
+FIRST_PORT = 15_000
+PORTS = 15_000
 
 
 class Variables:
@@ -112,32 +113,16 @@ class RankInfo:
         return f"rank {self.rank} of {self.world} ({local}){rendezvous}; {self.reason}"
 
 
-def first_host(nodelist: str) -> str:
-    """Return the first host of a list: `n01` of `n[01-04,07],m3`.
+def rendezvous_address(
+    variables: Variables, host: str | None, job: str | None
+) -> tuple[str | None, int | None]:
+    """Return MASTER_ADDR and MASTER_PORT, or defaults that are the same on all ranks of a job.
 
-    A name may have several brackets, as in `rack[1-2]-n[1-9]`.
-
-    Raises:
-        ValueError: the list has no host.
+    Args:
+        host: the address where MASTER_ADDR is not set.
+        job: an id of the job; the default port is a hash of it. None: MASTER_PORT is needed.
     """
-    # Replace each bracket by its first member; then the first comma ends the first name.
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", nodelist.strip()).split(",")[0]
-    if not re.fullmatch(r"[\w.-]+", host):
-        raise ValueError(f"'{nodelist}' is no list of hosts")
-    return host
-
-
-def counts(text: str) -> list[int]:
-    """Return the counts of a compressed list: [2, 2, 2, 1] of `2(x3),1`.
-
-    Raises:
-        ValueError: the text is not of that form.
-    """
-    values: list[int] = []
-    for item in text.split(","):
-        match = COUNT.fullmatch(item.strip())
-        if match is None:
-            raise ValueError(f"'{text}' is no list of counts such as 2(x3),1")
-        count, repeat = match.groups(default="1")
-        values += [int(count)] * int(repeat)
-    return values
+    address = variables.text("MASTER_ADDR") or host
+    if job is None or variables.has("MASTER_PORT"):
+        return address, variables.required_number("MASTER_PORT")
+    return address, FIRST_PORT + zlib.crc32(job.encode()) % PORTS
