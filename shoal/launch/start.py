@@ -105,7 +105,10 @@ def start(
             rank = first + local_rank
             launcher_variables = {**common, **_rank_variables(rank, world, local_rank, processes)}
             variables = {**_inherited(share), **environment, **launcher_variables}
-            streams = _streams(context, output, rank, share)
+            streams = [
+                _stream(context, output, rank, "stdout", share),
+                _stream(context, output, rank, "stderr", share),
+            ]
             with _named_end_of_fork_server():
                 ranks.all.append(
                     _start_rank(
@@ -312,31 +315,21 @@ def _start_rank(
     return Rank(rank, process, reader, forwarders)
 
 
-def _streams(
-    context: Context, output: Output, rank: int, share: HostShare | None
-) -> Sequence[StreamEnds]:
-    """Return the ends of stdout and of stderr."""
-    if share is None:
-        return [_stream(context, output, rank, name) for name in ("stdout", "stderr")]
-    # The driver has the terminal, so no rank has it here.
-    is_shown = {"stdout": output != "first" or rank == 0, "stderr": True}
-    ends: list[StreamEnds] = []
-    for name in ("stdout", "stderr"):
-        if not is_shown[name]:
-            ends.append((None, None))
-            continue
-        source, end = context.Pipe(duplex=False)
-        emit = partial(share.emit, rank, name)
-        ends.append((end, LineForwarder(source, emit, NEWLINE_OR_RETURN)))
-    return ends
-
-
-def _stream(context: Context, output: Output, rank: int, name: StreamName) -> StreamEnds:
-    match output_mode(output, rank, name):
+def _stream(
+    context: Context, output: Output, rank: int, name: StreamName, share: HostShare | None
+) -> StreamEnds:
+    """Return the ends of stdout or of stderr."""
+    mode = output_mode(output, rank, name)
+    if share is not None and mode == "through":  # the driver has the terminal
+        mode = "lines"
+    match mode:
         case "through":
             return Connection(os.dup(1 if name == "stdout" else 2), readable=False), None
         case "dropped":
             return None, None
         case "lines":
             source, end = context.Pipe(duplex=False)
-            return end, LineForwarder(source, partial(print_lines, rank, getattr(sys, name)))
+            if share is None:
+                emit = partial(print_lines, rank, getattr(sys, name))
+                return end, LineForwarder(source, emit)
+            return end, LineForwarder(source, partial(share.emit, rank, name), NEWLINE_OR_RETURN)

@@ -8,7 +8,6 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -43,8 +42,6 @@ PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
 """Waits before each try to connect to a lost host again."""
-MOST_LOSSES = 3
-"""A host that was lost so often is left out, where `--min-hosts` allows it."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,6 @@ class HostsJob:
         self.options = options
         self.work = work
         self.secret = secret
-        self._losses: Counter[int] = Counter()
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
 
@@ -196,10 +192,8 @@ class HostsJob:
         Those are as many as the user wants, if the hosts that are there have room for them.
         """
         wanted = self._wanted if processes == self._found else processes
-        for host in self._missing():
-            self._losses[host] += 1
         for wait_s in RETRIES_S:
-            absent = [host for host in self._missing() if self._losses[host] < MOST_LOSSES]
+            absent = self._missing()
             problems = self._connect_again(absent, wait_s if absent else 0.0, signals)
             if is_readable([signals]):
                 return 0
