@@ -91,9 +91,7 @@ def run(options: argparse.Namespace) -> int:
     for note in flags_behind_script(options):
         print(f"note: {note}", file=sys.stderr)
     if cluster_options.is_asked(options):
-        from shoal.cli import cluster_jobs
-
-        return cluster_jobs.submit(options, partial(_cluster_work, options))
+        return cluster_options.submit(options, partial(_cluster_work, options))
     from shoal.launch.local import run_script
 
     info = execution.rank_info(None)
@@ -151,14 +149,15 @@ def _run_on_hosts(
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
-    from shoal.cli.cluster_jobs import server_variables
     from shoal.launch.slurm.batch_script import ClusterWork
 
     environment: dict[str, str] = {}
     try:
         line = _strategy_line(options.strategy, options.allreduce)
         problems += _problems(options, line, ranks)
-        environment = _environment(options, line) | server_variables(options, line, problems)
+        environment = _environment(options, line) | cluster_options.server_variables(
+            options, line, problems
+        )
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:

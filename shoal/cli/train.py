@@ -64,9 +64,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if cluster_options.is_asked(options):
-        from shoal.cli import cluster_jobs
-
-        return cluster_jobs.submit(options, partial(_cluster_work, options))
+        return cluster_options.submit(options, partial(_cluster_work, options))
     from shoal.train.run_directory import check_usable
 
     info = execution.rank_info(options.processes)
@@ -133,7 +131,6 @@ def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
-    from shoal.cli.cluster_jobs import server_variables
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.train.run_directory import check_usable
 
@@ -142,7 +139,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     try:
         settings, line, notes = _settings(options, ranks)
         name = settings.job.name
-        environment = server_variables(options, line, problems)
+        environment = cluster_options.server_variables(options, line, problems)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         problems += _problems(settings, line, ranks)

@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from shoal.launch.output import Output
 
 LAST_LINES = 5
-MOST_WAITING = 1_000
+MOST_WAITING = 10_000
 """Messages of output that wait for the terminal, of at most 8,000 characters; more are dropped."""
 PIECES = re.compile(r"(?<=[\r\n])")
 
