@@ -17,7 +17,6 @@ SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
 SEED: Check = (lambda v: 0 <= v < 1 << 63, "must be from 0 to 2^63 - 1")
-NOT_EMPTY: Check = (lambda v: bool(v.strip()), "must not be empty")
 STEPS: Check = (trace_window.is_window, trace_window.MEANING)
 SIZES: Check = (
     lambda v: len(v) > 0 and all(size > 0 for size in v),
