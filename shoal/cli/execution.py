@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import UsageError
 
 if TYPE_CHECKING:
-    from shoal.launch.variables import RankInfo
+    from shoal.launch.rank_info import RankInfo
 
 
 def rank_info(processes: int | None) -> RankInfo:

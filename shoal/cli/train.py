@@ -28,8 +28,8 @@ from shoal.watchdog.hang_limit import chosen_limit_s
 
 if TYPE_CHECKING:
     from shoal.config import Settings
+    from shoal.launch.rank_info import RankInfo
     from shoal.launch.slurm.batch_script import ClusterWork
-    from shoal.launch.variables import RankInfo
     from shoal.strategies import StrategyLine
 
 HELP = "train an experiment; the same command again resumes it"

@@ -47,8 +47,8 @@ from collections.abc import Callable, Mapping
 
 from shoal.errors import EnvironmentConflict, did_you_mean
 from shoal.launch import launchers
+from shoal.launch.rank_info import RankInfo, Variables
 from shoal.launch.slurm import variables as slurm_variables
-from shoal.launch.variables import RankInfo, Variables
 
 __all__ = ["RankInfo", "own_place", "read"]
 

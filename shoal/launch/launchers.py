@@ -10,8 +10,8 @@ import json
 from dataclasses import replace
 
 from shoal.launch.private_memory import STORE
+from shoal.launch.rank_info import LOOPBACK, Launcher, RankInfo, Variables, rendezvous_address
 from shoal.launch.slurm.variables import is_in_step, step_tasks
-from shoal.launch.variables import LOOPBACK, Launcher, RankInfo, Variables, rendezvous_address
 
 TF_TASKS = ("chief", "master", "worker")  # those that train, in the order of their ranks
 

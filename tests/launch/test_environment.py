@@ -14,7 +14,7 @@ from launcher_environments import (
 
 from shoal.errors import EnvironmentConflict
 from shoal.launch.environment import read
-from shoal.launch.variables import FIRST_PORT, PORTS
+from shoal.launch.rank_info import FIRST_PORT, PORTS
 
 SHOAL = {
     "SHOAL_LAUNCHER": "local",

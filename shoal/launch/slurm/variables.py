@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from shoal.launch.variables import LOOPBACK, RankInfo, Variables, rendezvous_address
+from shoal.launch.rank_info import LOOPBACK, RankInfo, Variables, rendezvous_address
 
 # Slurm gives step ids from here on to batch scripts, interactive shells and the like.
 FIRST_SPECIAL_STEP = 0xFFFF_FF00

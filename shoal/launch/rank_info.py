@@ -1,4 +1,4 @@
-"""Environment variables, read so that all problems can be reported at once, and what they say."""
+"""The place of a process in its world, and the variables of a launcher, with all their problems."""
 
 from __future__ import annotations
 
