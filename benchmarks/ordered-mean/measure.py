@@ -29,9 +29,8 @@ from benchmarks.hosts.namespaces import address
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.worker_pool import WorkerPool
 from benchmarks.report_page import circumstances
+from shoal.comm import equal_chunks
 from shoal.comm.deterministic import rank_order_mean
-from shoal.platform.torch_private.c10d import backend_for
-from shoal.shm_backend import full_duplex
 from shoal.shm_backend.reduce_kernels import reduce_into
 
 RESULT = Path(__file__).with_name("result.json")
@@ -50,15 +49,14 @@ def ring(tensor: Tensor) -> None:
 
 def whole_chunks(tensor: Tensor) -> None:
     """The same sum without slices: all to all, add, all-gather, one after the other."""
-    gloo = backend_for(dist.group.WORLD, torch.device("cpu"))
     size = dist.get_world_size()
     length = -(-tensor.numel() // size)
     padded = torch.nn.functional.pad(tensor, (0, size * length - tensor.numel()))
     chunks, terms = padded.view(size, length), torch.empty(size, length)
-    full_duplex.all_to_all(gloo, terms.unbind(), chunks.unbind())
+    equal_chunks.all_to_all(terms, chunks)
     reduced = torch.empty(length)
     reduce_into(reduced, terms.unbind(), "avg")
-    full_duplex.all_gather(gloo, chunks.unbind(), reduced)
+    equal_chunks.all_gather(chunks, reduced)
     tensor.copy_(padded[: tensor.numel()])
 
 

@@ -10,7 +10,7 @@ is summed in the order of ranks:
       rank 2   a2 b2 c2     chunk i to i   c0 c1 c2   in order   C                    A B C
 
 Each rank sends 2(n-1)/n of the buffer, as in a ring. Over Gloo both exchanges are cut into slices
-that overlap (shoal/shm_backend/pairwise_exchange.py), with the same bits in the time of a ring. The
+that overlap (pairwise_exchange.py), with the same bits in the time of a ring. The
 backend "shoal" always adds in the order of ranks, so there this is a plain all-reduce."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.comm import pairwise_exchange
 from shoal.comm.axis import Axis
 from shoal.comm.equal_chunks import all_gather, all_to_all, gloo_group
 from shoal.comm.overlap import register_overlapped_reduce
 from shoal.platform.torch_private.c10d import GradBucket
-from shoal.shm_backend import pairwise_exchange
 from shoal.shm_backend.group import ShoalGroup
 
 
@@ -75,7 +75,7 @@ def needs_order(axis: Axis) -> bool:
 def sums_in_order(group: dist.ProcessGroup | None = None) -> bool:
     """Return True if the group's own all-reduce adds in the order of ranks."""
     group = group or dist.group.WORLD
-    return isinstance(group, ShoalGroup) and group.sums_in_order
+    return isinstance(group, ShoalGroup) and group.uses_shared_memory
 
 
 def use_ordered_mean(

@@ -2,7 +2,7 @@
 
 QueuedCall      a call in the queue, which a thread completes
 CompletedWork   a call that was complete when it returned
-ForwardedWork   a call of Gloo, or one that a trace records
+ForwardedWork   a call of Gloo, or, as TracedWork, one that a trace records
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from shoal.errors import CollectiveFailed
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Condition
+from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 NO_LIMIT = timedelta(0)
@@ -184,3 +185,34 @@ class ForwardedWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = self._work.get_future()
         return future
+
+
+class TracedWork(ForwardedWork):
+    """A handle that records how long its caller waits for it."""
+
+    def __init__(self, work: Work, recorder: Recorder, flight: InFlight) -> None:
+        super().__init__(work)
+        self._recorder = recorder
+        self._flight = flight
+
+    def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
+        """Wait until the call is complete. Raises the error of the call."""
+        start_ns = self._recorder.now()
+        done = bool(self._work.wait(timeout))
+        self._flight.finish()
+        self._recorder.blocked(self._flight, start_ns)
+        return done
+
+    def is_completed(self) -> bool:
+        done = bool(self._work.is_completed())
+        if done:
+            self._flight.finish()
+        return done
+
+
+def traced(recorder: Recorder, flight: InFlight, call: Callable[[], Work]) -> Work:
+    """Make a call while a trace is taken, and record how long its caller waits for it."""
+    start_ns = recorder.now()
+    work = call()
+    recorder.blocked(flight, start_ns)
+    return TracedWork(work, recorder, flight)

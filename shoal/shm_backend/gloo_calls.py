@@ -1,7 +1,4 @@
-"""Calls that Gloo makes: messages, and the collectives that are not in shared memory.
-
-      recv, gather ──> Gloo ──> GlooWork ── wait() ──┬── complete
-                                                     └── Gloo's error ──> PeerLost, CollectiveFailed
+"""Calls that Gloo makes for a `ShoalGroup`: messages, and what shared memory does not carry.
 
 Gloo's errors name a connection; ours name the other rank and its state. The launcher sees each call
 in a progress word: without it, a rank that waits could not be told from one that does not come.
@@ -11,133 +8,112 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from shoal.errors import CollectiveFailed, PeerLost
-from shoal.platform.torch_private.c10d import backend_for
+from shoal.errors import CollectiveFailed, PeerLost, UsageError
+from shoal.platform.torch_private.c10d import timeout_of
+from shoal.platform.torch_private.tensor_state import is_zerotensor
 from shoal.shm_backend.call import CallSignature
-from shoal.shm_backend.call_handles import CompletedWork, ForwardedWork
+from shoal.shm_backend.call_handles import NO_LIMIT, CompletedWork, ForwardedWork, traced
 from shoal.shm_backend.liveness import PeerLiveness
-from shoal.shm_backend.tensor_utils import is_flat_contiguous
-from shoal.shm_backend.torch_calls import torch_call, trace
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import COLLECTIVES, RECV, SEND
 from shoal.watchdog.progress_writer import CallProgress, now_ns, own_progress
 
 logger = logging.getLogger("shoal.comm")
-NO_LIMIT = timedelta(0)
 EXIT_S = 0.5  # the longest time between the end of a process's connections and its own end
 KINDS = {kind.replace("_", ""): kind for kind in COLLECTIVES}
 # In these, Gloo goes through the memory of a tensor and not through its elements.
 IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
-# torch's stubs know each collective in several forms, of which torch.distributed uses one.
-Base: Any = dist.ProcessGroup
 
 
-def _gloo_method(name: str) -> Any:
-    def method(self: GlooCalls, *args: Any) -> Work:
-        return self._by_gloo(name, *args)
+class GlooCalls:
+    """The calls of one group that Gloo makes.
 
-    method.__name__ = name
-    return torch_call(f"{name}_")(method)
-
-
-class GlooCalls(Base):
-    """send, recv, and the collectives that are Gloo's on every host. `ShoalGroup` sets the
-    attributes.
-
-    The base class hands the remaining methods of torch to Gloo without a progress word. Where C++
-    waits for such a call, it may hold the interpreter's lock, which Gloo's thread may need: every
-    collective that functional collectives call has a method here.
+    Args:
+        gloo: torch's backend.
+        label: name of the group in traces, the same on all its ranks.
+        ranks: the global ranks of the group.
+        rank: this rank in the group.
 
     Attributes:
-        recorder: records every call while a trace is taken, else None.
+        peers: the processes of the ranks on this host, by rank in the group; None if unknown.
     """
 
-    recorder: Recorder | None
-    _label: str
-    _ranks: list[int]
-    _peers: PeerLiveness | None
-    _host_ranks: Sequence[int]  # ranks of the group on this host
-    _timeout_s: Callable[[], float]
-    _gloo_progress: CallProgress | None
-    _num_gloo_calls: int
+    def __init__(self, gloo: Any, label: str, ranks: Sequence[int], rank: int) -> None:
+        self._gloo, self._label, self._ranks, self._rank = gloo, label, ranks, rank
+        self.peers: PeerLiveness | None = None
+        self._progress: CallProgress | None = None
+        self._num_calls = 0
 
-    allreduce_coalesced = _gloo_method("allreduce_coalesced")
-    reduce = _gloo_method("reduce")
-    gather = _gloo_method("gather")
-    scatter = _gloo_method("scatter")
-    alltoall = _gloo_method("alltoall")
-    alltoall_base = all_to_all_single = _gloo_method("alltoall_base")
+    def peer_ranks(self) -> tuple[int, ...]:
+        """Return the global ranks of all other ranks of the group."""
+        return tuple(rank for rank in self._ranks if rank != self._ranks[self._rank])
 
-    def send(self, tensors: list[Tensor], receiver: int, tag: int = 0) -> Work:
-        return self._message("send", tensors[0], receiver, tag)
-
-    def recv(self, tensors: list[Tensor], sender: int, tag: int = 0) -> Work:
-        return self._message("recv", tensors[0], sender, tag)
-
-    def _message(self, kind: str, tensor: Tensor, peer: int, tag: int) -> Work:
-        """Start one end of a message, and record it while a trace is taken."""
+    def message(
+        self, kind: str, tensor: Tensor, peer: int, tag: int, recorder: Recorder | None
+    ) -> Work:
+        """Start one end of a message ("send" or "recv"), and record it while a trace is taken."""
+        _check_device([tensor])
         if not tensor.numel():
             return CompletedWork((tensor,))  # Gloo cannot receive a message without bytes
-        here, there = self._ranks[self.rank()], self._ranks[peer]
+        here, there = self._ranks[self._rank], self._ranks[peer]
         word = "to" if kind == "send" else "from"
         count = f"{tensor.numel():,} x {str(tensor.dtype).removeprefix('torch.')}"
         doing = f"{kind}({count} {word} rank {there}, tag {tag})"
         number = SEND if kind == "send" else RECV
         waiting = partial(own_progress().message_wait, number, there, tensor.numel())
-        post = getattr(backend_for(self, tensor.device), kind)
-        start = partial(self._start, partial(post, [tensor], peer, tag), doing, [peer], waiting)
-        if self.recorder is None:
+        post = partial(getattr(self._gloo, kind), [tensor], peer, tag)
+        start = partial(self._start, post, doing, [peer], waiting)
+        if recorder is None:
             return start()
         ends = (here, there) if kind == "send" else (there, here)
         # Both ends record the same text, by which the trace matches a send with its recv.
         match = f"{self._label}: {ends[0]} > {ends[1]}, tag {tag}"
         waited_for = () if kind == "send" else (there,)
-        flight = self.recorder.start(f"{kind} {word} {there}", tensor.nbytes, match, waited_for)
-        return trace(self.recorder, flight, start)
+        flight = recorder.start(f"{kind} {word} {there}", tensor.nbytes, match, waited_for)
+        return traced(recorder, flight, start)
 
-    def _by_gloo(self, name: str, *args: Any) -> Work:
-        """Make a collective of Gloo, or of the backend of another device.
+    def collective(self, name: str, args: Sequence[Any], recorder: Recorder | None) -> Work:
+        """Make a collective.
 
         Args:
             name: the method of torch's backend.
             args: its arguments: tensors in lists, and torch's options.
         """
-        groups = [found for value in args if (found := list(_tensors_in(value)))]
-        device = groups[0][0].device if groups else torch.device("cpu")
-        call: Callable[[], Work] = partial(getattr(backend_for(self, device), name), *args)
-        if device.type == "cpu":
-            logger.debug("%s: Gloo does %s", self, name)
-            if name not in IN_PLACE:
-                _check_contiguous(name, groups)
-            kind = KINDS.get(name.replace("_", "").removesuffix("base"), "gloo")
-            length = min((sum(map(torch.numel, group)) for group in groups), default=0)
-            self._show(CallSignature(kind, torch.uint8, length))
-            others = [rank for rank in range(self.size()) if rank != self.rank()]
-            call = partial(self._start, call, f"{kind} by Gloo", others, own_progress().waiting)
-        if self.recorder is None:
-            return call()
-        return self._traced(self.recorder, name, groups, args[-1], call)
+        groups = [tensors for value in args if (tensors := list(_tensors_in(value)))]
+        for tensors in groups:
+            _check_device(tensors)
+        logger.debug("group of ranks %s: Gloo does %s", self._ranks, name)
+        if name not in IN_PLACE:
+            _check_contiguous(name, groups)
+        kind = KINDS.get(name.replace("_", "").removesuffix("base"), "gloo")
+        length = min((sum(map(torch.numel, tensors)) for tensors in groups), default=0)
+        self._show(CallSignature(kind, torch.uint8, length))
+        others = [rank for rank in range(len(self._ranks)) if rank != self._rank]
+        post = partial(getattr(self._gloo, name), *args)
+        start = partial(self._start, post, f"{kind} by Gloo", others, own_progress().waiting)
+        if recorder is None:
+            return start()
+        return self._traced(recorder, name, groups, args[-1], start)
 
     def _start(
         self,
-        call: Callable[[], Work],
+        post: Callable[[], Work],
         doing: str,
         peers: Sequence[int],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> Work:
         """Start a call of Gloo, whose errors name the ranks `peers` of the group."""
         try:
-            work = call()
+            work = post()
         except RuntimeError as error:
             raise self._explain(error, doing, peers, 0.0) from None
         return GlooWork(
@@ -146,11 +122,11 @@ class GlooCalls(Base):
 
     def _show(self, call: CallSignature) -> None:
         """Say to the launcher that this rank begins a call."""
-        if self._gloo_progress is None:  # most groups make no such call
+        if self._progress is None:  # most groups make no such call
             label = f"{self._label} by Gloo on {self._ranks}"
-            self._gloo_progress = own_progress().join_group(label, self._ranks)
-        self._num_gloo_calls += 1
-        self._gloo_progress.begin(self._num_gloo_calls, call.encoded)
+            self._progress = own_progress().join_group(label, self._ranks)
+        self._num_calls += 1
+        self._progress.begin(self._num_calls, call.encoded)
 
     def _traced(
         self,
@@ -158,24 +134,20 @@ class GlooCalls(Base):
         name: str,
         groups: Sequence[Sequence[Tensor]],
         opts: Any,
-        call: Callable[[], Work],
+        start: Callable[[], Work],
     ) -> Work:
-        """Make a call while a trace is taken."""
-        size_bytes = min((sum(t.nbytes for t in group) for group in groups), default=0)
+        """Make a collective while a trace is taken."""
+        size_bytes = min((sum(t.nbytes for t in tensors) for tensors in groups), default=0)
         root = int(getattr(opts, "rootRank", 0))
-        peers, is_root = self._peer_ranks(), root == self.rank()
+        peers, is_root = self.peer_ranks(), root == self._rank
         if name in ("broadcast", "scatter"):
             peers = () if is_root else (self._ranks[root],)
         elif name in ("reduce", "gather") and not is_root:
             peers = ()
         flight: InFlight = recorder.start(f"{name} (Gloo)", size_bytes, self._label, peers)
-        work = trace(recorder, flight, call)
+        work = traced(recorder, flight, start)
         work.get_future().add_done_callback(lambda _: flight.finish())
         return work
-
-    def _peer_ranks(self) -> tuple[int, ...]:
-        """Return the global ranks of all other ranks of the group."""
-        return tuple(rank for rank in self._ranks if rank != self._ranks[self.rank()])
 
     # --- errors
 
@@ -191,11 +163,12 @@ class GlooCalls(Base):
             limit_s: the time that it waited; 0 for the group's timeout.
         """
         # Gloo has one error class for all, so its texts are the only distinction.
-        text, rank = str(error), self._ranks[self.rank()]
+        text, rank = str(error), self._ranks[self._rank]
         if "Timed out" in text:
             names = ", ".join(self._with_state(peer) for peer in peers)
+            limit_s = limit_s or timeout_of(self._gloo).total_seconds()
             return CollectiveFailed(
-                f"rank {rank} waited {limit_s or self._timeout_s():g} s in {doing} for {names}. "
+                f"rank {rank} waited {limit_s:g} s in {doing} for {names}. "
                 "All ranks must make the same calls, and every send needs its recv, with the same "
                 "tag; a rank that computes for longer needs a longer timeout in "
                 "init_process_group."
@@ -212,18 +185,16 @@ class GlooCalls(Base):
     def _with_state(self, peer: int) -> str:
         """Return the name of a rank, with the state of its process if that is on this host."""
         name = f"rank {self._ranks[peer]}"
-        if self._peers is None or peer not in self._host_ranks:
+        if self.peers is None or peer not in self.peers.pids:
             return name
-        index = self._host_ranks.index(peer)
-        return f"{name} (process {self._peers.pids[index]}), which {self._peers.state(index)}"
+        return f"{name} (process {self.peers.pids[peer]}), which {self.peers.state(peer)}"
 
     def _lost(self, peers: Sequence[int]) -> str:
         """Return which of these ranks has ended, as the beginning of a sentence."""
-        if self._peers is not None:
-            here = [self._host_ranks.index(peer) for peer in peers if peer in self._host_ranks]
-            if (index := self._peers.first_ended(here, EXIT_S)) is not None:
-                rank = self._ranks[self._host_ranks[index]]
-                return f"rank {rank} (process {self._peers.pids[index]}) has ended"
+        if self.peers is not None:
+            here = [peer for peer in peers if peer in self.peers.pids]
+            if (peer := self.peers.first_ended(here, EXIT_S)) is not None:
+                return f"rank {self._ranks[peer]} (process {self.peers.pids[peer]}) has ended"
         names = " or ".join(f"rank {self._ranks[peer]}" for peer in peers)
         return f"{names} has ended, or has left the group,"
 
@@ -251,22 +222,14 @@ class GlooWork(ForwardedWork):
         Raises: CollectiveFailed: it was not complete in time. PeerLost: another rank has ended or
             left the group.
         """
+        start_ns = now_ns()
         try:
-            with counted_wait(self._waiting()):
+            with self._waiting():
                 return bool(self._work.wait(timeout))
         except RuntimeError as error:
             raise self._explain(error, timeout.total_seconds()) from None
-
-
-@contextmanager
-def counted_wait(waiting: AbstractContextManager[None]) -> Iterator[None]:
-    """Enter `waiting`, a context of the progress writer, and count the time in it."""
-    start_ns = now_ns()
-    try:
-        with waiting:
-            yield
-    finally:
-        own_progress().add_waited(now_ns() - start_ns)
+        finally:
+            own_progress().add_waited(now_ns() - start_ns)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
@@ -276,6 +239,30 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors_in(item)
+
+
+def _check_device(tensors: Sequence[Tensor]) -> None:
+    """Raise UsageError for a tensor that is not in the memory of a process."""
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            raise UsageError(
+                f"a group of backend 'shoal' takes CPU tensors alone, not one on {tensor.device}. "
+                "Make the group with backend 'cpu:gloo,cuda:nccl', or another one for this device."
+            )
+
+
+def is_flat_contiguous(tensor: Tensor) -> bool:
+    """Return True if the memory of `tensor` holds exactly its elements, one after the other.
+
+    A contiguous tensor may still differ from its memory: torch delays negation and conjugation,
+    and its zero tensors have no memory at all."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_neg() or tensor.is_conj() or is_zerotensor(tensor))
+    )
 
 
 def _check_contiguous(name: str, groups: Sequence[Sequence[Tensor]]) -> None:

@@ -70,24 +70,17 @@ def _extend_monitored_barrier(module: ModuleType) -> None:
 
 def _create(options: Any, backend_options: Any, shared_memory: bool = True) -> Any:
     """Make a group. torch calls this function with its own two option objects."""
-    from shoal.platform.torch_private import mixed_backends
     from shoal.shm_backend.group import ShoalGroup
 
-    timeout: timedelta = options.timeout
-    group = ShoalGroup(
+    return ShoalGroup(
         options.store,
         options.group_rank,
         options.group_size,
-        timeout,
+        options.timeout,
         options.global_ranks_in_group,
         str(options.group_id),
         shared_memory,
     )
-    backends = mixed_backends.configured_backends()
-    own = backends.get("cpu")
-    others = {device: name for device, name in backends.items() if name != own}
-    mixed_backends.add_other_backends(group, others, options, backend_options, timeout)
-    return group
 
 
 def _create_gloo(options: Any, backend_options: Any) -> Any:

@@ -37,18 +37,19 @@ LARGEST_PID = 1 << 22  # of Linux
 
 @dataclass(frozen=True)
 class Topology:
-    """The hosts of a group, and the segments of this rank's host.
+    """The hosts of a group, and the segments of its ranks if they are on one host.
 
     Attributes:
-        hosts: the ranks of each host; hosts in the order of their first ranks.
-        memory: the segment of this rank; None if some host's ranks cannot attach each other's.
+        num_hosts: the number of hosts.
+        memory: the segment of this rank; None if ranks are on several hosts, or some host's ranks
+            cannot attach each other's.
         attached: the segments of the other ranks on this host.
-        pids: processes of those ranks.
+        pids: processes of those ranks; empty if their segments cannot be attached.
         compiled: True if all ranks have the compiled steps of `native.py`.
-        reason: why there is no memory; empty if there is.
+        reason: what is wrong with the memory of a host; empty if nothing is.
     """
 
-    hosts: tuple[tuple[int, ...], ...]
+    num_hosts: int
     memory: SharedSegment | None
     attached: dict[int, AttachedSegment]
     pids: dict[int, int]
@@ -90,11 +91,12 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     if memory is not None:
         memory.close()  # all ranks have attached it by now
     reason = next(filter(None, problems), "")
+    num_hosts = len({entry.host_id for entry in records})
     return Topology(
-        hosts=_ranks_by_host(records),
-        memory=None if reason else memory,
+        num_hosts=num_hosts,
+        memory=None if reason or num_hosts > 1 else memory,
         attached=attached,
-        pids={peer: records[peer].pid for peer in neighbours},
+        pids={} if reason else {peer: records[peer].pid for peer in neighbours},
         compiled=all(entry.compiled == native.VERSION for entry in records),
         reason=reason,
     )
@@ -178,14 +180,6 @@ def _attach_problem(
         return ""
     path = f"/proc/{records[missing].pid}/fd"
     return f"rank {rank} cannot open the memory of rank {missing} ({path})"
-
-
-def _ranks_by_host(records: Sequence[_RendezvousRecord]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each host; hosts in the order of their first ranks."""
-    hosts: dict[str, list[int]] = {}
-    for rank, record in enumerate(records):
-        hosts.setdefault(record.host_id, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
 
 
 def host_id() -> str:

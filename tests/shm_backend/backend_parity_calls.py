@@ -67,7 +67,7 @@ def _call(chance: random.Random, function: Callable[..., Any], *args: Any, **kwa
     work = function(*args, async_op=True, **kwargs)
     if work is not None:
         if chance.random() < 0.5 and getattr(
-            kwargs["group"], "on_one_host", False
+            kwargs["group"], "uses_shared_memory", False
         ):  # not all of Gloo's have one
             work.get_future().wait()
         work.wait()

@@ -210,3 +210,31 @@ def _leave_with_a_call() -> bool:
             work.wait()
     dist.barrier()
     return True
+
+
+def test_a_thread_that_fails_fails_its_calls_and_goes_on() -> None:
+    assert world.run(2, _fail_in_the_thread) == [True] * 2
+
+
+def _fail_in_the_thread() -> bool:
+    group = dist.new_group()
+    assert isinstance(group, ShoalGroup)
+    if dist.get_rank() == 0:
+        group._board.fail = _refuse  # type: ignore[method-assign]
+        # The other rank never comes: the wait for it fails, and so does the report of the failure.
+        options = torch._C._distributed_c10d.AllreduceOptions()
+        works = [group.allreduce([torch.ones(2)], options)]
+        assert group._queue is not None
+        group._queue._waiter.set_deadline(0.0)
+        works.append(group.allreduce([torch.ones(3, dtype=torch.int64)], options))
+        for work in works:
+            with pytest.raises(RuntimeError, match=r"left its group|refused"):
+                work.wait()
+        assert group._queue._thread is not None
+        assert group._queue._thread.is_alive()
+    dist.barrier()
+    return True
+
+
+def _refuse(text: str) -> None:
+    raise RuntimeError("refused")

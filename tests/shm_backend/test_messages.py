@@ -104,37 +104,6 @@ def _carry() -> bool:
     return work.wait()
 
 
-def test_a_message_from_anybody_is_found_and_says_whose_it_is() -> None:
-    assert world.run(3, _from_anybody)[0] == [1, 1, 2, 2]
-
-
-def _from_anybody() -> list[int]:
-    rank = dist.get_rank()
-    if rank:
-        dist.send(torch.tensor([rank]), 0, tag=1)
-        dist.send(torch.tensor([10 * rank]), 0, tag=2)
-        dist.barrier()
-        return []
-    found = []
-    for tag in (2, 1):  # the second tag first
-        if tag == 2:
-            later = [
-                dist.irecv(torch.zeros(1, dtype=torch.int64), source, tag=1) for source in (1, 2)
-            ]
-        for _ in (1, 2):
-            if tag == 2:
-                into = torch.zeros(1, dtype=torch.int64)
-                source = dist.recv(into, tag=2)
-                assert into.item() == 10 * source
-                found.append(source)
-    for number, work in enumerate(later, start=1):
-        assert work is not None
-        work.wait()
-        found.append(number)
-    dist.barrier()
-    return sorted(found)
-
-
 def test_messages_move_while_their_ranks_are_in_a_collective() -> None:
     assert world.run(2, _beside_a_collective) == [True, True]
 

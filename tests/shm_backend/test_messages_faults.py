@@ -14,6 +14,7 @@ import torch.distributed as dist
 from process_exit import wait_for_the_end
 
 from shoal.errors import CollectiveFailed, PeerLost
+from shoal.shm_backend.gloo_calls import GlooCalls
 from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
 
@@ -55,15 +56,15 @@ def _until_it_fails(seed: int, victim: int, number: signal.Signals) -> None:
 
 def _fall(steps: int, number: int) -> None:
     """Send a signal to this rank after a number of messages."""
-    posted, message = [0], ShoalGroup._message
+    posted, message = [0], GlooCalls.message
 
-    def struck(self: ShoalGroup, *args: Any) -> dist.Work:
+    def struck(self: GlooCalls, *args: Any) -> dist.Work:
         posted[0] += 1
         if posted[0] > steps:
             os.kill(os.getpid(), number)
         return message(self, *args)
 
-    ShoalGroup._message = struck  # type: ignore[method-assign]
+    GlooCalls.message = struck  # type: ignore[method-assign]
 
 
 def _talk(chance: random.Random, group: ShoalGroup) -> None:
@@ -142,4 +143,20 @@ def _gather_without_one() -> None:
         expected = r"rank 1 \(process \d+\) has ended while rank 0 waited for it in gather by Gloo"
         with pytest.raises(PeerLost, match=expected):
             dist.gather(torch.ones(3), rows, dst=0)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("length", [1, 300_000])
+def test_a_sender_may_outlive_its_receiver(length: int) -> None:
+    with world.start(2, _receive_and_end, length) as running:
+        assert running.wait() == [0, 0], running.failures
+
+
+def _receive_and_end(length: int) -> None:
+    """Receive and end at once: what was sent is no error at the sender."""
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(length), 1)
+    else:
+        dist.recv(got := torch.zeros(length), 0)
+        assert got.sum().item() == length
     os._exit(0)

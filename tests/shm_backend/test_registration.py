@@ -8,28 +8,47 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.errors import CollectiveFailed
-from shoal.platform.torch_private.c10d import backend_for
+from shoal.errors import CollectiveFailed, UsageError
 from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
 
 
-def test_the_backend_of_another_device_is_kept() -> None:
-    assert world.run(2, _mix_backends) == [(True, "gloo", "fake")] * 2
+def test_a_tensor_of_another_device_is_refused_also_if_the_group_names_a_backend_for_it() -> None:
+    assert world.run(2, _mix_backends) == [[2.0, 2.0]] * 2
 
 
-def _mix_backends() -> tuple[bool, str, str]:
-    import torch.testing._internal.distributed.fake_pg  # registers a backend of all devices
+def _mix_backends() -> list[float]:
+    group = dist.new_group(backend="cpu:shoal,cuda:gloo")
+    for call in (
+        dist.all_reduce,
+        lambda tensor, group: dist.send(tensor, 1 - dist.get_rank(), group),
+    ):
+        with pytest.raises(UsageError, match=r"CPU tensors alone.* 'cpu:gloo,cuda:nccl'"):
+            call(torch.ones(2, device="meta"), group=group)
+    dist.all_reduce(tensor := torch.ones(2), group=group)
+    values: list[float] = tensor.tolist()
+    return values
 
-    found = []
-    for name in ("gloo", "fake"):
-        group = dist.new_group(backend=f"cpu:shoal,cuda:{name}")
-        found.append(str(backend_for(group, torch.device("cuda")).name()))
-        dist.all_reduce(tensor := torch.ones(2), group=group)
-        assert tensor.tolist() == [2.0, 2.0]
-        assert isinstance(group, ShoalGroup)
-        assert group.on_one_host
-    return True, found[0], found[1]
+
+def test_a_group_over_several_hosts_is_gloos_and_names_the_ranks_of_its_host() -> None:
+    assert world.run(3, _over_hosts) == ["", "", ""]
+
+
+def _over_hosts() -> str:
+    os.environ["SHOAL_HOST"] = "ABA"[dist.get_rank()]
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    del os.environ["SHOAL_HOST"]
+    assert isinstance(group, ShoalGroup)
+    assert not group.uses_shared_memory
+    dist.all_reduce(tensor := torch.full((3,), dist.get_rank() + 1.0), group=group)
+    assert tensor.tolist() == [6.0] * 3
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            CollectiveFailed, match=r"rank 1, rank 2 \(process \d+\), which is alive"
+        ):
+            dist.all_reduce(tensor, group=group)
+    dist.barrier()
+    return ""
 
 
 def test_a_monitored_barrier_names_the_ranks_that_did_not_come() -> None:

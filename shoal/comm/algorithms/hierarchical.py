@@ -11,8 +11,7 @@ link each. Inside a host with the backend "shoal", sums are in the order of rank
 on, their bits depend on the position in the tensor, as in a ring.
 
 Source: the hierarchical all-reduce of Horovod (Sergeev and Del Balso, arXiv:1802.05799), with one
-leader a host; BytePS (Jiang et al., OSDI 2020) layers machines in the same way. The backend "shoal"
-itself uses all ranks of a host between hosts (shm_backend/inter_host.py)."""
+leader a host; BytePS (Jiang et al., OSDI 2020) layers machines in the same way."""
 
 from __future__ import annotations
 

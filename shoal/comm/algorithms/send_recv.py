@@ -46,7 +46,7 @@ class PairwiseLink:
         """Send and receive at the same time, so that ranks in a circle do not deadlock.
 
         The receive starts first: otherwise Gloo would use one direction of a link after the other
-        (shoal/shm_backend/full_duplex.py)."""
+        (shoal/comm/equal_chunks.py)."""
         self._transfer([(dist.irecv, into, source), (dist.isend, tensor, to)])
 
     def _transfer(self, operations: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:

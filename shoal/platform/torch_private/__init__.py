@@ -14,7 +14,6 @@ names.
     kernels             functions over lists of tensors, and a softmax
     c10d                process groups and stores
     dispatch_state      what watches or replaces operators: modes, profilers, fake tensors
-    mixed_backends      groups that have another backend for each kind of device
     fsdp                FSDP2's forward pass, and shards of slices
     pipelining          the first half of a backward pass
 

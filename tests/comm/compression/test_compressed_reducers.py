@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm import equal_chunks, pairwise_exchange
 from shoal.comm.compression import TopK
 from shoal.comm.compression.reducers import (
     AllGatherReducer,
@@ -18,7 +19,6 @@ from shoal.comm.compression.reducers import (
 )
 from shoal.comm.deterministic import rank_order_mean
 from shoal.errors import ConfigError
-from shoal.shm_backend import full_duplex
 from shoal.testing import world
 
 SHAPES = {"matrix": (30, 20), "bias": (7,), "conv": (8, 3, 5)}
@@ -164,7 +164,7 @@ class Counting:
     """Count the bytes that this rank sends to others."""
 
     def __init__(self) -> None:
-        self.sent_bytes, self._send = 0, full_duplex.send
+        self.sent_bytes, self._send = 0, equal_chunks.send
 
     def send(self, gloo: Any, tensor: Tensor, target: int) -> Any:
         self.sent_bytes += tensor.nbytes
@@ -174,7 +174,7 @@ class Counting:
 def counted(names: list[str], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     """Return the sent bytes and `sent_bytes`."""
     group, ranks, counting = dist.new_group(backend="gloo"), dist.get_world_size(), Counting()
-    full_duplex.send = counting.send
+    equal_chunks.send = pairwise_exchange.send = counting.send
     found = {}
     for name in names:
         counting.sent_bytes, reduction = 0, parse(name)

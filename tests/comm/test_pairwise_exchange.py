@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.shm_backend import pairwise_exchange
+from shoal.comm import pairwise_exchange
 
 LIMIT_S = 20.0
 CHUNK_BYTES = 64

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.shm_backend import full_duplex
+from shoal.comm.equal_chunks import receive, send
 from shoal.shm_backend.reduce_kernels import reduce_into
 
 # Smaller messages cost more time of the processor, larger ones leave a link idle at both ends.
@@ -89,7 +89,7 @@ class _PairwiseExchange:
                 self._reduce(step.part)
             chunks = self.chunks[step.part]
             to = (self.rank + step.distance) % self.size
-            sent = full_duplex.send(self.gloo, chunks[self.rank if step.gathers else to], to)
+            sent = send(self.gloo, chunks[self.rank if step.gathers else to], to)
             if sent is not None:
                 sent.wait()
             # A rank is at most AHEAD steps before its neighbours: messages queue up otherwise.
@@ -105,7 +105,7 @@ class _PairwiseExchange:
             # A rank sends a reduced chunk after all terms of it have arrived there, so nothing
             # reads this rank's terms any more.
             into = self.chunks[step.part][source] if step.gathers else self._term(step.part, source)
-            work = full_duplex.receive(self.gloo, into, source)
+            work = receive(self.gloo, into, source)
             if work is not None:
                 self.receives[self.posted] = work
             self.posted += 1
