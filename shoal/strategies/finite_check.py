@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.norm import to_local
-from shoal.platform.torch_private.kernels import flatten_dense_tensors, foreach_copy_
+from shoal.platform.torch_private.kernels import flatten_dense_tensors
 
 JOINED_ELEMENTS = 1 << 15
 """Largest tensor that is joined with others. To copy a larger one takes longer than a call."""
@@ -53,16 +53,6 @@ class FiniteCheck:
         if not seem_finite(tensors):
             self.found = True
         return self.found
-
-    def copy(self, targets: list[Tensor], sources: list[Tensor]) -> bool:
-        """Copy gradients of this rank, and look at them.
-
-        Args: targets: of the shapes of `sources`.
-
-        Returns: True if one is not finite, or their sum.
-        """
-        foreach_copy_(targets, sources)
-        return self.look(targets)
 
 
 def seem_finite(tensors: Iterable[Tensor]) -> bool:

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import ConfigError, TrainingDiverged
-from shoal.strategies.ddp import single_message
 from shoal.testing import world
 
 STEPS = 6
@@ -81,15 +80,6 @@ def trains(
     return {"finite": finite, "moved": moved, "whole": whole, "notes": notes, "weights": weights}
 
 
-def trains_in_single_messages(plants: dict[int, tuple[int, str, float]]) -> list[Any]:
-    """Train with gradients looked at in the message, and while they are copied to it."""
-    ways = [trains("ddp", plants)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(single_message, "SMALL_BYTES", 0)
-        ways.append(trains("ddp", plants))
-    return ways
-
-
 def told(results: list[dict[str, Any]]) -> list[str]:
     return [note for result in results for note in result["notes"] if "is not finite: " in note]
 
@@ -131,16 +121,6 @@ def test_a_bucket_names_rank_and_parameter() -> None:
     assert_skipped(results, PLANTS)
     assert "first.weight" in told(results)[0]
     assert "of rank 1" in told(results)[0]
-
-
-def test_gradients_that_are_looked_at_while_they_are_copied_are_judged_alike() -> None:
-    results = world.run(2, trains_in_single_messages, PLANTS)
-    ways = [list(way) for way in zip(*results, strict=True)]
-    for way in ways:
-        assert_skipped(way, PLANTS)
-        assert told(way) == told(ways[0])
-        for ours, theirs in zip(way, ways[0], strict=True):
-            torch.testing.assert_close(ours["weights"], theirs["weights"], rtol=0, atol=0)
 
 
 def spoiled_calls(words: list[str], **options: Any) -> tuple[list[bool], list[str]]:

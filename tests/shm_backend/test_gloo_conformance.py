@@ -75,7 +75,8 @@ def _call(group: Any, chance: random.Random, kind: str) -> tuple[Any, list[Tenso
         dtype = torch.float32  # torch 2.13's Gloo has sums in other orders there
     values = torch.Generator().manual_seed(chance.randrange(2**30) * 8 + rank)
     made = [_numbers(values, length, dtype) for _ in range(size)]
-    takes_gaps = kind not in GLOOS and isinstance(group, ShoalGroup)
+    by_gloo = kind in GLOOS or torch.is_inference_mode_enabled()
+    takes_gaps = not by_gloo and isinstance(group, ShoalGroup)
     tensor = _laid_out(chance, made[0], takes_gaps)
     rows = [_laid_out(chance, torch.zeros_like(one), takes_gaps) for one in made]
     if kind == "all_reduce":

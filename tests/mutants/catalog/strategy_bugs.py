@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shoal.comm import mappings
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
-from shoal.strategies.ddp.single_message import SingleMessage
+from shoal.strategies.ddp.gradient_bucket import GradientBucket
+from shoal.strategies.ddp.overlapped_buckets import OverlappedBuckets
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.tensor import vocabulary
@@ -60,13 +61,14 @@ class DDPWeighsTwice(Replaced):
     cause="missing reduction",
 )
 class DDPLeavesOneOut(Replaced):
-    owner, function = SingleMessage, "finish_step"
+    owner, function = OverlappedBuckets, "finish_step"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         def finish_step(layout: Any, totals: Tensor) -> Tensor:
-            own = layout._parameters[-1].grad.clone()
+            last = layout.buckets[0].parameters[0]
+            own = last.grad.clone()
             summed: Tensor = right(layout, totals)
-            layout._parameters[-1].grad = own
+            last.grad = own
             return summed
 
         return finish_step
@@ -78,17 +80,16 @@ class DDPLeavesOneOut(Replaced):
     cause=("wrong gradient", "missing gradient"),
 )
 class DDPSendsEarlier(Replaced):
-    owner, function = SingleMessage, "_fill"
+    owner, function = GradientBucket, "_packed"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         sent: list[Tensor] = []
 
-        def fill(layout: Any, totals: Tensor) -> None:
-            right(layout, totals)
-            sent.append(layout._gradients.clone())
-            layout._gradients.copy_(sent[max(0, len(sent) - 2)])
+        def packed(bucket: Any) -> Tensor:
+            sent.append(right(bucket))
+            return sent[max(0, len(sent) - 2)].clone()
 
-        return fill
+        return packed
 
 
 @planted(
