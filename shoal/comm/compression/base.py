@@ -1,10 +1,15 @@
-"""The contract of a compression, and the layout of a message: flat tensors one after the other."""
+"""The contracts of a compression and of means over ranks of what was compressed, and the layout of
+a message: flat tensors one after the other.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shoal.errors import UsageError
@@ -51,16 +56,62 @@ class Compression(Protocol):
         """
 
 
-def add_residual(gradient: Tensor, memory: Tensor | None) -> Tensor:
-    """Add the residual of earlier messages to a gradient, in the dtype of `memory`."""
-    assert memory is not None, "this compression keeps its error; give it a memory"
-    assert memory.shape == gradient.shape, (
-        f"memory of {memory.shape} for a gradient of {gradient.shape}"
-    )
-    assert torch.promote_types(memory.dtype, gradient.dtype) == memory.dtype, (
-        f"{memory.dtype} cannot hold the error"
-    )
-    return memory + gradient
+@dataclass(frozen=True)
+class BucketEntry:
+    """A parameter whose gradient is part of a bucket."""
+
+    name: str
+    shape: torch.Size
+
+    @property
+    def count(self) -> int:
+        return self.shape.numel()
+
+
+class CompressedReducer(Protocol):
+    """Approximate means over ranks. One object holds the state of one rank.
+
+    In every step `mean` is called for each bucket, in the same order on all ranks, and then `keep`
+    is called once."""
+
+    @property
+    def has_error_feedback(self) -> bool:
+        """True if the reducer has state from step to step."""
+
+    def mean(
+        self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
+    ) -> None:
+        """Average `flat` over ranks in place, with the same bits on every rank. Collective.
+
+        Args:
+            flat: the gradients of `members` one after the other, of shape (sum of counts,).
+            members: the parameters of the bucket.
+            group: None for the default group.
+        """
+
+    def keep(self, names: Collection[str]) -> None:
+        """End a step: save the residuals of these parameters for the next step.
+
+        The other parameters were used on no rank, so their residuals stay as they were. If any mean
+        of the step is not finite, the step is skipped, and no residual changes."""
+
+    def rank_state_dict(self) -> dict[str, Tensor]:
+        """Return the state of this rank for a checkpoint."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Load a `rank_state_dict`. Entries of other owners are ignored, and ours may be absent."""
+
+    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
+        """Return the bytes that one rank sends for a bucket in one step."""
+
+
+def uncompressed_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:
+    """Return the bytes that one rank sends for an uncompressed mean of `count` elements, at most.
+
+    `rank_order_mean` and a ring send the same. Some ranks send a few elements less where `count` is
+    no multiple of the number of ranks.
+    """
+    return 2 * (ranks - 1) * -(-count // ranks) * dtype.itemsize
 
 
 def write(out: Tensor, *pieces: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.compression.reducers import CompressedReducer, parse, uncompressed_bytes
+from shoal.comm.compression import CompressedReducer, parse_reducer, uncompressed_bytes
 from shoal.comm.deterministic import needs_order
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel
@@ -46,7 +46,7 @@ class LayoutName(Enum):
 
 def choose_layout(options: DdpOptions, model: LocalModel, axis: Axis) -> LayoutName:
     """Return the layout of a run. The first rule that holds decides."""
-    if parse(options.compress) is not None:
+    if parse_reducer(options.compress) is not None:
         # Residuals are stored by parameter name, which the engine's hook does not know.
         return LayoutName.BUCKETS
     if is_partial_model(model):
@@ -74,7 +74,7 @@ def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> Gradien
 
 
 def _overlapped_buckets(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
-    compression = parse(options.compress)
+    compression = parse_reducer(options.compress)
     buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
     is_small = fits_in_one_message(model, axis, options.bucket_mb)
     totals_ride = is_small and compression is None and not is_partial_model(model)

@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from shoal.comm.compression.reducers import parse
+from shoal.comm.compression import parse_reducer
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
@@ -117,7 +117,7 @@ class Ddp(DdpOptions, Strategy):
                 f"ddp,allreduce={self.allreduce} moves dense gradients, and {', '.join(sparse)} "
                 "has sparse=True. Use sparse=False, or leave allreduce out."
             )
-        if is_partial_model(model) or parse(self.compress) is not None:
+        if is_partial_model(model) or parse_reducer(self.compress) is not None:
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} does not stand beside tensor, pipeline or "
                 "compress, whose gradients are averaged in another way. Leave allreduce out."
@@ -131,7 +131,7 @@ class Ddp(DdpOptions, Strategy):
 
     def _check_compress(self, model: LocalModel) -> None:
         """Raise StrategyRefused where this model's gradients cannot be compressed."""
-        if parse(self.compress) is None:
+        if parse_reducer(self.compress) is None:
             return
         if is_partial_model(model):
             raise StrategyRefused(

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm import equal_chunks, pairwise_exchange
-from shoal.comm.compression import TopK
-from shoal.comm.compression.reducers import (
+from shoal.comm.compression import (
     AllGatherReducer,
     BucketEntry,
     CompressedReducer,
     PowerSgd,
-    parse,
+    TopK,
+    parse_reducer,
     uncompressed_bytes,
 )
 from shoal.comm.deterministic import rank_order_mean
@@ -29,7 +29,7 @@ NAMES = [member.name for member in MEMBERS]
 
 
 def made(name: str) -> CompressedReducer:
-    found = parse(name)
+    found = parse_reducer(name)
     assert found is not None
     return found
 
@@ -177,7 +177,7 @@ def counted(names: list[str], dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     equal_chunks.send = pairwise_exchange.send = counting.send
     found = {}
     for name in names:
-        counting.sent_bytes, reduction = 0, parse(name)
+        counting.sent_bytes, reduction = 0, parse_reducer(name)
         if reduction is None:
             rank_order_mean(gradient(0, dtype), group)
             found[name] = counting.sent_bytes, uncompressed_bytes(COUNT, dtype, ranks)
@@ -202,7 +202,7 @@ def test_as_many_bytes_are_sent_as_is_said(dtype: torch.dtype) -> None:
 )
 def test_what_is_no_compression_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="compression"):
-        parse(text)
+        parse_reducer(text)
 
 
 def test_a_memory_comes_back_whatever_else_is_there() -> None:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.buckets import apply_flattened
-from shoal.comm.compression.reducers.base import BucketEntry, ErrorFeedback, uncompressed_bytes
+from shoal.comm.compression.base import BucketEntry, uncompressed_bytes
+from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.deterministic import rank_order_mean
 from shoal.platform.tensors import accumulation_dtype
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.compression import Compression
-from shoal.comm.compression.reducers.base import BucketEntry, ErrorFeedback
+from shoal.comm.compression.base import BucketEntry, Compression
+from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.equal_chunks import all_gather
 from shoal.platform.tensors import accumulation_dtype
 
