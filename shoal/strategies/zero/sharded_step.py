@@ -31,9 +31,8 @@ from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel
 from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
-from shoal.strategies.zero.lockstep import Lockstep
+from shoal.strategies.zero.lockstep import END_OF_STEP, Lockstep
 from shoal.strategies.zero.step_root import StepRoot
-from shoal.strategies.zero.unit_order import END_OF_STEP
 from shoal.strategies.zero.whole_models import WholeModels
 
 

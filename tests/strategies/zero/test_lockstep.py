@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import LaunchError, StrategyRefused
 from shoal.run.supervised import supervised
-from shoal.strategies.zero.unit_order import END_OF_STEP, UnitOrder
+from shoal.strategies.zero.lockstep import END_OF_STEP, UnitOrder
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
