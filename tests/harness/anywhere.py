@@ -27,7 +27,7 @@ COUNTS = re.compile(r"(\d+) (passed|failed|skipped|error)")
 NUMBERS = ("comm", "data", "models", "optim", "run", "strategies", "train", "trial", "verification")
 WAITS = ("hosts", "launch", "parameter_server", "run", "shm_backend", "strategies", "watchdog")
 TEXTS = (
-    *("bad_input", "behaviour", "cli", "config", "data", "doctor", "examples", "kubernetes"),
+    *("bad_input", "cli", "config", "data", "doctor", "examples", "kubernetes"),
     *("launch", "platform", "plotting", "security", "slurm", "trace", "train"),
 )
 SUM_ORDER = str(Path(__file__).with_name("sum_order"))

@@ -31,8 +31,6 @@ SLOW_CASES = tuple(
     SlowCases(*row)
     for row in (
         ("bad_input/test_odd_commands.py", "cli config", "a thousand odd commands, as processes"),
-        ("behaviour/test_runs.py", "run strategies", "the texts of runs under every strategy"),
-        ("behaviour/test_saved.py", "run strategies", "the texts of saved states"),
         ("checkpoint/test_async_save.py", "checkpoint", "saves beside training, killed"),
         ("cli/test_cli_refusals.py", "cli", "refusals that need ranks"),
         ("data/test_sample_lists.py", "data", "lists of samples under every collate function"),
