@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_500,
-    "shoal/comm": 3_150,
+    "shoal/comm": 3_330,
     "shoal/config": 1_980,
     "shoal/costs": 1_820,
     "shoal/data": 3_760,
