@@ -9,9 +9,10 @@ A trial makes such passes with few samples, so strategies measure nothing while 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from shoal.comm.norm import to_local
 from shoal.data.seeds import preserve_rng_state
+from shoal.platform.torch_private import DYNAMO
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.tensor_state import version
 
@@ -147,6 +149,17 @@ def _refill(container: Any, contents: Any) -> None:
         container.update(contents)
     else:
         container.extend(contents)
+
+
+def uncompiled() -> AbstractContextManager[Any]:
+    """Return a context in which what the script has compiled runs as it is written.
+
+    A pass with other functions in the place of some, or with other shapes, would be compiled anew.
+    """
+    if DYNAMO not in sys.modules:  # nothing was compiled yet
+        return nullcontext()
+    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return context
 
 
 _depth = 0

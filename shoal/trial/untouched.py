@@ -23,7 +23,7 @@ from shoal.data.seeds import GeneratorStates, preserve_rng_state
 from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks, version
-from shoal.strategies.module_snapshot import ModelSnapshot, trial_running
+from shoal.strategies.module_snapshot import ModelSnapshot, trial_running, uncompiled
 from shoal.trial.loss_verdict import CannotTry
 from shoal.trial.saved_objects import SavedObjects
 
@@ -68,8 +68,8 @@ class Untouched:
     """Save all that a call of `function` may change; put it back on `restore` and at the end.
 
     BatchNorm normalises with its running statistics meanwhile: that it mixes the samples of a
-    batch is told elsewhere. TensorFloat-32 is off, for its rounding depends on the split. Hooks of
-    gradients do not run, and nothing is printed.
+    batch is told elsewhere. TensorFloat-32 is off, for its rounding depends on the split. Nothing
+    is compiled. Hooks of gradients do not run, and nothing is printed.
 
     Args:
         models: the modules that the function calls.
@@ -94,6 +94,7 @@ class Untouched:
         self._hooks = [dict(gradient_hooks(parameter)) for parameter in self._parameters]
         self._tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
         self._stack.enter_context(trial_running())
+        self._stack.enter_context(uncompiled())
         self._stack.enter_context(redirect_stdout(io.StringIO()))
         self._stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")

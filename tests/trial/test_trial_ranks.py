@@ -93,12 +93,12 @@ def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None
     assert last == ""
 
 
-def padded_later(strategy: str) -> tuple[str, int]:
+def padded_later(strategy: str, compiled: bool = False) -> tuple[str, int]:
     """Four steps; labels are ignored from the second one on, on the last rank alone. Returns the
     error, and the steps before it.
     """
     torch.manual_seed(0)
-    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    run = shoal.init(strategy, precision="fp64", compile=compiled, announce=lambda _: None)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     targets = torch.randint(4, (48,))
     targets[[22, 23, 34, 35, 46, 47]] = -100
@@ -117,9 +117,14 @@ def padded_later(strategy: str) -> tuple[str, int]:
     return "", count
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(strategy: str) -> None:
-    for error, count in world.run(2, padded_later, strategy):
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [("ddp", False), ("zero3", False), pytest.param("ddp", True, marks=pytest.mark.slow)],
+)
+def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(
+    strategy: str, compiled: bool
+) -> None:
+    for error, count in world.run(2, padded_later, strategy, compiled, timeout_s=170.0):
         assert "compute_loss is no mean over samples" in error
         assert count == 1
 

@@ -9,9 +9,8 @@ Layers of torch.nn are not, and modules without parameters belong to the glue.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +18,9 @@ import torch
 from torch import nn
 
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private import DYNAMO
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
+from shoal.strategies.module_snapshot import uncompiled
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -140,17 +139,6 @@ class Units:
         if self.observer is not None:
             return self.observer.call(name, forward, args, kwargs)
         return self.run(name, forward, args, kwargs, draw_seed())
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Return a context in which what the script has compiled runs as it is written.
-
-    torch would compile the calls of units, and what stands in their place, with the code around.
-    """
-    if DYNAMO not in sys.modules:  # nothing was compiled yet
-        return nullcontext()
-    context: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return context
 
 
 def find_units(
