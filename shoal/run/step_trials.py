@@ -16,6 +16,7 @@ import torch
 from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
 from shoal.errors import ShoalError, StrategyRefused
+from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_output import StepOutput
@@ -177,10 +178,13 @@ class StepTrials:
     @staticmethod
     def _is_divided(model: base.LocalModel) -> bool:
         """Return True if this rank alone cannot run the models."""
-        return (
-            model.outside_step.whole_models is not None
-            or model.pass_traits.collective_forward
-            or model.has_sharded_params
+        if model.outside_step.whole_models is not None or model.has_sharded_params:
+            return True
+        # A trial evaluates layers of batch statistics, which then need no other rank; those that
+        # have no running statistics do.
+        return model.pass_traits.collective_forward and any(
+            isinstance(module, BatchNormBase) and module.running_mean is None
+            for module in model.module.modules()
         )
 
     def _make(self) -> LossTrial:

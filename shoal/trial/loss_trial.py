@@ -127,8 +127,8 @@ class LossTrial:
             self._take(verdict)
 
     def note_divided(self) -> None:
-        """Tell that the models are divided, and too large to be put together for a trial."""
-        reason = "each rank has parts of the models, and whole ones would not fit"
+        """Tell that no rank can run the models: their parts are too large to be put together."""
+        reason = "no rank has the whole models, and they are too large to be put together for it"
         self._take(LossVerdict(LossKind.NOT_TRIED, reason=reason))
 
     def refusal(self) -> UsageError | None:
