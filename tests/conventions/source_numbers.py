@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -55,6 +56,7 @@ class Source(NamedTuple):
                 yield node
 
 
+@cache
 def sources(top: str) -> list[Source]:
     """Return the Python files below a folder of the repository."""
     found = []

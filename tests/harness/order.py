@@ -1,7 +1,11 @@
-"""`pytest --order-seed N`: the tests in a random order, that of their files and inside of each."""
+"""`pytest --order-seed N`: the tests in a random order, that of their files and inside of each.
+
+`pytest -n auto` starts three test processes on two cores: tests wait for ranks, locks and disks.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -9,6 +13,11 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--order-seed", type=int, help="run the tests in a random order")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return -(-3 * (os.cpu_count() or 1) // 2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -45,6 +45,8 @@ def main() -> int:
     # Compiled kernels are worth keeping from one run to the next.
     cache = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    # pytest rewrites each module of tests, for seconds of every test process and every run.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     directory = Path(tempfile.mkdtemp(prefix="shoal-tests-"))
     directory.chmod(0o755)  # tests of other users' files go through it, as through /tmp
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
