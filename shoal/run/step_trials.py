@@ -81,11 +81,13 @@ class StepTrials:
         """Return True if a later step makes a trial. Collective in few steps, where models are
         divided among ranks, for all of them must put their parts together.
         """
+        if not (trial.has_news or trial.is_scheduled):  # as in most steps
+            return False
         model, mesh = self._prepared.local_model(), self._prepared.mesh
         if mesh.pipeline.size > 1:
             return False  # each rank has some layers
         if not self._is_divided(model):
-            return trial.has_news or (trial.counts_rows and trial.is_scheduled)
+            return trial.has_news or trial.counts_rows
         if not trial.is_scheduled or not model.strategy_state.is_synchronous:
             return False
         wants = torch.tensor(float(trial.has_news or trial.counts_rows), device=mesh.host_device)
