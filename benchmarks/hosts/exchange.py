@@ -40,8 +40,8 @@ from shoal.parameter_server.partitioning import ParamMeta, Partition, assign, pa
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import read_key
 from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.client import connect_to_servers
 from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
 
 from .namespaces import address

@@ -29,6 +29,7 @@ from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
@@ -47,7 +48,6 @@ from shoal.parameter_server.worker.worker_messages import (
     ValuesArrived,
     ValuesMessage,
 )
-from shoal.parameter_server.worker.worker_network import SessionOwner
 
 CURE = (
     "The parameter server that noted it was replaced or removed, or the file is damaged. What was "
@@ -260,7 +260,7 @@ class ReplayedServers:
         compression: of the pushed gradients.
     """
 
-    owner: SessionOwner
+    owner: WorkerClient
 
     def __init__(
         self,
@@ -295,7 +295,7 @@ class ReplayedServers:
 
     # For the client
 
-    def start(self, owner: SessionOwner) -> None:
+    def start(self, owner: WorkerClient) -> None:
         """Act as the only shard, which owns all partitions."""
         self.owner = owner
         self.carry_out(owner.session.placement_changed(Placement(1, (0,) * len(self.parts))))

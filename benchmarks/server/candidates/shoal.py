@@ -30,8 +30,9 @@ from shoal.parameter_server.partitioning import ParamMeta, assign, partition, pa
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import new_key_file, read_key
 from shoal.parameter_server.transport.settings import UNIX, Transport
-from shoal.parameter_server.worker.client import WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.parameter_server.worker.socket_network import connect_to_servers
 
 
 class Replace(torch.optim.Optimizer):

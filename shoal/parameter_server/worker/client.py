@@ -15,22 +15,17 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.parameter_server.codec import Op, pack_order, pack_partition, unpack_part
-from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
-from shoal.parameter_server.node.shared_values import read_offsets
 from shoal.parameter_server.transport.connection import Payload
-from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.shard_connection import RECOVER_S, WorkerMemory
-from shoal.parameter_server.worker.socket_network import SocketNetwork
 from shoal.parameter_server.worker.worker_messages import (
     QueryAnswered,
     SessionAction,
@@ -38,10 +33,12 @@ from shoal.parameter_server.worker.worker_messages import (
     ShardFailed,
     ValuesArrived,
 )
-from shoal.parameter_server.worker.worker_network import WorkerNetwork
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import SERVERS
 from shoal.watchdog.progress_writer import now_ns, own_progress
+
+RECOVER_S = 60.0
+"""Limit of the time that a shard may be without a primary."""
 
 
 class PushTrace:
@@ -84,33 +81,20 @@ class PushTrace:
             self._recorder.blocked(self._flights[partition], begun_ns)
 
 
-def connect_to_servers(
-    worker: int,
-    flat: FlatParams,
-    arbiter: Address,
-    transport: Transport,
-    *,
-    staleness: int | None = 0,
-    shares: bool = True,
-    trace: PushTrace | None = None,
-) -> WorkerClient:
-    """Return a client with connections to all shards.
+class WorkerNetwork(Protocol):
+    """Network that carries out the actions of a client's session."""
 
-    Args:
-        worker: its id among the workers of the same servers.
-        flat: this worker's memory, into which values are received.
-        arbiter: the address of the coordinator.
-        transport: settings of the job.
-        staleness: number of the slowest worker's steps that values may lack; None for any.
-        shares: True to let servers of this machine read gradients in this worker's memory.
-        trace: records pushes and arrivals of partitions.
+    def start(self, owner: WorkerClient) -> None:
+        """Connect, and return when the shards are known. Raises ServerLost."""
 
-    Raises: ServerLost: the coordinator does not answer.
-    """
-    read_at = read_offsets(flat.parts, worker, staleness)
-    memory = WorkerMemory(flat.values, read_at, flat.lent, flat.lent_at if shares else ())
-    network = SocketNetwork(worker, arbiter, memory, transport.for_parts(flat.parts))
-    return WorkerClient(flat, network, staleness, trace)
+    def carry_out(self, actions: Iterable[SessionAction]) -> None:
+        """Carry out a session's actions and pass its events to the owner. The lock is held."""
+
+    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
+        """Report to the coordinator how fast each shard receives partitions."""
+
+    def close(self, limit_s: float) -> None:
+        """Disconnect for good."""
 
 
 class WorkerClient:

@@ -4,7 +4,7 @@
     a shard's message ─────> WorkerSession ──> ValuesArrived, ...          the owner of the session
                                        └─────> ConnectShard, ...           the network
 
-`shard_connection.py` writes them to frames and reads them from frames.
+`socket_network.py` writes them to frames and reads them from frames.
 """
 
 from __future__ import annotations

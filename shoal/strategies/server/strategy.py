@@ -33,7 +33,8 @@ from shoal.parameter_server.partitioning import assign
 from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
 from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.client import PushTrace, WorkerClient, connect_to_servers
+from shoal.parameter_server.worker.client import PushTrace, WorkerClient
+from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.server.cost import cost

@@ -28,20 +28,19 @@ from shoal.parameter_server.worker.worker_messages import (
     ToShard,
     ValuesMessage,
 )
-from shoal.parameter_server.worker.worker_network import SessionOwner
 
 
 class OneShard:
     """A network with one shard, which keeps what it is sent."""
 
-    owner: SessionOwner
+    owner: WorkerClient
 
     def __init__(self, partitions: int) -> None:
         self.partitions = partitions
         self.sent: list[ShardMessage] = []
         self.speeds: Mapping[int, float] = {}
 
-    def start(self, owner: SessionOwner) -> None:
+    def start(self, owner: WorkerClient) -> None:
         self.owner = owner
         self.carry_out(owner.session.placement_changed(Placement(1, (0,) * self.partitions)))
         self.carry_out(owner.session.connected(View(0, epoch=1, primary=0)))

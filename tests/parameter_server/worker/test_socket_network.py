@@ -9,6 +9,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.shard_connection import WorkerMemory
 from shoal.parameter_server.worker.socket_network import SocketNetwork
 from shoal.parameter_server.worker.worker_messages import SessionEvent, ShardFailed
 from shoal.shm_backend.segment import SharedSegment
@@ -57,8 +57,9 @@ class Worker:
         self.owner = Owner(4)
         self.listener = listen(UNIX)
         arbiter = listen(UNIX)
-        worker_memory = WorkerMemory([values] * 4, [0] * 4, memory, lent_at)
-        network = SocketNetwork(1, address_of(arbiter), worker_memory, TRANSPORT)
+        flat: Any = SimpleNamespace(values=[values] * 4, lent=memory, lent_at=lent_at)
+        where = address_of(arbiter)
+        network = SocketNetwork(1, where, TRANSPORT, flat, [0] * 4, shares=bool(lent_at))
         self.network = network
         with arbiter, beside(network.start, self.owner) as starting:
             self.arbiter = self.accepted(arbiter, ARBITER)
