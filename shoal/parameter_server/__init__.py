@@ -11,7 +11,7 @@
 A push:      worker/client.py, session.py, socket_network.py, transport/; then
              node/node_server.py, worker_requests.py, receive_buffers.py, shard.py,
              partition_state.py (sum and optimizer), shard_replica.py (wait for all backups).
-Its answer:  node/shard.py, node_server.py, connected_workers.py, transport/; then
+Its answer:  node/shard.py, node_server.py, worker_requests.py, transport/; then
              worker/socket_network.py, session.py, client.py.
 
 Messages are in events.py, their form in codec.py; partitioning.py divides the parameters. `Shard`,

@@ -1,10 +1,10 @@
-"""One server's membership of its shard: the coordinator's views, the lease, and the connections to
-backups.
+"""One server's membership of its shard: the coordinator's views, and the lease.
 
 coordinator ── VIEW ───────> this server is primary, backup, or removed
    └────────── HEARTBEAT ──> the lease of a primary, counted from when it sent its own heartbeat
-primary ── SNAPSHOT, REPLICATE ──> backup;  primary <── ACKNOWLEDGE ── backup
-primary ── TRANSFER ──> primary of another shard ── TRANSFERRED ──> coordinator
+
+Of all that a server says to others, `replication.py` sends what goes to backups, and `migration.py`
+what goes to other shards.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ import time
 from typing import Any, Protocol
 
 from shoal.errors import WireError
-from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition
+from shoal.parameter_server.codec import FIRST_SERVER, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
-from shoal.parameter_server.events import (
-    InstallSnapshot,
-    PartitionTransfer,
-    ReplicateUpdate,
-    TransferDone,
-)
+from shoal.parameter_server.events import TransferDone
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
@@ -42,13 +37,6 @@ class MembershipHandler(Protocol):
 
     def on_placement(self, placement: Placement) -> None:
         """Handle a placement."""
-
-    def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
-        """Handle a backup's acknowledgement of all updates of a partition before `clock`.
-
-        Args:
-            filled: the backup has acknowledged a snapshot, not an update.
-        """
 
     def on_lease_renewed(self) -> None:
         """Handle the answer to a heartbeat."""
@@ -74,7 +62,6 @@ class Membership:
 
     Attributes:
         view: the newest view that names this server.
-        backup_connections: backup -> connection to it.
     """
 
     def __init__(
@@ -91,7 +78,6 @@ class Membership:
         self.transport = transport
         self.lease_s = lease_s
         self.view = View(shard)
-        self.backup_connections: dict[int, Connection] = {}
         self._address = address
         self._coordinator = coordinator
         self._joined = threading.Event()
@@ -138,62 +124,12 @@ class Membership:
             log.info("server %d cannot reach server %d: %s", self.server, server, error)
             return None
 
-    def add_backup(self, backup: int, peer: Connection) -> None:
-        """Use a connection to a replica, and receive its acknowledgements."""
-        self.backup_connections[backup] = peer
-        threading.Thread(target=self._receive_acks, args=(backup, peer), daemon=True).start()
-
-    def disconnect_backup(self, backup: int) -> None:
-        """Close the connection to a replica."""
-        self.backup_connections.pop(backup).close()
-
-    def replicate(self, message: ReplicateUpdate | InstallSnapshot) -> None:
-        """Send an update or a snapshot to a backup, under the epoch of this server's view.
-
-        Without a connection the message is dropped: a snapshot follows the next connection.
-        """
-        connection = self.backup_connections.get(message.backup)
-        if connection is None:
-            return
-        epoch = self.view.epoch
-        if isinstance(message, InstallSnapshot):
-            payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
-            connection.post(
-                Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch
-            )
-            return
-        update = message.update
-        meta: dict[str, Any] = {
-            "worker": update.worker,
-            "step": update.step,
-            "present": update.grad_mask.hex(),
-            "settings": message.settings,
-        }
-        # Two frames, so that the gradient is sent from where it lies: nothing is packed around it.
-        connection.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
-        connection.post(
-            Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch
-        )
-
     def primary_of(self, shard: int) -> tuple[int, Address] | None:
         """Return another shard's primary and its address; None while it has no primary."""
         view = self._watcher.wait_for_view(shard, 0.0, lambda view: view.primary is not None)
         if view is None or view.primary is None:
             return None
         return view.primary, view.addresses[view.primary]
-
-    def send_transfer(
-        self, transfer: PartitionTransfer, start_version: int, peer: Connection
-    ) -> None:
-        """Send a partition to the primary of its new shard, over a connection to it."""
-        payload = pack_partition(transfer.values, list(transfer.state), transfer.steps_by_worker)
-        peer.post(
-            Op.TRANSFER,
-            payload,
-            partition=transfer.part,
-            step=transfer.clock,
-            epoch=start_version,
-        )
 
     # The coordinator
 
@@ -251,22 +187,3 @@ class Membership:
             self._handler.on_lease_renewed()
         elif header.op in (Op.REFUSED, Op.LEAVE):
             self._handler.on_removed()
-
-    # Backups
-
-    def _receive_acks(self, backup: int, connection: Connection) -> None:
-        try:
-            while True:
-                header, _ = connection.receive(lambda _: None)
-                if header.op == Op.REFUSED:
-                    log.info(
-                        "server %d was replaced: its backup %d follows another", self.server, backup
-                    )
-                    continue
-                self._handler.on_acknowledged(
-                    backup, header.partition, header.step, bool(header.flags)
-                )
-        except WireError:
-            connection.close()
-            if self.backup_connections.get(backup) is connection:
-                del self.backup_connections[backup]  # with each lease, `Replication` connects again

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from shoal.parameter_server.codec import FIRST_SERVER, unpack_part
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack_part
 from shoal.parameter_server.coordinator.placement import Move, Placement
 from shoal.parameter_server.events import Outgoing, PartitionTransfer
 from shoal.parameter_server.node.membership import Membership
@@ -148,5 +148,14 @@ class Migration:
                 if transfer is None or placement is None or partition not in placement.moving:
                     continue
                 start_version = placement.moving[partition].start_version
-                self._membership.send_transfer(transfer, start_version, peer)
+                payload = pack_partition(
+                    transfer.values, list(transfer.state), transfer.steps_by_worker
+                )
+                peer.post(
+                    Op.TRANSFER,
+                    payload,
+                    partition=partition,
+                    step=transfer.clock,
+                    epoch=start_version,
+                )
         peer.close(flush=True)

@@ -1,7 +1,7 @@
 """One server's process: the sockets and threads around a `Shard`.
 
       worker ──┐ one thread reads each connection, gradients straight into `receive_buffers.py`
-      worker ──┼──> lock ── Shard ──> one thread sends on each connection: `connected_workers.py`
+      worker ──┼──> lock ── Shard ──> one thread sends on each connection: `worker_requests.py`
       primary ─┘              └ workers of this host can read its values: `shared_values.py`
 
       coordinator ──> `membership.py` ──> updates to backups, or from a primary: `replication.py`
@@ -36,7 +36,6 @@ from shoal.parameter_server.events import (
     ReplicateUpdate,
     TransferDone,
 )
-from shoal.parameter_server.node.connected_workers import ConnectedWorkers
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.migration import Migration
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
@@ -83,9 +82,16 @@ class ServerNode:
         settings = config.settings
         self.config = config
         self.shared_values = SharedValues(settings.parts, settings.workers, settings.staleness)
-        self.shard = self._new_shard()
+        self.shard = Shard(
+            settings.parts,
+            settings.recipe,
+            range(settings.workers),
+            settings.staleness,
+            owned=(),  # until the placement says what
+            memory=self.shared_values.values,
+            snapshot=self.shared_values.copy,
+        )
         self.buffers = ReceiveBuffers(self.shard.parts, settings.compression)
-        self.workers = ConnectedWorkers()
         # One lock around the pure shard: a thread holds it for one event and until the answers
         # are queued, so that they leave in the order of the events.
         self.lock = threading.Lock()
@@ -114,27 +120,13 @@ class ServerNode:
             self._free_partition,
             settings.lease_s,
         )
-        self.requests = WorkerRequests(
+        self.workers = WorkerRequests(
             config.server,
             self.shard,
             self.buffers,
-            self.workers,
             self.shared_values,
             self.figures,
             self.migration.free_removed,
-        )
-
-    def _new_shard(self) -> Shard:
-        """Make a shard that owns nothing yet, with its values in shared memory."""
-        settings = self.config.settings
-        return Shard(
-            settings.parts,
-            settings.recipe,
-            range(settings.workers),
-            settings.staleness,
-            owned=(),
-            memory=self.shared_values.values,
-            snapshot=self.shared_values.copy,
         )
 
     def run(self) -> None:
@@ -185,13 +177,8 @@ class ServerNode:
             return
         lease_s = self.config.settings.lease_s
         with self._view_changed:
-            if not self._view_changed.wait_for(lambda: self.membership.is_primary, lease_s):
-                raise self._not_primary()
-
-    def _not_primary(self) -> ProtocolViolation:
-        return ProtocolViolation(
-            f"server {self.config.server} is not the primary of shard {self.config.shard}"
-        )
+            self._view_changed.wait_for(lambda: self.membership.is_primary, lease_s)
+            self._check_primary()
 
     def _receive_loop(self, number: int, peer: Connection) -> None:
         metas: dict[int, bytes] = {}  # partition -> frame that describes the next payload of it
@@ -216,25 +203,26 @@ class ServerNode:
         self, worker: int, peer: Connection, header: Header, payload: memoryview, meta: bytes
     ) -> None:
         try:
-            self._check_worker(worker, header)
-            self.send(self.requests.handle(worker, peer, header, payload, meta))
+            self._check_primary()
+            # Anyone with the key may ask for figures.
+            if worker not in self.shard.workers and header.op != Op.STATS:
+                raise ProtocolViolation(f"worker {worker} is none of {self.shard.workers}")
+            self.send(self.workers.handle(worker, peer, header, payload, meta))
         except NotOwner as error:
             # The worker sends the request again, to the owner that the placement names.
             peer.post(Op.MOVED, partition=error.part, step=header.op)
 
-    def _check_worker(self, worker: int, header: Header) -> None:
-        """Raise ProtocolViolation for a peer that this server does not answer."""
+    def _check_primary(self) -> None:
         if not self.membership.is_primary:
-            raise self._not_primary()
-        # Anyone with the key may ask for figures.
-        if worker not in self.shard.workers and header.op != Op.STATS:
-            raise ProtocolViolation(f"worker {worker} is none of {self.shard.workers}")
+            raise ProtocolViolation(
+                f"server {self.config.server} is not the primary of shard {self.config.shard}"
+            )
 
     def send(self, messages: Iterable[Outgoing]) -> None:
         """Send each message to its receiver. The caller holds the lock."""
         for message in messages:
             if isinstance(message, (ReplicateUpdate, InstallSnapshot)):
-                self.membership.replicate(message)
+                self.replication.replicate(message)
             elif isinstance(message, InSync):
                 self.membership.report_in_sync(message.backup)
             elif isinstance(message, TransferDone):
@@ -260,10 +248,6 @@ class ServerNode:
     def on_placement(self, placement: Placement) -> None:
         """Answer for the partitions that this shard owns now."""
         self.migration.on_placement(placement)
-
-    def on_acknowledged(self, backup: int, part: int, clock: int, filled: bool) -> None:
-        """Send the answers that have waited for this backup."""
-        self.replication.on_ack(backup, part, clock, filled)
 
     def on_removed(self) -> None:
         """Serve nobody any more."""

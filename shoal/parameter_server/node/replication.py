@@ -9,10 +9,14 @@ that has been replaced and has not learned of it yet."""
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 from collections.abc import Callable, Iterable
+from typing import Any
 
-from shoal.parameter_server.codec import FIRST_SERVER, Op, unpack, unpack_part
+from shoal.errors import WireError
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack, unpack_part
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.events import (
     Acknowledged,
@@ -27,6 +31,8 @@ from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
+
+log = logging.getLogger("shoal.server")
 
 
 class Replication:
@@ -51,6 +57,7 @@ class Replication:
         self._buffers = buffers
         self._lock = lock
         self._send = send
+        self._backups: dict[int, Connection] = {}
 
     # As the primary
 
@@ -58,8 +65,8 @@ class Replication:
         """Wait for the backups that a view names, and for no others. The lock is held."""
         expected = set(self._shard.backups.clocks)
         for backup in expected - set(view.members):
-            if backup in self._membership.backup_connections:
-                self._membership.disconnect_backup(backup)
+            if backup in self._backups:
+                self._backups.pop(backup).close()
             self._send(self._shard.remove_backup(backup))
         for backup in set(view.backups) - set(self._shard.backups.clocks):
             self._shard.await_backup(backup)
@@ -70,18 +77,64 @@ class Replication:
             return
         view = self._membership.view
         for backup in (*view.backups, *view.joining):
-            if backup in self._membership.backup_connections:
+            if backup in self._backups:
                 continue
             peer = self._membership.connect_to(backup, view.addresses.get(backup))
             if peer is not None:
                 with self._lock:
-                    self._membership.add_backup(backup, peer)
+                    self._backups[backup] = peer
+                    threading.Thread(
+                        target=self._receive_acks, args=(backup, peer), daemon=True
+                    ).start()
                     self._send(self._shard.add_backup(backup, in_sync=backup in view.backups))
 
-    def on_ack(self, backup: int, partition: int, clock: int, filled: bool) -> None:
-        """Handle a backup's acknowledgement of all updates of a partition before `clock`."""
-        with self._lock:
-            self._send(self._shard.on_ack(backup, partition, clock, filled))
+    def replicate(self, message: ReplicateUpdate | InstallSnapshot) -> None:
+        """Send an update or a snapshot to a backup, under the epoch of this server's view.
+
+        Without a connection the message is dropped: a snapshot follows the next connection.
+        """
+        connection = self._backups.get(message.backup)
+        if connection is None:
+            return
+        epoch = self._membership.view.epoch
+        if isinstance(message, InstallSnapshot):
+            payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
+            connection.post(
+                Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch
+            )
+            return
+        update = message.update
+        meta: dict[str, Any] = {
+            "worker": update.worker,
+            "step": update.step,
+            "present": update.grad_mask.hex(),
+            "settings": message.settings,
+        }
+        # Two frames, so that the gradient is sent from where it lies: nothing is packed around it.
+        connection.post(Op.UPDATE_META, json.dumps(meta).encode(), partition=message.part)
+        connection.post(
+            Op.REPLICATE, update.gradient, partition=message.part, step=message.clock, epoch=epoch
+        )
+
+    def _receive_acks(self, backup: int, connection: Connection) -> None:
+        try:
+            while True:
+                header, _ = connection.receive(lambda _: None)
+                if header.op == Op.REFUSED:
+                    log.info("this server was replaced: its backup %d follows another", backup)
+                    continue
+                # It has all updates of the partition before `header.step`; the flag is that of a
+                # snapshot.
+                with self._lock:
+                    self._send(
+                        self._shard.on_ack(
+                            backup, header.partition, header.step, bool(header.flags)
+                        )
+                    )
+        except WireError:
+            connection.close()
+            if self._backups.get(backup) is connection:
+                del self._backups[backup]  # `connect_backups` connects again with each lease
 
     # As a backup
 

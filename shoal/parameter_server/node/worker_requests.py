@@ -1,8 +1,13 @@
-"""Frames of workers, as calls of the shard.
+"""Workers of one server: their connections, their requests, and the answers.
 
-PUSH                       the gradient, out of receive buffers ──> Shard.push
-STEP NORM GRADIENT PULL LOAD ──────────────────────────────────> Shard; it answers in time
-STATE STATS HISTORY USE_SHARED_MEMORY STOP RECORD ────────────> answered here, if at all
+              ┌ STEP, PUSH, NORM, GRADIENT, PULL, LOAD ──> Shard ──> answers
+    a worker ─┤
+              └ STATE, STATS, HISTORY, ... ── are answered here
+
+PullResponse ──> PARAMS     the values; or only the blocks that have changed; or nothing, where the
+                            worker reads shared memory. Its field `worker` carries the step after
+                            which all workers stop.
+GradNormResponse, GradResponse, LoadDone ──> NORM, GRADIENT, LOAD
 """
 
 from __future__ import annotations
@@ -11,22 +16,29 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
-
+from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import (
     BLOCKS,
+    SHARED,
     Op,
+    as_bytes,
     pack_partition,
     unpack,
     unpack_order,
     unpack_part,
 )
-from shoal.parameter_server.events import Outgoing, ProtocolViolation
-from shoal.parameter_server.node.connected_workers import ConnectedWorkers
+from shoal.parameter_server.events import (
+    GradNormResponse,
+    GradResponse,
+    LoadDone,
+    Outgoing,
+    ProtocolViolation,
+    PullResponse,
+)
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.shared_values import SharedValues
-from shoal.parameter_server.transport.connection import Connection
+from shoal.parameter_server.transport.connection import Connection, Payload
 from shoal.parameter_server.transport.frame import Header
 
 _STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
@@ -35,12 +47,15 @@ _STOP_MARGIN_STEPS = 3
 
 
 class WorkerRequests:
-    """Requests of one server's workers. The caller holds the server's lock.
+    """Connections and requests of one server's workers. The caller holds the server's lock.
 
     Args:
         server: the server's number, which marks its part of the event log.
         figures: returns the server's figures, for STATS.
         on_step: is called after each step request, when a worker has read all values.
+
+    Attributes:
+        sent_bytes: payload bytes of all answers to workers.
     """
 
     def __init__(
@@ -48,7 +63,6 @@ class WorkerRequests:
         server: int,
         shard: Shard,
         buffers: ReceiveBuffers,
-        workers: ConnectedWorkers,
         shared_values: SharedValues,
         figures: Callable[[], dict[str, Any]],
         on_step: Callable[[], None],
@@ -56,10 +70,30 @@ class WorkerRequests:
         self._server = server
         self._shard = shard
         self._buffers = buffers
-        self._workers = workers
         self._shared_values = shared_values
         self._figures = figures
         self._on_step = on_step
+        self._peers: dict[int, Connection] = {}
+        self._sharing: set[int] = set()  # workers that read values in this server's memory
+        self._stop_at = 0  # steps after which all workers stop; 0 before anyone has asked for it
+        self.sent_bytes = 0
+
+    # Connections
+
+    def connect(self, number: int, peer: Connection) -> Connection | None:
+        """Add a peer's connection. Return its previous one if that has not ended yet."""
+        previous = self._peers.get(number)
+        self._peers[number] = peer
+        self._sharing.discard(number)
+        return previous
+
+    def disconnect(self, number: int, peer: Connection) -> None:
+        """Remove a connection that has ended, unless a newer one has replaced it."""
+        if self._peers.get(number) is peer:
+            del self._peers[number]
+            self._sharing.discard(number)
+
+    # Requests
 
     def handle(
         self, worker: int, peer: Connection, header: Header, payload: memoryview, meta: bytes
@@ -80,23 +114,15 @@ class WorkerRequests:
         self._handle_other(worker, peer, header, payload)
         return []
 
-    def gradient(
-        self, worker: int, header: Header, payload: memoryview, meta: bytes
-    ) -> tuple[Tensor, bytes]:
-        """Return the gradient of a PUSH, flat, and its mask: a byte for each segment.
-
-        Raises: NotOwner, ProtocolViolation: as `handle`.
-        """
-        segments = self._shard.require_partition(header.partition).part.segments
-        gradient = self._buffers.pushed(worker, header, payload)
-        return gradient, meta or b"\1" * len(segments)
-
     def _push(
         self, worker: int, header: Header, payload: memoryview, meta: bytes
     ) -> Iterable[Outgoing]:
-        gradient, grad_mask = self.gradient(worker, header, payload, meta)
+        part = self._shard.require_partition(header.partition).part
+        gradient = self._buffers.pushed(worker, header, payload)
+        # The frame before it has the mask, unless every segment has a gradient.
+        grad_mask = meta or b"\1" * len(part.segments)
         sparse = bool(header.flags & BLOCKS)
-        return self._shard.push(worker, header.step, header.partition, gradient, grad_mask, sparse)
+        return self._shard.push(worker, header.step, part.number, gradient, grad_mask, sparse)
 
     def _handle_step(self, worker: int, header: Header, payload: memoryview) -> Iterable[Outgoing]:
         """Handle a request that the shard answers."""
@@ -124,7 +150,7 @@ class WorkerRequests:
         match header.op:
             case Op.STOP:
                 newest = max((step for step, _ in shard.step_requests.values()), default=0)
-                self._workers.stop_after(newest + _STOP_MARGIN_STEPS)
+                self._stop_at = self._stop_at or newest + _STOP_MARGIN_STEPS
             case Op.USE_SHARED_MEMORY:
                 self._share_memory(worker, peer, payload)
             case Op.STATE:
@@ -150,7 +176,7 @@ class WorkerRequests:
         """
         description = unpack(payload)
         if not description:
-            self._workers.use_shared_memory(worker)
+            self._sharing.add(worker)
             return
         can_read = self._buffers.attach_worker_memory(worker, description)
         answer = self._shared_values.memory.description if can_read else {}
@@ -166,3 +192,47 @@ class WorkerRequests:
         log = self._shard.history
         number, events, more = (0, [], False) if log is None else log.chunk(first)
         return {"server": self._server, "first": number, "events": events, "more": more}
+
+    # Answers
+
+    def send(self, message: Outgoing) -> None:
+        """Send an answer to its worker."""
+        match message:
+            case PullResponse(worker, partition, clock, min_clock):
+                flags, payload = self._pack_values(message)
+                self._post(
+                    worker,
+                    Op.PARAMS,
+                    payload,
+                    partition=partition,
+                    step=clock,
+                    epoch=min_clock,
+                    worker=self._stop_at,
+                    flags=flags,
+                )
+            case GradNormResponse(worker, partition, squared):
+                # Hexadecimal, so that no bit of the number is lost.
+                self._post(worker, Op.NORM, squared.hex().encode(), partition=partition)
+            case GradResponse(worker, partition, values, grad_mask):
+                gradient = grad_mask + bytes(as_bytes(values))
+                self._post(worker, Op.GRADIENT, gradient, partition=partition)
+            case LoadDone(worker, partition):
+                self._post(worker, Op.LOAD, b"", partition=partition)
+
+    def _pack_values(self, response: PullResponse) -> tuple[int, Payload]:
+        """Return flags and payload: nothing for shared memory, changed blocks, or all values."""
+        if response.worker in self._sharing:
+            return SHARED, b""
+        blocks = response.changed_blocks
+        if blocks is not None and sparse_blocks.are_few(blocks):
+            return BLOCKS, sparse_blocks.pack(response.values, blocks)
+        return 0, response.values
+
+    def _post(self, number: int, op: Op, payload: Payload, **fields: int) -> None:
+        peer = self._peers.get(number)
+        if peer is None:
+            return  # a worker that has gone sends its request again when it is back
+        self.sent_bytes += (
+            len(payload) if isinstance(payload, bytes) else payload.numel() * payload.itemsize
+        )
+        peer.post(op, payload, **fields)
