@@ -28,16 +28,12 @@ from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.costs.server_count import FORWARD
 from shoal.launch.helper_spawner import HelperSpawner
+from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.server_pool import (
-    ClusterConfig,
-    CoordinatorProcess,
-    ServerPool,
-)
+from shoal.parameter_server.launcher.server_pool import CoordinatorProcess, ServerPool
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import ParamMeta, Partition, assign, partition
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import read_key
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.flat_params import FlatParams

@@ -21,7 +21,6 @@ from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.coordinator.watch import retry_until
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 
@@ -127,19 +126,17 @@ class AdminClient:
         self, is_expected: Callable[[Sequence[Mapping[str, Any]]], bool]
     ) -> None:
         """Wait for a list of servers that is as expected and shows no migration."""
-
-        def is_done() -> bool | None:
-            servers = self.servers()
-            is_moving = any(server["moving"] for server in servers)
-            return (is_expected(servers) and not is_moving) or None
-
         deadline_s = time.monotonic() + MIGRATION_LIMIT_S
-        if retry_until(deadline_s, is_done, every_s=RETRY_S) is None:
-            raise ServerLost(
-                f"the parts are still on their way after {MIGRATION_LIMIT_S:g} s. See "
-                "`shoal servers RUN list`; "
-                "training goes on."
-            )
+        while time.monotonic() < deadline_s:
+            servers = self.servers()
+            if is_expected(servers) and not any(server["moving"] for server in servers):
+                return
+            time.sleep(RETRY_S)
+        raise ServerLost(
+            f"the parts are still on their way after {MIGRATION_LIMIT_S:g} s. See "
+            "`shoal servers RUN list`; "
+            "training goes on."
+        )
 
 
 def _coordinator_of(directory: Path) -> tuple[Address, Transport]:

@@ -15,19 +15,16 @@ import json
 import socket
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConnectionLost, WireError
+from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_SERVER, Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Coordinator, View
 from shoal.parameter_server.events import ProtocolViolation
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.settings import Transport
 from shoal.platform.files import atomic_write
 
 ARBITER = "arbiter"
@@ -35,25 +32,6 @@ ARBITER = "arbiter"
 _SERVER_OPS = (Op.JOIN, Op.HEARTBEAT, Op.TRANSFERRED, Op.IN_SYNC)
 _USER_OPS = (Op.ADD, Op.REMOVE, Op.LIST)
 _TICKS_PER_LEASE = 20
-
-
-@dataclass(frozen=True)
-class CoordinatorConfig:
-    """Settings of a coordinator's process.
-
-    Args:
-        file: where it saves its decisions, and reads them after a restart.
-        owners: the shard of each partition at the beginning.
-        shards: number of shards at the beginning.
-        replicas: servers of each shard.
-    """
-
-    transport: Transport
-    file: Path
-    settings: ShardSettings
-    owners: tuple[int, ...]
-    shards: int
-    replicas: int = 1
 
 
 class CoordinatorServer:
@@ -65,7 +43,7 @@ class CoordinatorServer:
         statuses: server -> its last status report, for `shoal servers list`.
     """
 
-    def __init__(self, config: CoordinatorConfig, listener: socket.socket) -> None:
+    def __init__(self, config: ClusterConfig, listener: socket.socket) -> None:
         settings = config.settings
         self.config = config
         self.acceptor = Acceptor(
@@ -75,10 +53,10 @@ class CoordinatorServer:
         self.coordinator = Coordinator(
             config.owners, self.sizes, config.shards, settings.lease_s, config.replicas
         )
-        if config.file.exists():
+        if config.views_file.exists():
             # Another one has died before: go on with the views and the placement that it published,
             # for servers and workers refuse older ones.
-            self.coordinator.from_json(config.file.read_text(), time.monotonic())
+            self.coordinator.from_json(config.views_file.read_text(), time.monotonic())
         self.lock = threading.Lock()
         self._worker_left = threading.Condition(self.lock)
         self.peers: dict[int, Connection] = {}
@@ -193,7 +171,7 @@ class CoordinatorServer:
         placement_changed = self.coordinator.placement.version != self._published_version
         if not changed and not placement_changed:
             return
-        with atomic_write(self.config.file) as file:
+        with atomic_write(self.config.views_file) as file:
             file.write(self.coordinator.to_json().encode())
         self._published_version = self.coordinator.placement.version
         for peer in self.peers.values():
@@ -247,6 +225,6 @@ def _role(view: View, server: int) -> str:
     return "backup" if server in view.backups else "joining"
 
 
-def serve_coordinator(listener: socket.socket, config: CoordinatorConfig) -> None:
+def serve_coordinator(listener: socket.socket, config: ClusterConfig) -> None:
     """Run a coordinator in a process of its own, from its start to its end."""
     CoordinatorServer(config, listener).run()

@@ -4,11 +4,10 @@ coordinator that is made again when it breaks.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, unpack
@@ -20,7 +19,6 @@ from shoal.parameter_server.transport.frame import Header
 from shoal.parameter_server.transport.settings import Transport
 
 RETRY_S = 0.05
-T = TypeVar("T")
 
 
 class ClusterWatcher:
@@ -105,18 +103,16 @@ class ClusterWatcher:
             self._peer.close(flush=True)
 
     def _run(self) -> None:
-        def attempt() -> None:
+        while not self._closed:
             try:
                 self._receive_loop(self._connect())
             except ConnectionRefusedError:
                 # A coordinator that is started again keeps its listening socket, so a port on
                 # which nobody listens means the end of the job.
                 self.over.set()
-
-        broken = (OSError, WireError)
-        retry_until(
-            math.inf, attempt, every_s=RETRY_S, retried=broken, stopped=lambda: self._closed
-        )
+            except (OSError, WireError):
+                pass
+            time.sleep(RETRY_S)
 
     def _connect(self) -> Connection:
         return self._transport.connect(self._address, ARBITER, self._number)
@@ -156,34 +152,3 @@ class ClusterWatcher:
             self._placement = placement
             self._updated.notify_all()
         self._placed(placement)
-
-
-def retry_until(
-    deadline_s: float,
-    attempt: Callable[[], T | None],
-    *,
-    every_s: float,
-    retried: tuple[type[Exception], ...] = (),
-    stopped: Callable[[], bool] = lambda: False,
-) -> T | None:
-    """Call `attempt` until it returns a result, and return the result.
-
-    Args:
-        deadline_s: by `time.monotonic()`; no attempt begins after it. math.inf for none.
-        attempt: returns None to be called again.
-        every_s: the pause between two attempts.
-        retried: exceptions of an attempt that count as None; all others are raised.
-        stopped: called before each attempt; True ends the loop.
-
-    Returns:
-        The result of `attempt`; None after the deadline, or when stopped.
-    """
-    while not stopped() and time.monotonic() < deadline_s:
-        try:
-            result = attempt()
-        except retried:
-            result = None
-        if result is not None:
-            return result
-        time.sleep(every_s)
-    return None

@@ -11,6 +11,7 @@ rank 3
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -22,13 +23,10 @@ from typing import Any
 from shoal.comm.mesh import Mesh
 from shoal.launch.environment import RankInfo
 from shoal.launch.private_memory import read_secret
+from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.coordinator import admin_client
 from shoal.parameter_server.coordinator.coordinator import Address
-from shoal.parameter_server.launcher.server_pool import (
-    ClusterConfig,
-    CoordinatorProcess,
-    ServerPool,
-)
+from shoal.parameter_server.launcher.server_pool import CoordinatorProcess, ServerPool
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, new_key_file, read_key
 from shoal.parameter_server.transport.settings import UNIX, Transport
 from shoal.platform.files import make_private_directory
@@ -86,7 +84,8 @@ class ClusterLauncher:
                 address_of_job = coordinator.address, job.transport
                 admin_client.write_address_file(self._folder, *address_of_job)
                 self._public = None if read_secret() is None else address_of_job
-        address = _parse_address(mesh.broadcast_str(_format_address(coordinator)))
+        host, port = json.loads(mesh.broadcast_str(json.dumps(coordinator and coordinator.address)))
+        address = (host, port)
         if mesh.helper_spawner is not None:
             host_index = starter_ranks.index(mesh.rank)
             self.pool = ServerPool(
@@ -163,15 +162,6 @@ class ClusterLauncher:
 def spans_machines(place: RankInfo) -> bool:
     """Return whether ranks are on several machines, so that servers listen on the network."""
     return place.local_world < place.world
-
-
-def _format_address(process: CoordinatorProcess | None) -> str:
-    return "" if process is None else f"{process.address[0]} {process.address[1]}"
-
-
-def _parse_address(text: str) -> Address:
-    host, port = text.split(" ")
-    return host, int(port)
 
 
 def report_servers(shards: Sequence[Mapping[str, Any]], together: bool) -> list[str]:

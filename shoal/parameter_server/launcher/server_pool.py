@@ -16,45 +16,19 @@ import os
 import secrets
 import signal
 import threading
-from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.launch.helper_spawner import HelperSpawner
+from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_HOST_ID, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.coordinator_server import (
-    CoordinatorConfig,
-    serve_coordinator,
-)
+from shoal.parameter_server.coordinator.coordinator_server import serve_coordinator
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.node.node_server import ServerConfig, serve
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.frame import Header
-from shoal.parameter_server.transport.settings import Transport, address_of, listen
+from shoal.parameter_server.transport.settings import address_of, listen
 
 _PROBES_PER_LEASE = 4
 _MAX_SILENT_PROBES = 8
-
-
-@dataclass(frozen=True)
-class ClusterConfig:
-    """Settings of a job's servers, the same for all their processes.
-
-    Args:
-        transport: with a name that no other job has.
-        folder: for the coordinator's file.
-        settings: of all shards.
-        owners: the shard of each partition at the beginning.
-        shards: number of shards at the beginning.
-        replicas: servers of each shard.
-    """
-
-    transport: Transport
-    folder: Path
-    settings: ShardSettings
-    owners: tuple[int, ...]
-    shards: int
-    replicas: int = 1
 
 
 def replicas_on_host(shard: int, replicas: int, machine: int, machines: int) -> int:
@@ -76,16 +50,13 @@ class CoordinatorProcess:
         self.spawner = spawner
         self.listener = listen(host)
         self.address: Address = address_of(self.listener)
-        file = job.folder / f"views-{job.transport.job}.json"
-        self.config = CoordinatorConfig(
-            job.transport, file, job.settings, job.owners, job.shards, job.replicas
-        )
+        self.job = job
         self.pid = 0
         self.start()
 
     def start(self) -> None:
         """Start a process on the same listening socket."""
-        self.pid = self.spawner.start(serve_coordinator, self.config, listener=self.listener)
+        self.pid = self.spawner.start(serve_coordinator, self.job, listener=self.listener)
 
     @property
     def is_done(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shoal.errors import ConnectionLost, WireError
+from shoal.parameter_server.cluster_config import ShardSettings
 from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
@@ -44,7 +45,6 @@ from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.shared_values import SharedValues
 from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.frame import Header

@@ -26,11 +26,10 @@ import torch
 from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
+from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.launcher.cluster_launcher import spans_machines
-from shoal.parameter_server.launcher.server_pool import ClusterConfig
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import assign
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import PushTrace, WorkerClient

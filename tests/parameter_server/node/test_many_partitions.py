@@ -8,15 +8,12 @@ from pathlib import Path
 
 import torch
 
+from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.codec import MAX_CONTROL_BYTES, Op
-from shoal.parameter_server.coordinator.coordinator_server import (
-    CoordinatorConfig,
-    CoordinatorServer,
-)
+from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.shard_settings import ShardSettings
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 
@@ -30,7 +27,7 @@ def test_a_worker_gets_the_owner_of_each_of_many_partitions(tmp_path: Path) -> N
     recipe = recipe_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     settings = ShardSettings(tuple(parts), recipe, workers=1, staleness=0, lease_s=1.0)
     transport = Transport(Key(KEY), "job")
-    config = CoordinatorConfig(transport, tmp_path / "views.json", settings, owners, shards=2)
+    config = ClusterConfig(transport, tmp_path, settings, owners, shards=2)
     with listen(UNIX) as listener:
         coordinator = threading.Thread(target=CoordinatorServer(config, listener).run, daemon=True)
         coordinator.start()

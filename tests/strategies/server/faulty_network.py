@@ -21,12 +21,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_SERVER, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.coordinator_server import (
-    CoordinatorConfig,
-    CoordinatorServer,
-)
+from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
 from shoal.parameter_server.launcher import server_pool
 from shoal.parameter_server.node import node_server
 from shoal.parameter_server.transport.connection import Connection
@@ -71,7 +69,7 @@ def _serve(folder: Path, listener: socket.socket, plan: node_server.ServerConfig
     node_server.serve(listener, plan)
 
 
-def _arbitrate(trouble: Trouble, listener: socket.socket, court: CoordinatorConfig) -> None:
+def _arbitrate(trouble: Trouble, listener: socket.socket, court: ClusterConfig) -> None:
     (trouble.folder / "arbiter.pid").write_text(str(os.getpid()))
     Network(trouble, court, listener).run()
 
@@ -79,7 +77,7 @@ def _arbitrate(trouble: Trouble, listener: socket.socket, court: CoordinatorConf
 class Network(CoordinatorServer):
     """A coordinator that gives the addresses of proxies, different ones to workers and servers."""
 
-    def __init__(self, trouble: Trouble, court: CoordinatorConfig, listener: socket.socket) -> None:
+    def __init__(self, trouble: Trouble, court: ClusterConfig, listener: socket.socket) -> None:
         super().__init__(court, listener)
         self.trouble, self.ways = trouble, dict[tuple[int, bool], Address]()
         self.met, self.slow_until, self.counting = 0, 0.0, threading.Lock()
