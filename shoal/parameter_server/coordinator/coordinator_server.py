@@ -23,8 +23,7 @@ from shoal.parameter_server.codec import FIRST_SERVER, Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Coordinator, View
 from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.transport.acceptor import Acceptor
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.platform.files import atomic_write
 
 ARBITER = "arbiter"

@@ -14,8 +14,7 @@ from shoal.parameter_server.codec import Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport
 
 RETRY_S = 0.05

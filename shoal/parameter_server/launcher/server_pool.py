@@ -24,7 +24,7 @@ from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import serve_coordinator
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.node.node_server import ServerConfig, serve
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Header
 from shoal.parameter_server.transport.settings import address_of, listen
 
 _PROBES_PER_LEASE = 4

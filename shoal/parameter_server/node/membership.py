@@ -21,8 +21,7 @@ from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.events import TransferDone
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport
 
 HEARTBEATS_PER_LEASE = 8

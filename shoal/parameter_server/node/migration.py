@@ -21,7 +21,7 @@ from shoal.parameter_server.events import Outgoing, PartitionTransfer
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.partitioning import Partition
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Header
 
 
 class SentTransfer(NamedTuple):

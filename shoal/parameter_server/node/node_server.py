@@ -46,8 +46,7 @@ from shoal.parameter_server.node.shared_values import SharedValues
 from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.acceptor import Acceptor
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport, address_of
 
 log = logging.getLogger("shoal.server")

@@ -16,7 +16,7 @@ from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes
 from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.partitioning import Partition
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Header
 from shoal.shm_backend.segment import AttachedSegment, attach
 
 

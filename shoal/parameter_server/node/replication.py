@@ -29,8 +29,7 @@ from shoal.parameter_server.events import (
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 
 log = logging.getLogger("shoal.server")
 

@@ -38,8 +38,7 @@ from shoal.parameter_server.events import (
 from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.shared_values import SharedValues
-from shoal.parameter_server.transport.connection import Connection, Payload
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header, Payload
 
 _STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
 _STOP_MARGIN_STEPS = 3

@@ -1,6 +1,8 @@
 """Frames over one connection, straight from and into the memory of tensors, sent by priority.
 
-    │ header, 32 bytes │ payload, `length` bytes │
+    0    1       2          4       8        12          16     24       32
+    │ op │ flags │ reserved │ epoch │ worker │ partition │ step │ length │ payload
+    │ u8 │ u8    │ u16      │ u32   │ u32    │ u32       │ u64  │ u64    │ `length` bytes
 
     post      small, and nothing waits ──> sent at once          a thread sends what waits:
               else ──> queue ──> thread ──> the peer             the smallest priority first
@@ -19,25 +21,65 @@ from __future__ import annotations
 import itertools
 import math
 import queue
+import struct
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, as_bytes
-from shoal.parameter_server.transport.frame import HEADER_BYTES, Header, pack, unpack
 from shoal.parameter_server.transport.stream import Stream
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 Payload = bytes | Tensor
-Place = Callable[[Header], memoryview | bytearray | None]
 INLINE_SEND_BYTES = 4096
 """Bound on a frame that the caller's thread may send itself."""
 _EMPTY = memoryview(b"")
+_LAYOUT = struct.Struct("<BBxxIIIQQ")
+HEADER_BYTES = _LAYOUT.size
+
+
+class Header(NamedTuple):
+    """Fields of a frame's header. A value out of range is a `struct.error` in `pack`.
+
+    Some operations carry other values in fields that they do not need; `codec.py` says which.
+
+    Attributes:
+        op: the operation, 0 to 255.
+        length: bytes of payload that follow, below 2**64.
+        worker: number of the worker that sends or receives it, below 2**32.
+        step: the step, or the clock, that it belongs to, below 2**64.
+        partition: number of the partition, below 2**32.
+        epoch: of the primary in the sender's view, below 2**32.
+        flags: eight bits.
+    """
+
+    op: int
+    length: int = 0
+    worker: int = 0
+    step: int = 0
+    partition: int = 0
+    epoch: int = 0
+    flags: int = 0
+
+
+def pack(header: Header) -> bytes:
+    """Pack a header into 32 bytes."""
+    op, length, worker, step, part, epoch, flags = header
+    return _LAYOUT.pack(op, flags, epoch, worker, part, step, length)
+
+
+def unpack(packed: bytes | bytearray | memoryview) -> Header:
+    """Return the header in 32 bytes."""
+    op, flags, epoch, worker, part, step, length = _LAYOUT.unpack(packed)
+    return Header(op, length, worker, step, part, epoch, flags)
+
+
+Place = Callable[[Header], memoryview | bytearray | None]
 
 
 class Connection:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from shoal.parameter_server.transport.connection import Connection, Payload
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header, Payload
 from shoal.parameter_server.transport.key import Key, can_encrypt, tls_context
 from shoal.parameter_server.transport.stream import Stream, TlsStream
 

@@ -28,8 +28,14 @@ from connected_channels import (
 
 from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.transport.connection import INLINE_SEND_BYTES, Connection
-from shoal.parameter_server.transport.frame import HEADER_BYTES, Header, pack, unpack
+from shoal.parameter_server.transport.connection import (
+    HEADER_BYTES,
+    INLINE_SEND_BYTES,
+    Connection,
+    Header,
+    pack,
+    unpack,
+)
 from shoal.parameter_server.transport.stream import Stream
 
 

@@ -21,8 +21,7 @@ from shoal.parameter_server.codec import SHARED, Op
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
 from shoal.parameter_server.coordinator.placement import Placement
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import Header
+from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
 from shoal.parameter_server.worker.session import WorkerSession

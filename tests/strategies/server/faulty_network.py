@@ -27,8 +27,7 @@ from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
 from shoal.parameter_server.launcher import server_pool
 from shoal.parameter_server.node import node_server
-from shoal.parameter_server.transport.connection import Connection
-from shoal.parameter_server.transport.frame import HEADER_BYTES, unpack
+from shoal.parameter_server.transport.connection import HEADER_BYTES, Connection, unpack
 from shoal.parameter_server.transport.settings import _HELLO, _START, UNIX, _connected, address_of
 from shoal.parameter_server.transport.settings import listen as listen_at
 

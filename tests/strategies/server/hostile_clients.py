@@ -10,7 +10,7 @@ from random import Random
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.transport.frame import Header, pack
+from shoal.parameter_server.transport.connection import Header, pack
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import MAGIC, VERSION, Transport, _connected
 from shoal.parameter_server.transport.stream import Stream
