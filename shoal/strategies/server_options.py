@@ -10,7 +10,6 @@ from shoal.comm import compression_spec
 from shoal.errors import problems_of, raise_problems
 from shoal.strategies.options import StrategyOptions
 
-_MAX_CONNECTIONS = 16
 MAX_SERVERS = 1024
 
 
@@ -33,7 +32,6 @@ class ServerOptions(StrategyOptions):
         lease_s: seconds for which a server may be silent before another one takes over.
         shared_memory: workers and servers of one machine read each other's memory, without
             messages.
-        connections: no effect. Accepted from 1 to 16 for older configurations and checkpoints.
         encrypt: use TLS 1.3 between machines. Without it, who can listen on the network reads
             gradients and weights and can send others.
     """
@@ -46,7 +44,6 @@ class ServerOptions(StrategyOptions):
     part_mb: float = 4.0
     lease_s: float = 2.0
     shared_memory: bool = True
-    connections: int = 1
     encrypt: bool = True
 
     @classmethod
@@ -71,7 +68,5 @@ class ServerOptions(StrategyOptions):
             )
         if not 0 < self.part_mb < inf:
             messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
-        if not 1 <= self.connections <= _MAX_CONNECTIONS:
-            messages.append(f"connections={self.connections}: must be from 1 to {_MAX_CONNECTIONS}")
         messages += problems_of(lambda: compression_spec.read(self.compress))
         raise_problems(messages)

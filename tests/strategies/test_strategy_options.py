@@ -46,7 +46,6 @@ BAD = [
     ("zero3,allreduce=ring", "option 'allreduce' is not known"),
     ("server=0", "at least one server"),
     ("server=2,replicas=0", "at least one of each shard"),
-    ("server=2,connections=17", "connections=17: must be from 1 to 16"),
     ("server=2,encrypt=perhaps", "encrypt=perhaps"),
     ("server=2,staleness=soon", "staleness=soon: a number of steps"),
     ("server=2,compress=powersgd=4", "compression 'powersgd=4' is not known"),

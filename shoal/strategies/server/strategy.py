@@ -24,21 +24,26 @@ from typing import ClassVar
 import torch
 
 from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
-from shoal.costs.step_cost import StepCost
+from shoal.costs.step_cost import SentMessage, StepCost
 from shoal.errors import StrategyRefused
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.launcher.cluster_launcher import spans_machines
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
-from shoal.parameter_server.partitioning import assign
+from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import PushTrace, WorkerClient
 from shoal.parameter_server.worker.socket_network import connect_to_servers
+from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
-from shoal.strategies.server.cost import cost
 from shoal.strategies.server.worker_engine import WorkerEngine
 from shoal.strategies.server_options import ServerOptions
+
+BAND = 0.55
+"""How far predicted times were off: what servers and workers take from each other is not
+calibrated.
+"""
 
 
 class Server(ServerOptions, Strategy):
@@ -100,8 +105,41 @@ class Server(ServerOptions, Strategy):
         )
 
     def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of pushes and pulls: `server/cost.py`."""
-        return cost(self, step)
+        """Return the step of a worker.
+
+        A worker holds parameters and gradients, and no optimizer's state. A server receives the
+        gradients of all workers, so each partition costs it workers x bytes.
+
+        Raises: StrategyRefused: beside tensor or pipeline; stale or compressed pushes, whose time
+            is not modelled.
+        """
+        if step.layout.data < step.layout.world:
+            raise StrategyRefused(
+                "strategy server owns whole parameters; beside tensor and pipeline no rank has "
+                "them."
+            )
+        if self.staleness != "0" or self.compress != "none" or self.replicas > 1:
+            raise StrategyRefused(
+                "replicas, staleness and compress of servers: their cost in time is not modelled."
+            )
+        order = [
+            (i, p) for i, s in enumerate(step.segments) for p in s.parameters if p.gradient_bytes
+        ]
+        segment_of = {p.name: index for index, p in order}
+        metas = {p.name: ParamMeta(int(p.numel), torch.float32, 0) for _, p in order}
+        limit = partition_bytes(metas, self.servers, int(self.part_mb * MIB))
+        segments = list(step.segments)
+        for part in partition(metas, limit):
+            used = sorted(segment_of[each.name] for each in part.segments)
+            pull = SentMessage("pull", part.size_bytes, "servers")
+            push = SentMessage("push", part.size_bytes, "servers")
+            first = segments[used[0]]
+            segments[used[0]] = replace(
+                first, prefetched=(*first.prefetched, pull), beside=(*first.beside, push)
+            )
+        step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
+        step = replace(step, band=max(step.band, BAND))
+        return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
 
     @property
     def deviations(self) -> list[str]:
@@ -115,11 +153,6 @@ class Server(ServerOptions, Strategy):
             )
         if self.compress != "none":
             sentences.append(f"compress={self.compress}: gradients arrive rounded, or late.")
-        if self.connections > 1:
-            sentences.append(
-                f"connections={self.connections}: has no effect; one connection to each server is "
-                "used."
-            )
         return sentences
 
 

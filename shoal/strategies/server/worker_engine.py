@@ -9,7 +9,7 @@ forward   of the next step: each unit waits for the values that it reads (`value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -214,14 +214,32 @@ class WorkerEngine(StrategyState):
         self._on_detach.append(self.waits.register_hooks().close)
 
     def gradients(self) -> dict[str, Tensor | None]:
-        """Return the full gradients that the servers have summed, by name. Collective."""
+        """Return the full gradients that the servers have summed, by name. Collective.
+
+        Parameters whose gradient the step does not use have None.
+        """
         self._require_synchronous("gradients()")
-        return summed_gradients(self.client, self.flat, self.factor, self.removed())
+        removed = self.removed()
+        sums: dict[int, list[dict[str, Any]]] = {}
+        for part in self.client.parts:
+            values, present = self.client.gradient(part.number)
+            sums[part.number] = [
+                {"sum": values[s.offset : s.offset + s.length] * self.factor} if has_grad else {}
+                for s, has_grad in zip(part.segments, present, strict=True)
+            ]
+        return {
+            name: None if name in removed else self.flat.gather(name, sums).get("sum")
+            for name in self.flat.parameters
+        }
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of the gradients that the servers have summed. Collective."""
+        """Return the 2-norm of what `gradients` returns, float64. Collective."""
         self._require_synchronous("clip_gradients()")
-        return summed_norm(self.client, self.flat, self.factor, self.removed())
+        if not self.removed():  # the servers know the squares
+            norm = self.client.squared_norm() ** 0.5 * self.factor
+            return torch.tensor(norm, dtype=torch.float64)
+        norms = [g.double().norm() for g in self.gradients().values() if g is not None]
+        return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
 
     def scale(self, factor: Tensor | float) -> None:
         self.factor *= float(factor)
@@ -340,36 +358,3 @@ class WorkerEngine(StrategyState):
             raise UsageError(
                 f"{call}: with staleness={self.options.staleness} no step is shared by all workers."
             )
-
-
-def summed_gradients(
-    client: WorkerClient, flat: FlatParams, factor: float, without: Collection[str]
-) -> dict[str, Tensor | None]:
-    """Return the full gradients by the names of parameters. Waits for all pushes.
-
-    Args:
-        factor: of the gradients.
-        without: names of parameters whose gradient the step does not use; they have None.
-    """
-    sums: dict[int, list[dict[str, Any]]] = {}
-    for part in client.parts:
-        values, present = client.gradient(part.number)
-        sums[part.number] = [
-            {"sum": values[s.offset : s.offset + s.length] * factor} if has_grad else {}
-            for s, has_grad in zip(part.segments, present, strict=True)
-        ]
-    return {
-        name: None if name in without else flat.gather(name, sums).get("sum")
-        for name in flat.parameters
-    }
-
-
-def summed_norm(
-    client: WorkerClient, flat: FlatParams, factor: float, without: Collection[str]
-) -> Tensor:
-    """Return the 2-norm of what `summed_gradients` returns, float64. Waits for all pushes."""
-    if not without:  # the servers know the squares
-        return torch.tensor(client.squared_norm() ** 0.5 * factor, dtype=torch.float64)
-    gradients = summed_gradients(client, flat, factor, without).values()
-    norms = [g.double().norm() for g in gradients if g is not None]
-    return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)

@@ -267,15 +267,6 @@ def test_compressed_gradients_keep_workers_equal_and_are_not_exact(
     assert made.deviations == expected  # type: ignore[attr-defined]
 
 
-def test_several_connections_are_accepted_and_have_no_effect() -> None:
-    (made,) = build_strategies(parse_line("server=2,connections=4"))
-    assert made.deviations == [  # type: ignore[attr-defined]
-        "connections=4: has no effect; one connection to each server is used."
-    ]
-    (made,) = build_strategies(parse_line("server=2,connections=1"))
-    assert made.deviations == []  # type: ignore[attr-defined]
-
-
 def on_a_machine_of_its_own(strategy: str) -> tuple[dict[str, Tensor], int, bool]:
     """Train as `trained`, with each rank as if it were alone on its machine.
 
