@@ -19,12 +19,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=argument_types.path, help="run directory, trained with --record"
     )
     parser.add_argument(
-        "-o",
-        "--output",
-        type=argument_types.path,
-        help="write the model as it is in the end to a .safetensors file",
-    )
-    parser.add_argument(
         "--step",
         type=argument_types.integer(0),
         metavar="N",
@@ -40,6 +34,6 @@ def run(options: argparse.Namespace) -> int:
     job_of(options.run)  # reports a wrong directory before torch is imported
     from shoal.train.async_replay import replay
 
-    result = replay(options.run, options.output, options.step)
+    result = replay(options.run, options.step)
     print(json.dumps(result.to_json()) if options.json else result)
     return 1 if result.differing else 0

@@ -7,47 +7,27 @@ A gradient can be computed when every partition has reached the values that the 
 update can be applied when its gradient is known. One process that respects both rules finds an
 order, because the original run was such an order. It needs no servers:
 
-      Client ── WorkerSession ── actions ──> ReplayedServers ── stepped() ──> pushes of the step
-      Client <── WorkerSession <── values ── ReplayedServers <── take() ───── values for the step
+      worker ── push, request_step ──> ReplayClient ── stepped() ──> Replayer: applies updates
+      worker <── values ────────────── ReplayClient <── take() ───── Replayer
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.comm.compression import Compression
 from shoal.errors import RecordError, UsageError
-from shoal.parameter_server.codec import Op, pack_partition, unpack_order, unpack_part
-from shoal.parameter_server.coordinator.coordinator import View
-from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
-from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.worker_messages import (
-    AnswerMessage,
-    ConnectShard,
-    DisconnectShard,
-    NoticeMessage,
-    PushMessage,
-    QueryAnswered,
-    QueryMessage,
-    RetryLater,
-    SessionAction,
-    ShardFailed,
-    ShardMessage,
-    StepMessage,
-    ToShard,
-    ValuesArrived,
-    ValuesMessage,
-)
 
 CURE = (
     "The parameter server that noted it was replaced or removed, or the file is damaged. What was "
@@ -252,15 +232,13 @@ def _single_threaded() -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-class ReplayedServers:
-    """One worker's network in a replay: store its pushes, and deliver the values of the replay.
+class ReplayClient:
+    """Stands in for the `WorkerClient` of one worker: it keeps what the worker pushes.
 
     Args:
         held: the partitions, shared by all workers; the first worker fills the list.
         compression: of the pushed gradients.
     """
-
-    owner: WorkerClient
 
     def __init__(
         self,
@@ -272,6 +250,7 @@ class ReplayedServers:
         self.parts = flat.parts
         self.values = flat.values
         self.held = held
+        self.step, self.stop_at = 0, 0
         self._compression = compression
         self._pushed: dict[int, tuple[Tensor, bytes]] = {}
         self._order: StepRequest | None = None
@@ -293,57 +272,31 @@ class ReplayedServers:
         self._order = None
         return stepped
 
-    # For the client
+    # For the worker, as the methods of `WorkerClient`
 
-    def start(self, owner: WorkerClient) -> None:
-        """Act as the only shard, which owns all partitions."""
-        self.owner = owner
-        self.carry_out(owner.session.placement_changed(Placement(1, (0,) * len(self.parts))))
-        self.carry_out(owner.session.connected(View(0, epoch=1, primary=0)))
+    def push(self, part: int, gradient: Tensor, present: bytes, _sparse: bool = False) -> None:
+        if self._compression is not None:
+            layout = self.parts[part]
+            gradient = self._compression.decode(gradient, layout.length, layout.dtype)
+        self._pushed[part] = gradient, present
 
-    def carry_out(self, actions: Iterable[SessionAction]) -> None:
-        for action in actions:
-            match action:
-                case ToShard(_, message):
-                    self._receive(message)
-                case ValuesArrived() | QueryAnswered() | ShardFailed():
-                    self.owner.handle(action)
-                case ConnectShard() | DisconnectShard() | RetryLater():
-                    pass  # the only shard is always connected
+    def request_step(self, order: StepRequest) -> None:
+        self._order = order
+        self.step += 1
 
-    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """Ignore the speeds: there is one shard only."""
+    def wait(self, _parts: Iterable[int]) -> None:
+        """Return at once: `take` delivers the values of a step before it starts."""
 
-    def close(self, limit_s: float) -> None:
-        """Do nothing: there is no connection."""
+    def pull(self) -> None:
+        for part, held in enumerate(self.held):
+            self.take(part, held.values)
 
-    def _receive(self, message: ShardMessage) -> None:
-        session = self.owner.session
-        match message:
-            case PushMessage(part, _, gradient, present):
-                self._pushed[part] = self._decoded(part, gradient), present
-            case StepMessage(_, payload):
-                self._order = unpack_order(memoryview(payload))
-                session.begin()  # `take` delivers the values of the next step before it starts
-            case QueryMessage(Op.PULL, part):
-                self.values[part].copy_(self.held[part].values)
-                answer = ValuesMessage(part, session.step, session.step)
-                session.accept(0, answer)
-                self.carry_out(session.receive(0, answer))
-            case QueryMessage(Op.LOAD, part, _, payload) if isinstance(payload, bytes):
-                values, state, _ = unpack_part(memoryview(payload))
-                self.held[part].load(values, list(state), 0)
-                self._answer(Op.LOAD, part, b"")
-            case QueryMessage(Op.STATE, part):
-                held = self.held[part]
-                self._answer(Op.STATE, part, pack_partition(held.values, list(held.state()), {}))
-            case QueryMessage(op) | NoticeMessage(op):
-                raise UsageError(f"a run that is replayed has no servers to ask for {op.name}")
+    def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        for held, values, state in zip(self.held, self.values, states, strict=True):
+            held.load(values, list(state), 0)
 
-    def _decoded(self, part: int, gradient: Tensor) -> Tensor:
-        layout, packed = self.parts[part], self._compression
-        return gradient if packed is None else packed.decode(gradient, layout.length, layout.dtype)
+    def mark_current(self) -> None:
+        """Do nothing: no values are on their way."""
 
-    def _answer(self, op: Op, part: int, payload: bytes) -> None:
-        answer = AnswerMessage(op, part, memoryview(payload))
-        self.carry_out(self.owner.session.receive(0, answer))
+    def state(self, part: int) -> list[dict[str, Any]]:
+        return deepcopy(self.held[part].state())

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -31,17 +30,15 @@ from shoal.checkpoint import Checkpoints
 from shoal.comm.mesh import Mesh
 from shoal.config.job import Job
 from shoal.data.seeds import load_random_state, preserve_rng_state, random_state, seed_all
-from shoal.errors import UsageError
 from shoal.launch.environment import read as read_place
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.recorded_order import (
     RecordedOrder,
-    ReplayedServers,
+    ReplayClient,
     Replayer,
     ReplayStep,
 )
-from shoal.parameter_server.worker.client import WorkerClient
 from shoal.run import Run
 from shoal.run.preparation import RunSettings
 from shoal.strategies import build_strategies, parse_line
@@ -96,39 +93,22 @@ class Replay:
         )
 
 
-def replay(directory: Path, output: Path | None = None, step: int | None = None) -> Replay:
+def replay(directory: Path, step: int | None = None) -> Replay:
     """Run the newest record of a run again, up to a checkpoint, and compare. For one process.
 
     Args:
-        output: a .safetensors file to which the model is written in the end.
         step: stop at the checkpoint of this step; None for the newest.
 
     Raises:
         RecordError: there is no record, or it has a gap, or no such checkpoint.
         CheckpointError: the checkpoint at the start or at the end cannot be read.
-        UsageError: `output` is not a .safetensors file.
     """
-    if output is not None and output.suffix != ".safetensors":
-        raise UsageError(
-            f"-o {output}: the file is in the safetensors format; name it "
-            f"{output.stem}.safetensors."
-        )
-    if output is not None and not output.parent.is_dir():
-        raise UsageError(f"-o {output}: there is no directory {output.parent}.")
     start_s = time.monotonic()
     start = newest_start(directory)
     target = newest_saved(start, Checkpoints(directory / "checkpoints"), step)
     with _recorded_environment(start):
         replayed = _ReplayedRun(start, target.step)
         tensors = replayed.run()
-    if output is not None:
-        # Clones, because safetensors refuses tensors that share memory.
-        model = {
-            name.removeprefix("model."): value.cpu().contiguous().clone()
-            for name, value in tensors.items()
-            if name.startswith("model.")
-        }
-        safetensors.torch.save_file(model, output)
     return Replay(
         first=start.step,
         last=target.step,
@@ -157,7 +137,7 @@ class _ReplayedRun:
         Replayer(
             self.order,
             self.partitions,
-            lambda worker, part, values: self.workers[worker].servers.take(part, values),
+            lambda worker, part, values: self.workers[worker].client.take(part, values),
             self._step,
         ).run()
         load_random_state(self.workers[0].random, self.workers[0].run.device)
@@ -249,7 +229,7 @@ class Worker:
         # The bits are compared at the end; other data is one way to come to others.
         self.run.load_state(start.tensors, start.info, start.private[rank], accept_data=True)
         self.compute_loss = built.task.compute_loss(self.model)
-        self.servers = next(s for s in strategies if isinstance(s, _ReplayStrategy)).servers
+        self.client = next(s for s in strategies if isinstance(s, _ReplayStrategy)).client
         # All workers share this process, so each brings its random state with each step.
         self.random = random_state(mesh.device)
         self._first_step = start.step
@@ -260,7 +240,7 @@ class Worker:
         load_random_state(self.random, self.run.device)
         next(self._steps)
         self.random = random_state(self.run.device)
-        return self.servers.stepped()
+        return self.client.stepped()
 
     def _all_steps(self) -> Iterator[None]:
         epoch_steps = steps_of_epochs(self.job, self.loader)
@@ -289,13 +269,13 @@ def _strategies(job: Job, partitions: list[PartitionState]) -> list[Strategy]:
 
 
 class _ReplayStrategy(Strategy):
-    """Stands in for the strategy `Server`: the same worker, with servers in this process.
+    """Stands in for the strategy `Server`: the same worker, without servers.
 
     Attributes:
-        servers: are there once the optimizer is attached.
+        client: is there once the optimizer is attached.
     """
 
-    servers: ReplayedServers
+    client: ReplayClient
 
     def __init__(self, options: Server, partitions: list[PartitionState]) -> None:
         self.options = options
@@ -311,9 +291,9 @@ class _ReplayStrategy(Strategy):
             strategy_state=engine,
         )
 
-    def _connect(self, engine: WorkerEngine, spec: OptimizerSpec) -> WorkerClient:
-        self.servers = ReplayedServers(engine.flat, spec, self.partitions, engine.compression)
-        return WorkerClient(engine.flat, self.servers, engine.staleness)
+    def _connect(self, engine: WorkerEngine, spec: OptimizerSpec) -> Any:
+        self.client = ReplayClient(engine.flat, spec, self.partitions, engine.compression)
+        return self.client
 
 
 @dataclass(frozen=True)

@@ -222,8 +222,6 @@ def _of_runs() -> Iterator[Command]:
     yield "export", "run", "-o", f"{LONG}.safetensors"
     for step in ("-1", "x", "1.5", HUGE):
         yield "replay", "run", "--step", step
-    yield "replay", "run", "-o", "model.pt"
-    yield "replay", "run", "-o", "missing/model.safetensors"
     yield "servers", "run", "delete"
     yield "servers", "run", "remove"
     yield "servers", "run", "list", "3"

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import tiny_jobs
 import torch
 from tiny_jobs import CNN, DATA, GPT, MLP, tiny
 
-from shoal.checkpoint import newest, tensor_files
+from shoal.checkpoint import newest
 from shoal.config.job import Job
-from shoal.errors import CheckpointError, RecordError, StrategyRefused, UsageError
+from shoal.errors import CheckpointError, RecordError, StrategyRefused
 from shoal.launch.rank import EXIT_RESTART
 from shoal.run import init_with_place
 from shoal.testing import world
@@ -184,18 +183,6 @@ def test_other_bits_are_found_and_the_worst_tensor_is_named(copy: Path) -> None:
     found = replay(copy)
     assert found.differing
     assert f"{found.differing[0][0]} differs by up to" in str(found)
-
-
-def test_the_model_is_written_and_is_the_checkpoints(run: Path, tmp_path: Path) -> None:
-    replay(run, tmp_path / "model.safetensors")
-    written = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    last = newest(run / "checkpoints")
-    assert last is not None
-    saved = tensor_files.read(last, lambda name: name.startswith("model."))
-    assert {f"model.{name}" for name in written} == set(saved)
-    assert all(torch.equal(value, saved[f"model.{name}"]) for name, value in written.items())
-    with pytest.raises(UsageError, match=r"\.safetensors"):
-        replay(run, tmp_path / "model.pt")
 
 
 def shoal(*words: object) -> subprocess.CompletedProcess[str]:
