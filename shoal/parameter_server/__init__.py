@@ -9,7 +9,7 @@
                             coordinator/             recorded_order.py  repeats a run
 
 A push:      worker/client.py, session.py, socket_network.py, transport/; then
-             node/node_server.py, worker_requests.py, receive_buffers.py, shard.py,
+             node/node_server.py, worker_requests.py, server_memory.py, shard.py,
              partition_state.py (sum and optimizer), shard_replica.py (wait for all backups).
 Its answer:  node/shard.py, node_server.py, worker_requests.py, transport/; then
              worker/socket_network.py, session.py, client.py.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from shoal.comm.compression import Compression
 from shoal.errors import RecordError, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
-from shoal.parameter_server.node.partition_state import PartitionState
+from shoal.parameter_server.node.partition_state import PartitionState, cloned
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.worker.flat_params import FlatParams
 
@@ -299,4 +298,4 @@ class ReplayClient:
         """Do nothing: no values are on their way."""
 
     def state(self, part: int) -> list[dict[str, Any]]:
-        return deepcopy(self.held[part].state())
+        return [cloned(state) for state in self.held[part].state()]

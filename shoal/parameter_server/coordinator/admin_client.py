@@ -213,14 +213,6 @@ def table(servers: Sequence[Mapping[str, Any]]) -> str:
         )
         for server in servers
     ]
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    text_columns = {1, 3, 7}  # to the left; numbers go to the right
-
-    def line(row: Sequence[str]) -> str:
-        cells = (
-            cell.ljust(width) if column in text_columns else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        return "  ".join(cells).rstrip()
-
-    return "\n".join(line(row) for row in (head, *rows))
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in (head, *rows))
+    return "\n".join("  ".join(line).rstrip() for line in lines)

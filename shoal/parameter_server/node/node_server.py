@@ -1,8 +1,8 @@
 """One server's process: the sockets and threads around a `Shard`.
 
-      worker ──┐ one thread reads each connection, gradients straight into `receive_buffers.py`
+      worker ──┐ one thread reads each connection, gradients straight into `server_memory.py`
       worker ──┼──> lock ── Shard ──> one thread sends on each connection: `worker_requests.py`
-      primary ─┘              └ workers of this host can read its values: `shared_values.py`
+      primary ─┘              └ workers of this host can read its values: `server_memory.py`
 
       coordinator ──> `membership.py` ──> updates to backups, or from a primary: `replication.py`
                                      └──> partitions to and from other shards: `migration.py`
@@ -39,10 +39,9 @@ from shoal.parameter_server.events import (
 )
 from shoal.parameter_server.node.membership import Membership
 from shoal.parameter_server.node.migration import Migration
-from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
 from shoal.parameter_server.node.replication import Replication
+from shoal.parameter_server.node.server_memory import ReceiveBuffers, SharedValues
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.node.shared_values import SharedValues
 from shoal.parameter_server.node.worker_requests import WorkerRequests
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.acceptor import Acceptor

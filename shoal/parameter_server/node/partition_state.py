@@ -79,11 +79,15 @@ class PartitionState:
         self.optimizer.state.clear()
         for parameter, segment_state in zip(self.parameters, state, strict=True):
             if segment_state:
-                self.optimizer.state[parameter] = {
-                    key: value.clone() if isinstance(value, Tensor) else value
-                    for key, value in segment_state.items()
-                }
+                self.optimizer.state[parameter] = cloned(segment_state)
         self.clock = clock
+
+
+def cloned(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a segment's optimizer state, which does not change with the next step."""
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+    }
 
 
 class Push(NamedTuple):

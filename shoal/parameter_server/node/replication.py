@@ -27,7 +27,7 @@ from shoal.parameter_server.events import (
     ReplicateUpdate,
 )
 from shoal.parameter_server.node.membership import Membership
-from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
+from shoal.parameter_server.node.server_memory import ReceiveBuffers
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.transport.connection import Connection, Header
 

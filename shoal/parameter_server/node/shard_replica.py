@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal.parameter_server.events import (
@@ -39,13 +37,13 @@ from shoal.parameter_server.node.partition_state import (
     GradientSum,
     PartitionState,
     Push,
+    cloned,
 )
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import Partition
 
 
-@dataclass
-class DeferredReplies:
+class DeferredReplies(NamedTuple):
     """Answers that wait for acknowledgements up to `clock`."""
 
     clock: int
@@ -192,20 +190,22 @@ class ShardReplica:
             ProtocolViolation: the model has no such partition.
             NotOwner: another shard owns it, or it is in transit.
         """
-        if partition not in self.parts:
-            raise ProtocolViolation(f"part {partition} is none of {len(self.parts)}")
+        self._check_number(partition)
         if partition not in self.held or partition not in self.owned or partition in self.leaving:
             raise NotOwner(partition)
         return self.held[partition]
 
     def _allocate(self, partition: int) -> PartitionState:
         """Return the state of a partition, and create it where there is none yet."""
-        if partition not in self.parts:
-            raise ProtocolViolation(f"part {partition} is none of {len(self.parts)}")
+        self._check_number(partition)
         if partition not in self.held:
             layout = self.parts[partition]
             self.held[partition] = PartitionState(layout, self.recipe, self._memory(layout))
         return self.held[partition]
+
+    def _check_number(self, partition: int) -> None:
+        if partition not in self.parts:
+            raise ProtocolViolation(f"part {partition} is none of {len(self.parts)}")
 
     def _reset_requests(self, partition: int, done: Mapping[int, int]) -> None:
         """Drop all pending requests for a partition: its values are of another step now."""
@@ -216,6 +216,13 @@ class ShardReplica:
         self.changed.pop(partition, None)
         self.pushed = {key: push for key, push in self.pushed.items() if key[1] != partition}
         self.queries = [query for query in self.queries if query.part != partition]
+
+    def _copied(self, partition: int) -> tuple[int, Tensor, list[dict[str, Any]], dict[int, int]]:
+        """Return clock, values, optimizer state and steps: a message must not change later."""
+        state = self.held[partition]
+        done = dict(self.done[partition])
+        states = [cloned(segment_state) for segment_state in state.state()]
+        return state.clock, state.values.clone(), states, done
 
     def _count_steps(self, partition: int, worker: int, step: int) -> None:
         """Record that a partition includes a step: of one worker, or of all where it is -1."""
@@ -254,15 +261,8 @@ class ShardReplica:
         The partition cannot change any more, so a repeated transfer has the same content."""
         if partition not in self.leaving or partition not in self.held:
             return None
-        state = self.held[partition]
         self._reset_requests(partition, self.done[partition])
-        return PartitionTransfer(
-            partition,
-            state.clock,
-            state.values.clone(),
-            _clone_state(state.state()),
-            dict(self.done[partition]),
-        )
+        return PartitionTransfer(partition, *self._copied(partition))
 
     def import_partition(
         self, transfer: PartitionTransfer, start_version: int, source: int
@@ -329,16 +329,8 @@ class ShardReplica:
 
     def _snapshot_for(self, backup: int, partition: int) -> InstallSnapshot:
         """Make a snapshot. Its acknowledgement counts, and none of an older update does."""
-        state = self.held[partition]
         self.backups.expect_snapshot(backup, partition)
-        return InstallSnapshot(
-            backup,
-            partition,
-            state.clock,
-            state.values.clone(),
-            _clone_state(state.state()),
-            dict(self.done[partition]),
-        )
+        return InstallSnapshot(backup, partition, *self._copied(partition))
 
     # Replication, as a backup
 
@@ -367,14 +359,3 @@ class ShardReplica:
             state.apply(update.gradient, update.grad_mask, message.settings)
             self._count_steps(message.part, update.worker, update.step)
         return [Acknowledged(message.part, state.clock)]
-
-
-def _clone_state(state: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Copy the optimizer state of each segment; a message must not change with the next step."""
-    return [
-        {
-            key: value.clone() if isinstance(value, torch.Tensor) else value
-            for key, value in segment_state.items()
-        }
-        for segment_state in state
-    ]

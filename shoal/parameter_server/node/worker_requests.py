@@ -35,9 +35,8 @@ from shoal.parameter_server.events import (
     ProtocolViolation,
     PullResponse,
 )
-from shoal.parameter_server.node.receive_buffers import ReceiveBuffers
+from shoal.parameter_server.node.server_memory import ReceiveBuffers, SharedValues
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.node.shared_values import SharedValues
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
 
 _STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)

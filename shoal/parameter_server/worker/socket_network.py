@@ -25,7 +25,7 @@ from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes, unpack
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
-from shoal.parameter_server.node.shared_values import read_offsets
+from shoal.parameter_server.node.server_memory import read_offsets
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
 from shoal.parameter_server.transport.settings import UNIX, Transport
 from shoal.parameter_server.worker.client import RECOVER_S, PushTrace, WorkerClient
