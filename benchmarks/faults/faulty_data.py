@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 from benchmarks.faults.rank_faults import RANK_FAULTS
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
-from shoal.parameter_server.launcher import server_pool
+from shoal.parameter_server import launcher
 from shoal.watchdog.progress_writer import ProgressWriter
 
 FOLDER = Path(os.environ["FAULTS"])
@@ -42,7 +42,7 @@ class Moment:
         self.folder, self.run = FOLDER, Path(os.environ["FAULTS_RUN"])
         self.order: dict[str, Any] = {}
         self.steps = 0
-        self.pools: list[server_pool.ServerPool] = []
+        self.pools: list[launcher.ServerPool] = []
         rank = os.environ["RANK"]
         (FOLDER / f"pid.{os.uname().nodename}.{rank}").write_text(str(os.getpid()))
         path = FOLDER / f"order.{rank}"
@@ -99,14 +99,14 @@ class Moment:
         ProgressWriter.end_step = count  # type: ignore[method-assign, assignment]
 
     def _watch_pools(self) -> None:
-        begin = server_pool.ServerPool.__init__
+        begin = launcher.ServerPool.__init__
         pools = self.pools
 
         def remember(pool: Any, *args: Any, **kwargs: Any) -> None:
             begin(pool, *args, **kwargs)
             pools.append(pool)
 
-        server_pool.ServerPool.__init__ = remember  # type: ignore[method-assign, assignment]
+        launcher.ServerPool.__init__ = remember  # type: ignore[method-assign, assignment]
 
     @property
     def pool(self) -> Any:

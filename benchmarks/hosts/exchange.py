@@ -31,7 +31,7 @@ from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.server_pool import CoordinatorProcess, ServerPool
+from shoal.parameter_server.launcher import CoordinatorProcess, ServerPool
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import ParamMeta, Partition, assign, partition
 from shoal.parameter_server.transport.key import read_key

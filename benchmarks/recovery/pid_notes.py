@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from shoal.parameter_server.launcher import server_pool
+from shoal.parameter_server import launcher
 
 FOLDER = Path(os.environ["NOTES"])
-begin = server_pool.ServerPool.__init__
+begin = launcher.ServerPool.__init__
 pools: list[Any] = []
 
 
@@ -28,7 +28,7 @@ def note_server(*_: object) -> None:
         path.write_text(str(min(pid for pid, config in servers if config.shard == 0)))
 
 
-server_pool.ServerPool.__init__ = remember  # type: ignore[method-assign]
+launcher.ServerPool.__init__ = remember  # type: ignore[method-assign]
 register_optimizer_step_post_hook(note_server)
 (FOLDER / os.environ["RANK"]).write_text(str(os.getpid()))
 data: dict[str, object] = {}

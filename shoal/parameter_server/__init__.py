@@ -4,7 +4,7 @@
     worker/ ───────────────────> node/ ────────────────────> node/ (backup)
             <───────────────── (primary) ── TRANSFER ──────> node/ (primary of another shard)
        ^         PARAMS            ^ │
-       └─ VIEW, PLACEMENT ───┐     │ │ HEARTBEAT     launcher/   starts coordinator and servers
+       └─ VIEW, PLACEMENT ───┐     │ │ HEARTBEAT     launcher.py starts coordinator and servers
                              │     │ v               transport/  carries all messages
                             coordinator/             recorded_order.py  repeats a run
 

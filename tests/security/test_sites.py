@@ -33,7 +33,7 @@ SITES = {
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
     "launch/slurm/slurm_task.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
-    "parameter_server/launcher/server_pool.py": (["listen"] * 2, "parameter servers"),
+    "parameter_server/launcher.py": (["listen"] * 2, "parameter servers"),
     "parameter_server/transport/key.py": (["memfd_create"], "memory without a name"),
     "parameter_server/transport/settings.py": (
         ["bind", "listen", "listen_at"],

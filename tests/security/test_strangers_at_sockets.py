@@ -13,7 +13,7 @@ from strangers import needs_python, needs_root, python_of_stranger
 
 from shoal.launch.control_channel import NAME, ControlServer
 from shoal.launch.hosts.agent_process import AgentQuestions
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.parameter_server.launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, listen

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
-from shoal.parameter_server.launcher.server_pool import ServerPool
+from shoal.parameter_server.launcher import ServerPool
 
 
 class Fatal(Dataset):

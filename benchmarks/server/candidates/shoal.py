@@ -21,7 +21,7 @@ from benchmarks.server.role_processes import RoleAddress, RoleProcesses, Worker
 from shoal.launch.helper_spawner import HelperSpawner
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.server_pool import CoordinatorProcess, ServerPool
+from shoal.parameter_server.launcher import CoordinatorProcess, ServerPool
 from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import new_key_file, read_key

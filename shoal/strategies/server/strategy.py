@@ -27,7 +27,7 @@ from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
 from shoal.costs.step_cost import SentMessage, StepCost
 from shoal.errors import StrategyRefused
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
-from shoal.parameter_server.launcher.cluster_launcher import spans_machines
+from shoal.parameter_server.launcher import spans_machines
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt

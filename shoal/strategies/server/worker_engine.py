@@ -23,7 +23,7 @@ from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher, report_servers
+from shoal.parameter_server.launcher import ClusterLauncher, report_servers
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes

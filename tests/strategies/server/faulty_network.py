@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from shoal.parameter_server import launcher
 from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_SERVER, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
-from shoal.parameter_server.launcher import server_pool
 from shoal.parameter_server.node import node_server
 from shoal.parameter_server.transport.connection import HEADER_BYTES, Connection, unpack
 from shoal.parameter_server.transport.settings import _HELLO, _START, UNIX, _connected, address_of
@@ -59,8 +59,8 @@ class Trouble:
 
     def install(self) -> None:
         """Install the proxies. Called in the rank that starts servers, before it does."""
-        server_pool.serve_coordinator = partial(_arbitrate, self)  # type: ignore[assignment]
-        server_pool.serve = partial(_serve, self.folder)  # type: ignore[assignment]
+        launcher.serve_coordinator = partial(_arbitrate, self)  # type: ignore[assignment]
+        launcher.serve = partial(_serve, self.folder)  # type: ignore[assignment]
 
 
 def _serve(folder: Path, listener: socket.socket, plan: node_server.ServerConfig) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import shoal
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.parameter_server.launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import HANDSHAKES
 from shoal.parameter_server.transport.settings import UNIX
 from shoal.testing import world

@@ -11,7 +11,7 @@ from faulty_network import Trouble
 from torch import Tensor
 
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.launcher.cluster_launcher import ClusterLauncher
+from shoal.parameter_server.launcher import ClusterLauncher
 from shoal.parameter_server.transport import stream
 from shoal.testing import world
 

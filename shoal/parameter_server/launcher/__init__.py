@@ -1,1 +1,0 @@
-"""Processes of servers and the coordinator: start, watch, start again."""
