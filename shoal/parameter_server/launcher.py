@@ -22,7 +22,7 @@ import shutil
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,22 +261,14 @@ class ClusterLauncher:
         """Return whether this rank starts the processes of its host."""
         return self.mesh.helper_spawner is not None
 
-    def start(
-        self, make: Callable[[Transport, Path], ClusterConfig]
-    ) -> tuple[ClusterConfig, Address]:
-        """Start all processes. Collective: every rank must call it.
+    def start(self, job: ClusterConfig) -> Address:
+        """Start all processes of a job, and return the address of its coordinator. Collective.
 
-        Args:
-            make: returns the job for a transport and the folder of the key.
-
-        Returns:
-            The job, and the address of its coordinator.
+        Args: job: with the transport and the folder of `share_key`.
         """
         mesh = self.mesh
-        transport, folder = self._share_key()
         starters = mesh.all_gather_str("x" if self.is_starter else "")
         starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
-        job = make(transport, folder)
         listen_host = self._listen_host()
         coordinator = None
         if mesh.rank == 0 and mesh.helper_spawner is not None:
@@ -298,7 +290,7 @@ class ClusterLauncher:
                 host_index,
                 len(starter_ranks),
             )
-        return job, address
+        return address
 
     def announce(self, directory: Path) -> None:
         """Let `shoal servers` find the servers by the run directory."""
@@ -329,7 +321,7 @@ class ClusterLauncher:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _share_key(self) -> tuple[Transport, Path]:
+    def share_key(self, encrypt: bool) -> tuple[Transport, Path]:
         """Make the job's name and key on rank 0, for all ranks. Collective.
 
         The key is in a file that all ranks read; where the launcher has given them a secret, each
@@ -347,10 +339,10 @@ class ClusterLauncher:
         name, place = self.mesh.broadcast_str(f"{name} {self._folder}").split(" ", 1)
         folder = Path(place)
         if secret is None:
-            return Transport(read_key(folder / KEY_FILE), name), folder
+            return Transport(read_key(folder / KEY_FILE), name, encrypt=encrypt), folder
         if self.is_starter and self._folder is None:
             self._folder = folder = make_private_directory("shoal-servers-")
-        return Transport(derived_key(secret, name), name), folder
+        return Transport(derived_key(secret, name), name, encrypt=encrypt), folder
 
     def _listen_host(self) -> str:
         """Return where this host's servers listen for all ranks: an IP address, or UNIX."""

@@ -18,7 +18,6 @@ al., OSDI 2020 (push in the order of the backward pass, pull in that of the forw
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -31,7 +30,6 @@ from shoal.parameter_server.launcher import spans_machines
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
-from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import PushTrace, WorkerClient
 from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
@@ -162,20 +160,17 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     flat = engine.flat
     staleness = engine.staleness
     owners = tuple(assign(flat.parts, options.servers))
-
-    def make_config(transport: Transport, folder: Path) -> ClusterConfig:
-        settings = ShardSettings(
-            tuple(flat.parts),
-            recipe,
-            engine.mesh.size,
-            staleness,
-            options.lease_s,
-            engine.compression,
-        )
-        transport = replace(transport, encrypt=options.encrypt)
-        return ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
-
-    job, arbiter = engine.launcher.start(make_config)
+    settings = ShardSettings(
+        tuple(flat.parts),
+        recipe,
+        engine.mesh.size,
+        staleness,
+        options.lease_s,
+        engine.compression,
+    )
+    transport, folder = engine.launcher.share_key(options.encrypt)
+    job = ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
+    arbiter = engine.launcher.start(job)
     # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
     peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
@@ -183,7 +178,7 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
         engine.mesh.rank,
         flat,
         arbiter,
-        job.transport,
+        transport,
         staleness=staleness,
         shares=options.shared_memory and engine.compression is None,
         trace=PushTrace(engine.mesh.recorder, peers),
