@@ -26,8 +26,7 @@ from pathlib import Path
 import shoal
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import HostsJob
-from shoal.launch.hosts.remote_work import HostsOptions, RemoteWork
+from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions, RemoteWork
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.private_memory import new_secret
 
