@@ -1,6 +1,7 @@
 """torch's own tests of torch.distributed: all that pass on Gloo pass on the backend "shoal"."""
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,9 @@ def _compare(ranks: int, folder: Path, *names: str) -> int:
 def _outcomes(backend: str, ranks: int, folder: Path, names: tuple[str, ...]) -> dict[str, str]:
     result = folder / f"{backend}.json"
     command = [sys.executable, str(PROGRAM), backend, str(ranks), str(result), *names]
-    subprocess.run(command, cwd=folder, capture_output=True, timeout=1800, check=True)
+    surroundings = {**os.environ, "TMPDIR": str(folder)}  # torch's tests leave files there
+    subprocess.run(
+        command, cwd=folder, env=surroundings, capture_output=True, timeout=1800, check=True
+    )
     outcomes: dict[str, str] = json.loads(result.read_text())
     return outcomes
