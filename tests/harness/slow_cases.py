@@ -76,7 +76,7 @@ SLOW_CASES = tuple(
         ("strategies/ddp/test_compression.py", "comm/compression", "PowerSGD of full rank"),
         ("strategies/ddp/test_ddp_any_step.py", "strategies/ddp", "steps that call what they like"),
         ("strategies/ddp/test_named_algorithms.py", "comm/algorithms", "rings of four and five"),
-        ("strategies/ddp/test_small_models.py", "strategies/ddp", "one message on four ranks"),
+        ("strategies/ddp/test_single_message.py", "strategies/ddp", "one message on four ranks"),
         ("strategies/pipeline/test_compiled_and_kept.py", "strategies/pipeline", "compiled stages"),
         ("strategies/pipeline/test_layer_drop.py", "strategies/pipeline", "layers that drop out"),
         ("strategies/pipeline/test_pipeline.py", "strategies/pipeline", "schedules on four ranks"),

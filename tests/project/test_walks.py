@@ -20,7 +20,7 @@ HELPERS = {
     *("run/checks.py", "run/first_failure.py", "run/gradients.py", "run/captured_batch.py"),
     *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
     *("run/step_output.py", "run/guards/process_wide.py", "strategies/model_traits.py"),
-    *("run/nonfinite_steps.py", "strategies/finite_check.py", "strategies/grad_checks.py"),
+    *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/optimizer_guards.py", "run/guards/mixed_shards.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
     *("run/guards/optimizer_state.py", "run/guards/call_site.py"),

@@ -1,8 +1,9 @@
-"""Cost of ddp: all gradients of every rank are averaged, in one of two layouts.
+"""Cost of ddp: all gradients of every rank are averaged, in one of three layouts.
 
+single message   gradients, copied to a message     sent after the backward pass
+                 that stays and is stepped
 torch's engine   buckets for the whole run          sent while the backward pass goes on
-own buckets      gradients + messages as large      sent beside it; after it in a pipeline, and for
-                                                    a small model in one message with the totals
+own buckets      gradients + messages as large      sent beside it; in a pipeline, after it
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, Step
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import TOTALS_LENGTH
-from shoal.strategies.ddp.layout_choice import SMALL_MIB
+from shoal.strategies.ddp.layout_choice import SMALL_MIB, LayoutName
 from shoal.strategies.options import DdpOptions
 
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -30,14 +31,15 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
         raise StrategyRefused(f"compress={options.compress}: its cost in time is not modelled.")
     if step.layout.data == 1:
         return step
-    is_whole = len(step.rows) == 1 and step.layout.tensor == 1
-    size = total(step.parameters_of_rank(0))
-    fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
-    if is_whole and step.device == "cpu" and fits and options.allreduce == "backend":
-        size += 4 * (TOTALS_LENGTH + len(step.model.parameters))
+    layout = _layout(options, step)
+    if layout is LayoutName.SINGLE:
+        size = total(step.parameters_of_rank(0)) + 4 * (TOTALS_LENGTH + len(step.model.parameters))
         sent = (SentMessage("all_reduce", size),)
-        return replace(step, after_passes={0: sent}, after_held={0: size})
-    if is_whole:
+        step = replace(step, gradients_stay=True, after_passes={0: sent})
+        if step.accumulate > 1:  # gradients of earlier micro-batches are there all the time
+            return replace(step, always_held={0: size})
+        return _with_gradients_beside(step)
+    if layout is LayoutName.ENGINE:
         limits = (FIRST_BUCKET_BYTES, options.bucket_mb * MIB)
         # Micro-batches before the last accumulate gradients of their own beside the buckets.
         apart = total(step.parameters_of_rank(0)) if step.accumulate > 1 else 0.0
@@ -56,6 +58,33 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
     }
     copies = {rank: sum(m.size_bytes for m in sent) for rank, sent in messages.items()}
     return replace(step, after_passes=messages, after_held=copies)
+
+
+def _layout(options: DdpOptions, step: StepCost) -> LayoutName:
+    """Return the layout, by the rules of `layout_choice` that follow from sizes."""
+    if len(step.rows) > 1 or step.layout.tensor > 1:
+        return LayoutName.BUCKETS
+    size = total(step.parameters_of_rank(0))
+    fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
+    if step.device == "cpu" and fits and options.allreduce == "backend":
+        return LayoutName.SINGLE
+    return LayoutName.ENGINE
+
+
+def _with_gradients_beside(step: StepCost) -> StepCost:
+    """Let gradients grow in the backward pass beside the message to which they are copied."""
+    segments = list(step.segments)
+    grown = 0.0
+    for index in range(len(segments) - 1, -1, -1):
+        segment = segments[index]
+        own = sum(map(_sent, segment.parameters))
+        segments[index] = replace(
+            segment,
+            held_backward=segment.held_backward + grown,
+            held_after=segment.held_after + grown + own,
+        )
+        grown += own
+    return replace(step, segments=tuple(segments))
 
 
 def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: bool) -> StepCost:

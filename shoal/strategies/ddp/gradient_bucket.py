@@ -59,32 +59,19 @@ class GradientBucket:
         self._message = self._packed()
         self._pending = worker.start_mean(self._message, self.members)
 
-    def mean_with(self, values: Tensor, reduce: ReduceFunction) -> Tensor:
-        """Average gradients and other values in one message, and wait. Collective.
-
-        Returns: the means of `values`, (numel,), in the dtype of the bucket.
-        """
-        self._message = torch.cat((self._packed(), values.to(self.dtype)))
-        reduce.mean(self._message)
-        return self._message[self.num_elements :]
-
     def finish_mean(self, used: Sequence[bool]) -> None:
         """Wait for the mean, and copy it to the gradients.
-
-        After `mean_with`, a gradient becomes a view of the message where both lie in memory alike.
 
         Args: used: for each parameter, True if any rank had a gradient. A parameter that no rank
             has used gets `.grad = None`.
         """
+        assert self._pending is not None
         assert self._message is not None
-        if self._pending is not None:
-            self._pending.wait()
-        means = self._message[: self.num_elements].split([member.count for member in self.members])
+        self._pending.wait()
+        means = self._message.split([member.count for member in self.members])
         for parameter, mean, by_any_rank in zip(self.parameters, means, used, strict=True):
             if not by_any_rank:
                 parameter.grad = None
-            elif self._pending is None and parameter.is_contiguous():
-                parameter.grad = mean.view_as(parameter)
             elif parameter.grad is None:
                 parameter.grad = _as_gradient(parameter, mean.view_as(to_local(parameter)).clone())
             else:

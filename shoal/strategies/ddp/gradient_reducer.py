@@ -1,6 +1,7 @@
 """A step of data parallel training: passes on each rank, then means of gradients over ranks.
 
       layout (when)                                                 reduce function (how)
+      SingleMessage       one message after the backward pass       RankOrderMean
       OverlappedBuckets   buckets while the backward pass goes on   RankOrderMean, CompressedMean
       TorchEngine         torch's DistributedDataParallel           RankOrderMean, NamedMean
 

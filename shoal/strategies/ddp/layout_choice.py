@@ -27,19 +27,21 @@ from shoal.strategies.ddp.reduce_functions import (
     RankOrderMean,
     ReduceFunction,
 )
+from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.ddp.torch_engine import TorchEngine
 from shoal.strategies.options import DdpOptions
 
 SMALL_MIB = 4.0
-"""Largest gradients that go in one message after the backward pass. Steps took 0.78 of the time of
-DistributedDataParallel for gradients of 0.07 MiB, 0.87 for 1.1 MiB and 1.0 for 8.3 MiB, on two
-ranks of a core each. The message also holds all gradients a second time.
+"""Largest single message. Steps took 0.78 of the time of DistributedDataParallel for gradients of
+0.07 MiB, 0.87 for 1.1 MiB and 1.0 for 8.3 MiB, on two ranks of a core each. A single message also
+holds all gradients a second time at the end of a backward pass.
 """
 
 
 class LayoutName(Enum):
-    """Names of the two layouts."""
+    """Names of the three layouts."""
 
+    SINGLE = "one message after the backward pass"
     BUCKETS = "buckets of our own while the backward pass goes on"
     ENGINE = "torch's DistributedDataParallel"
 
@@ -60,33 +62,37 @@ def choose_layout(options: DdpOptions, model: LocalModel, axis: Axis) -> LayoutN
     if options.allreduce != "backend" or sparse:
         # A named algorithm overlaps with the backward pass; sparse gradients stay sparse.
         return LayoutName.ENGINE
-    if fits_in_one_message(model, axis, options.bucket_mb):
+    if fits_in_single_message(model, axis, options.bucket_mb):
         # A short message costs less than the hooks and buckets of the engine.
-        return LayoutName.BUCKETS
+        return LayoutName.SINGLE
     return LayoutName.ENGINE
 
 
 def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     """Return the reducer of a run. Collective over the world: it may make process groups."""
-    if choose_layout(options, model, axis) is LayoutName.BUCKETS:
-        return _overlapped_buckets(options, model, axis)
-    return _torch_engine(options, model, axis)
+    build = {
+        LayoutName.SINGLE: _single_message,
+        LayoutName.BUCKETS: _overlapped_buckets,
+        LayoutName.ENGINE: _torch_engine,
+    }
+    return build[choose_layout(options, model, axis)](options, model, axis)
+
+
+def _single_message(_: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
+    reduce = RankOrderMean(axis)
+    return GradientReducer(SingleMessage(model, axis, reduce), reduce, axis.size)
 
 
 def _overlapped_buckets(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     compression = parse_reducer(options.compress)
     buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
-    is_small = fits_in_one_message(model, axis, options.bucket_mb)
-    totals_ride = is_small and compression is None and not is_partial_model(model)
     # A pipeline sends all buckets after its passes, when no other message is in flight.
-    sends_after = totals_ride or model.pass_traits.complete_after_run
-    bucket_axis = axis if sends_after else with_own_group(axis)
+    bucket_axis = axis if model.pass_traits.complete_after_run else with_own_group(axis)
     reduce: ReduceFunction = RankOrderMean(bucket_axis)
     if compression is not None:
         summary = _bytes_summary(options.compress, compression, buckets, axis.size)
         reduce = CompressedMean(compression, bucket_axis, summary)
-    worker = BucketWorker(bucket_axis, reduce)
-    layout = OverlappedBuckets(model, axis, buckets, worker, totals_ride)
+    layout = OverlappedBuckets(model, axis, buckets, BucketWorker(bucket_axis, reduce))
     return GradientReducer(layout, reduce, axis.size)
 
 
@@ -131,7 +137,7 @@ def _has_sparse_gradient(layer: nn.Module) -> bool:
     return layer.sparse and layer.weight.requires_grad
 
 
-def fits_in_one_message(model: LocalModel, axis: Axis, bucket_mb: float) -> bool:
+def fits_in_single_message(model: LocalModel, axis: Axis, bucket_mb: float) -> bool:
     """Return True if all gradients fit in one message.
 
     They must be on the CPU, all float32 or all float64, and at most SMALL_MIB and one bucket of

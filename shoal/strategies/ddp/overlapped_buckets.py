@@ -1,7 +1,6 @@
-"""Buckets of Shoal's own: for gradients that DistributedDataParallel does not take, and for small
-models, which cost less time without its hooks and searches.
+"""Buckets of Shoal's own, for gradients that DistributedDataParallel does not take.
 
-It does not take gradients of shards, gradients of a pipeline's stages, and compressed gradients.
+These are gradients of shards, gradients of a pipeline's stages, and compressed gradients.
 
       backward ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓                 parameters in reverse order; a bucket is sent once
                └ bucket 1 ┐ └ bucket 2 ┐         its gradients are there and all buckets before it
@@ -9,9 +8,6 @@ It does not take gradients of shards, gradients of a pipeline's stages, and comp
 
       f0 f1 b0 f2 b1 b2 ── bucket 1 ─ bucket 2   pipeline: gradients are complete only after the
                                      totals      last of many passes; all buckets are sent then
-
-      backward ▓▓▓▓▓▓▓ ── bucket, totals, flags  small model: all in one message after the backward
-                                                 pass, with no hooks
 
 The last message has the totals and the flags; on a GPU the flags go over the CPU. A flag says that
 this rank has a gradient. This message is never compressed. A parameter that no rank has used keeps
@@ -51,7 +47,6 @@ class OverlappedBuckets(GradientLayout):
         axis: ranks that average their gradients, and take the first rank's buffers.
         buckets: buckets of all parameters, in the order in which they are sent.
         worker: averages over the same ranks.
-        totals_ride: there is one bucket, and its message has the totals and flags too.
     """
 
     def __init__(
@@ -60,18 +55,16 @@ class OverlappedBuckets(GradientLayout):
         axis: Axis,
         buckets: Sequence[GradientBucket],
         worker: BucketWorker,
-        totals_ride: bool,
     ) -> None:
         super().__init__(model)
         self.buckets = buckets
         self._worker = worker
         self._axis = axis
         self._buffers = BufferSync(model.module, axis)
-        self._totals_ride = totals_ride
         self._is_last_batch = False
         self._next = 0  # index of the bucket to be sent next
         # A pipeline accumulates a gradient in several passes, and sends after all of them.
-        overlaps = not (model.pass_traits.complete_after_run or totals_ride)
+        overlaps = not model.pass_traits.complete_after_run
         self._check = AccumulatedOnceCheck(model.trainable_params if overlaps else {})
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket))
@@ -97,11 +90,8 @@ class OverlappedBuckets(GradientLayout):
     def finish_step(self, totals: Tensor) -> Tensor:
         flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
         flags.append(self._buffers.changed())
-        if self._totals_ride:
-            self._look_at(self.buckets[0])
-        else:
-            while self._next < len(self.buckets):
-                self._send_next()
+        while self._next < len(self.buckets):
+            self._send_next()
         check = self.model.finite_check
         if check.found:
             totals = totals.clone()
@@ -113,11 +103,6 @@ class OverlappedBuckets(GradientLayout):
 
     def _exchange_totals(self, totals: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
         """Return the mean of the totals, and for each flag if any rank has set it. Collective."""
-        if self._totals_ride:
-            bucket = self.buckets[0]
-            values = torch.cat((totals.to(bucket.dtype), torch.tensor(flags, dtype=bucket.dtype)))
-            message = bucket.mean_with(values, self._worker.reduce)
-            return message, [count > 0 for count in message[TOTALS_LENGTH:].tolist()]
         if self._axis.host_device != totals.device:
             # Nobody may wait for a GPU to read flags, so they go over the CPU.
             message = totals.double()
@@ -162,7 +147,7 @@ class OverlappedBuckets(GradientLayout):
         if not seem_finite([g for g in gradients.values() if g is not None]):
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
-            check.names += reversed(names)  # in the order of the model
+            check.names += names
 
     def _finish_buckets(self, used: list[bool]) -> None:
         """Replace gradients by their means.

@@ -10,7 +10,7 @@ Gradients are averaged over ranks.
       strategy.py            the strategy and its checks
       layout_choice.py       the choice of a layout and a reduce function, with reasons
       gradient_reducer.py    a step, the same for all layouts
-      overlapped_buckets.py, torch_engine.py    layouts: when gradients are sent
+      single_message.py, overlapped_buckets.py, torch_engine.py    layouts: when gradients are sent
       reduce_functions.py    the means
 
 Three rules hold in every layout:

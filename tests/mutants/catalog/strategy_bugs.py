@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from shoal.comm import mappings
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
-from shoal.strategies.ddp.gradient_bucket import GradientBucket
-from shoal.strategies.ddp.overlapped_buckets import OverlappedBuckets
+from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.tensor import vocabulary
@@ -61,14 +60,13 @@ class DDPWeighsTwice(Replaced):
     cause="missing reduction",
 )
 class DDPLeavesOneOut(Replaced):
-    owner, function = OverlappedBuckets, "finish_step"
+    owner, function = SingleMessage, "finish_step"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         def finish_step(layout: Any, totals: Tensor) -> Tensor:
-            last = layout.buckets[0].parameters[0]
-            own = last.grad.clone()
+            own = layout._parameters[-1].grad.clone()
             summed: Tensor = right(layout, totals)
-            last.grad = own
+            layout._parameters[-1].grad = own
             return summed
 
         return finish_step
@@ -80,16 +78,17 @@ class DDPLeavesOneOut(Replaced):
     cause=("wrong gradient", "missing gradient"),
 )
 class DDPSendsEarlier(Replaced):
-    owner, function = GradientBucket, "_packed"
+    owner, function = SingleMessage, "_fill"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         sent: list[Tensor] = []
 
-        def packed(bucket: Any) -> Tensor:
-            sent.append(right(bucket))
-            return sent[max(0, len(sent) - 2)].clone()
+        def fill(layout: Any, totals: Tensor) -> None:
+            right(layout, totals)
+            sent.append(layout._gradients.clone())
+            layout._gradients.copy_(sent[max(0, len(sent) - 2)])
 
-        return packed
+        return fill
 
 
 @planted(

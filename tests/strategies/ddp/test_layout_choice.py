@@ -31,8 +31,8 @@ def layout(
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_small_model_has_a_bucket(ranks: int) -> None:
-    assert layout(SMALL, ranks) is LayoutName.BUCKETS
+def test_a_small_model_has_a_single_message(ranks: int) -> None:
+    assert layout(SMALL, ranks) is LayoutName.SINGLE
 
 
 @pytest.mark.parametrize("model", [LARGE, WAVES, MIXED])

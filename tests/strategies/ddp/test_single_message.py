@@ -14,8 +14,9 @@ from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.run.supervised import supervised
 from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch
-from shoal.strategies.ddp.layout_choice import build_reducer
-from shoal.strategies.options import DdpOptions
+from shoal.strategies.ddp.gradient_reducer import GradientReducer
+from shoal.strategies.ddp.reduce_functions import RankOrderMean
+from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.single import single_device
 from shoal.testing import world
 from shoal.verification import verify_job
@@ -64,7 +65,8 @@ def _steps_by_hand(kind: str) -> None:
         expected[name] = average if used else None
     part = single_device(model)
     axis = Axis(dist.get_rank(), ranks, torch.device("cpu"))
-    reducer = build_reducer(DdpOptions(), part, axis)
+    reduce = RankOrderMean(axis)
+    reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
     for _ in range(2):
         model.zero_grad()
         batch = LocalBatch(supervised(F.cross_entropy, model), (x, y), {}, 6, 6 * ranks)
