@@ -28,7 +28,7 @@ class DistribuuuuKey(NamedTuple):
     Args:
         default: the value in distribuuuu.
         setting: ours in its place; empty if the key has no meaning here.
-        kind: the type of its values, as for `convert.typed`; None for that of the default.
+        kind: the type of its values, as for `fields.typed`; None for that of the default.
     """
 
     default: Any

@@ -37,6 +37,38 @@ from shoal.trial.untouched import devices_of, leaving_no_trace
 
 _Answer = Callable[[Tensor], tuple[Tensor, slice]]
 
+TOLERANCE = 1e-3
+"""Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
+
+
+class OwnRows(NamedTuple):
+    """Rows of one micro-batch that were given to `gather`."""
+
+    rows: Tensor
+    is_data: bool
+    """They are rows of the batch, which no gradient is asked of."""
+
+
+class GatheredRows(NamedTuple):
+    """The result of one `gather` of a step, for all micro-batches of this rank.
+
+    Attributes:
+        rows: of all ranks; a leaf while its gradient is taken.
+        windows: the rows of each micro-batch of this rank.
+        asked: what the whole loss asks of the rows; None for rows without a gradient.
+        is_data: they are rows of batches, so any stage of a pipeline may use them.
+    """
+
+    rows: Tensor
+    windows: list[slice]
+    asked: Tensor | None = None
+    is_data: bool = False
+
+    @property
+    def needs_gradient(self) -> bool:
+        """True for rows of which the loss may ask something."""
+        return self.rows.is_floating_point() and not self.is_data
+
 
 class MicrobatchGathering:
     """Answers `gather` inside of the passes of a step with micro-batches.
@@ -356,39 +388,6 @@ def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
 
 def _is_counted(result: Any) -> bool:
     return isinstance(result[0] if isinstance(result, tuple) else result, Counted)
-
-
-TOLERANCE = 1e-3
-"""Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
-
-
-class OwnRows(NamedTuple):
-    """Rows of one micro-batch that were given to `gather`."""
-
-    rows: Tensor
-    is_data: bool
-    """They are rows of the batch, which no gradient is asked of."""
-
-
-class GatheredRows(NamedTuple):
-    """The result of one `gather` of a step, for all micro-batches of this rank.
-
-    Attributes:
-        rows: of all ranks; a leaf while its gradient is taken.
-        windows: the rows of each micro-batch of this rank.
-        asked: what the whole loss asks of the rows; None for rows without a gradient.
-        is_data: they are rows of batches, so any stage of a pipeline may use them.
-    """
-
-    rows: Tensor
-    windows: list[slice]
-    asked: Tensor | None = None
-    is_data: bool = False
-
-    @property
-    def needs_gradient(self) -> bool:
-        """True for rows of which the loss may ask something."""
-        return self.rows.is_floating_point() and not self.is_data
 
 
 def places_of_data(batch: Any) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import STARTED_BY_RANK, own_place
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
+from shoal.run.line_log import log_line
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
@@ -38,16 +38,6 @@ PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 LIMIT = 2**63
 """Seeds and counts are below it: torch takes no larger integers."""
-
-
-def log_line(line: str) -> None:
-    """Log a line of the startup summary, or a note."""
-    if not LOGGER.handlers:
-        LOGGER.addHandler(Stdout())
-        LOGGER.propagate = False
-        if LOGGER.level == logging.NOTSET:
-            LOGGER.setLevel(logging.INFO)
-    LOGGER.log(logging.WARNING if line.startswith("note: ") else logging.INFO, line)
 
 
 def init(
@@ -253,13 +243,3 @@ def _nonfinite_problems(nonfinite: Any, max_nonfinite: Any) -> Iterator[str]:
         yield f"max_nonfinite: {max_nonfinite!r} is no integer"
     elif max_nonfinite < 1:
         yield f"max_nonfinite: {max_nonfinite} must be greater than 0"
-
-
-LOGGER = logging.getLogger("shoal")
-
-
-class Stdout(logging.Handler):
-    """Prints each line to what is `sys.stdout` at that time."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record))

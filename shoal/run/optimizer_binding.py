@@ -40,6 +40,9 @@ NEED_FULL_TENSORS = {
 FUSED_TAKES_NO_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
 """Optimizers whose fused kernels fail on shards; those of Adam and AdamW take them."""
 
+_BOUND = ("param_groups", "state", "defaults")
+_DEEPEST = 4
+
 
 @runtime_checkable
 class QuantizedOptimizer(Protocol):
@@ -320,10 +323,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(map(_is_number, value))
     return isinstance(value, (bool, int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
-
-
-_BOUND = ("param_groups", "state", "defaults")
-_DEEPEST = 4
 
 
 def check_keeps_no_tensors(

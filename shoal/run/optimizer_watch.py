@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -34,7 +34,7 @@ class OptimizerWatch:
         self._has_stand_ins = has_stand_ins
         self._local_model: LocalModel | None = None
         self._optimizers: Sequence[Optimizer] = ()
-        self._shown: list[list[Tensor]] = []
+        self._shown: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
 
     def watch(self, local_model: LocalModel, optimizers: Sequence[Optimizer]) -> None:
         """Watch the steps of these optimizers, which step this local model from now on."""
@@ -57,18 +57,18 @@ class OptimizerWatch:
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         own_progress().enter(Phase.OPTIMIZER)
         is_partial = self._local_model is not None and self._local_model.is_partial
-        if is_partial and not self._shown:  # a step may call that of its base class
+        if is_partial and optimizer not in self._shown:  # a step may call that of its base class
             # Parameters of other stages have no gradient here, for which not all optimizers look.
-            self._shown = [group["params"] for group in optimizer.param_groups]
+            self._shown[optimizer] = [group["params"] for group in optimizer.param_groups]
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if not p.is_meta]
 
     def _gather_params(self, optimizer: Optimizer, *_: Any) -> None:
         if self._local_model is None:
             return
-        for group, shown in zip(optimizer.param_groups, self._shown, strict=False):
+        shown_groups = self._shown.pop(optimizer, [])  # also those of a step that has failed
+        for group, shown in zip(optimizer.param_groups, shown_groups, strict=False):
             group["params"] = shown
-        self._shown = []
         self._local_model.gather_params()
         if optimizer is self._optimizers[0]:
             own_progress().end_step()
