@@ -3,9 +3,9 @@
     PATH/train/CLASS/*.JPEG
     PATH/val/CLASS/*.JPEG
 
-torchvision lists the files: classes are numbered in the order of their names. Pillow decodes the
-images. The recipe is the usual one for ImageNet. Training takes a random crop, scaled to a square
-and flipped with probability one half. Validation takes the centre crop.
+Classes are numbered in the order of their names. Pillow decodes the images. The recipe is the usual
+one for ImageNet. Training takes a random crop, scaled to a square and flipped with probability one
+half. Validation takes the centre crop.
 
 Source: Szegedy et al., Going Deeper with Convolutions, CVPR 2015, section 6, for the random crop.
 """
@@ -18,9 +18,11 @@ from pathlib import Path
 from struct import error as StructError
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
@@ -32,6 +34,29 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_LISTED = 5
 
 Transform = Callable[[Image.Image], Tensor]
+
+
+class ImageFiles(Dataset):
+    """Images that are decoded when they are read: float32 (3, side, side) and an int.
+
+    Args:
+        samples: path and class of each image.
+
+    Raises, on reading: DataError: an image cannot be decoded; the message names its file.
+    """
+
+    def __init__(self, samples: list[tuple[str, int]], transform: Transform) -> None:
+        # Arrays instead of a list: a million Python strings would be copied into every worker of
+        # the loader, page by page, as their reference counts are touched.
+        self.paths = np.array([os.fsencode(path) for path, _ in samples])
+        self.labels = np.array([label for _, label in samples])
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.transform(decode(os.fsdecode(self.paths[index]))), int(self.labels[index])
 
 
 def decode(path: str) -> Image.Image:
@@ -70,16 +95,12 @@ def load(config: DataConfig, seed: int) -> Source:
     root = Path(config.path or f"data/{config.name}").expanduser()
     directories = [root / config.train_split, root / config.validation_split]
     classes = _classes(directories)
+    train, validation = (_samples(directory, classes) for directory in directories)
+    _check_images({directories[0]: train, directories[1]: validation}, classes)
     plain = _evaluation(config)
-    transforms = [_augmentation(config) if config.augment else plain, plain]
-    train, validation = (
-        torchvision.datasets.ImageFolder(directory, transform, loader=decode, allow_empty=True)
-        for directory, transform in zip(directories, transforms, strict=True)
-    )
-    _check_images({directories[0]: train.targets, directories[1]: validation.targets}, classes)
     return Source(
-        train,
-        validation,
+        ImageFiles(train, _augmentation(config) if config.augment else plain),
+        ImageFiles(validation, plain),
         "classification",
         len(classes),
         (3, config.image_size, config.image_size),
@@ -111,11 +132,20 @@ def _classes(directories: list[Path]) -> list[str]:
     return sorted(train)
 
 
-def _check_images(splits: dict[Path, list[int]], classes: list[str]) -> None:
-    """Raise DataError if a class has no image. Args: splits: their labels."""
+def _samples(directory: Path, classes: list[str]) -> list[tuple[str, int]]:
+    """Return path and class of every image, in the order of class and path."""
+    folder = torchvision.datasets.folder
+    label_by_name = {name: label for label, name in enumerate(classes)}
+    samples: list[tuple[str, int]] = folder.make_dataset(
+        str(directory), label_by_name, extensions=folder.IMG_EXTENSIONS, allow_empty=True
+    )
+    return samples
+
+
+def _check_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str]) -> None:
     empty = {
-        directory: set(classes) - {classes[label] for label in labels}
-        for directory, labels in splits.items()
+        directory: set(classes) - {classes[label] for _, label in samples}
+        for directory, samples in splits.items()
     }
     if any(empty.values()):
         lines = [
