@@ -38,6 +38,7 @@ _INSTEAD = {
     _RESTARTS: ("--max-restarts",),
     "several processes are -n N. Leave it out": ("--multi-gpu",),
     "`--output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
+    "`--address` names the address at which the first host is reached": ("--interface",),
     "without GPUs ranks use the CPU. Leave it out": ("--cpu",),
     "`shoal launch` starts Python files, and modules with -m": ("--no-python",),
 }
