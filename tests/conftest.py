@@ -48,5 +48,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
+    # Tests write a script, run it and write it anew within a second: bytecode of the first, which is
+    # told from the second's by seconds and size, would run instead of it. Rewritten tests are kept.
+    sys.dont_write_bytecode = True
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     found = [name for name in sys.modules if name in TOOLS or name.startswith("shoal.")]
     preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *found)
