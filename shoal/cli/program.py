@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(words: list[str]) -> int:
     """Parse the words, run the verb, and return its exit status."""
-    parser, verb_parsers = _parsers()
+    parser, verb_parsers = parsers()
     settings: list[tuple[str, str]] = []
     script_arguments: list[str] = []
     typed_words = list(words)
@@ -192,7 +192,7 @@ def _run(words: list[str]) -> int:
     return VERBS[options.verb].run(options)
 
 
-def _parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+def parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     """Return the program's parser, and those of its verbs by name."""
     formatter = argparse.RawDescriptionHelpFormatter  # keeps the line breaks of the examples
     parser = Parser(

@@ -77,8 +77,9 @@ def allreduce(value: Array, op: Operation = "mean") -> Array:
 def allgather(value: Array) -> Array:
     """Concatenate the arrays of all ranks along the first dimension. Collective.
 
-    Args: value: of shape (rows, ...), with the same dtype and the same shape except the first
-        dimension on every rank; a scalar counts as one row.
+    Args:
+        value: of shape (rows, ...), with the same dtype and the same shape except the first
+            dimension on every rank; a scalar counts as one row.
 
     Raises: as `allreduce`.
     """

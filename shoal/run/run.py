@@ -118,8 +118,9 @@ class Run(StatefulRun):
                 `shoal.counted(sum, count)` if samples weigh differently, or a sum of such. `extra`
                 is any nest of tensors and numbers; `shoal.summed(x)` in it is summed over all
                 ranks.
-            batch, named_batch: nests of tensors whose dimension 0 is the batch. Batches of the
-                loader may come in any order.
+            batch: nests of tensors whose dimension 0 is the batch. Batches of the loader may come
+                in any order.
+            named_batch: the same, by name.
             rows: samples on this rank, for a batch that no prepared loader has made; by default
                 the length of its tensors.
             reduction: "rows" for the mean over all samples; "ranks" for the mean of the ranks'
@@ -174,8 +175,9 @@ class Run(StatefulRun):
                 run.backward(F.cross_entropy(model(x), y))
             optimizer.step()
 
-        Args: batch: a nest of tensors whose dimension 0 is the batch, of a prepared loader or of
-            `run.share`.
+        Args:
+            batch: a nest of tensors whose dimension 0 is the batch, of a prepared loader or of
+                `run.share`.
 
         Raises: UsageError: no `backward` was called for a part.
         """

@@ -29,7 +29,7 @@ def example_commands(verb: str) -> list[list[str]]:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Parse the words of a command as `shoal` does, without running it."""
-    parser, verbs = program._parsers()
+    parser, verbs = program.parsers()
     if "--" in words:  # the rest are words of the user's script
         words = words[: words.index("--")]
     if words[0] in program.TAKES_SETTINGS:

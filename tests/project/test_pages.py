@@ -11,7 +11,7 @@ import yaml
 import shoal
 from shoal.cli.program import HIDDEN, VERBS
 from shoal.config import builtin_names
-from shoal.strategies import STRATEGIES
+from shoal.strategies import STRATEGIES, parse_line
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,6 +56,16 @@ def test_what_a_page_points_to_is_there(page: str) -> None:
         target for target in sorted(targets) if not (ROOT / page).parent.joinpath(target).exists()
     ]
     assert missing == []
+
+
+def test_every_strategy_line_that_another_tool_is_answered_with_exists() -> None:
+    page = (ROOT / "docs/coming-from.md").read_text(encoding="utf-8")
+    right = " ".join(row.split(" | ")[1] for row in page.splitlines() if row.startswith("| "))
+    words = re.findall(r"`(?:--strategy )?([a-z0-9]+(?:[,=][^`\s]+)?)`", right)
+    lines = {word for word in words if re.split("[,=]", word)[0] in STRATEGIES}
+    assert len(lines) >= 15
+    for line in lines:
+        parse_line(re.sub("=[NRF]$", "=2" if "topk" not in line else "=0.1", line))
 
 
 def test_the_readme_has_a_row_for_each_verb_and_no_other() -> None:

@@ -1,0 +1,24 @@
+"""The help of every verb, written into the page that has the line `<!-- commands -->`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+MARK = "<!-- commands -->"
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return the text of a page with the commands in place of its mark. Called by mkdocs."""
+    return markdown.replace(MARK, "\n".join(command_sections())) if MARK in markdown else markdown
+
+
+def command_sections() -> Iterator[str]:
+    """Yield a heading and the complete help of each verb that users call."""
+    from shoal.cli.program import HIDDEN, VerbParser, parsers
+
+    os.environ["COLUMNS"] = "100"  # argparse folds its lines at the width of the terminal
+    for name, parser in parsers()[1].items():
+        if name not in HIDDEN and isinstance(parser, VerbParser):
+            yield f"### shoal {name}\n\n```text\n{parser.format_help_all()}```\n"
