@@ -48,8 +48,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """
     gc.collect()
     gc.freeze()
-    # Tests write a script, run it and write it anew within a second: bytecode of the first, which is
-    # told from the second's by seconds and size, would run instead of it. Rewritten tests are kept.
+    # Tests write a module, run it, and write it anew within a second. Bytecode is told apart by
+    # seconds and size, so that of the first would run in place of the second.
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     found = [name for name in sys.modules if name in TOOLS or name.startswith("shoal.")]
