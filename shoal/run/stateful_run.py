@@ -176,11 +176,13 @@ class StatefulRun(ThisRank):
         number of ranks. The script's own objects are not in it: save a learning-rate scheduler by
         its `state_dict()`.
 
-        Args: copies: False returns this run's own tensors, which the next step changes: enough for
-            writing them at once, without the memory of copies.
+        Args:
+            copies: False returns this run's own tensors, which the next step changes: enough for
+                writing them at once, without the memory of copies.
 
-        Raises: TrainingDiverged: on every rank, a weight is NaN or infinite; not with
-            `nonfinite="ignore"`.
+        Raises:
+            TrainingDiverged: on every rank, a weight is NaN or infinite; not with
+                `nonfinite="ignore"`.
         """
         resumable = self._train_state()
         self.synchronize()
@@ -248,8 +250,9 @@ class StatefulRun(ThisRank):
                 later steps are written again.
             settings: to be shown beside the measurements.
 
-        Raises: UsageError: there is no such logger, or its package is not installed; the directory
-            has the measurements of another run, and there is no `step`.
+        Raises:
+            UsageError: there is no such logger, or its package is not installed; the directory has
+                the measurements of another run, and there is no `step`.
         """
         with self._first_failure.shared("run.log_to"):
             self._script_log.open(loggers, directory, step, settings)
