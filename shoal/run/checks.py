@@ -191,21 +191,27 @@ def check_state(*parts: Any) -> None:
             )
 
 
-def check_evaluation(compute_sums: Any, loader: Any, models: Sequence[Any]) -> None:
-    """Raise UsageError for arguments of `evaluate` of a wrong kind."""
-    if not callable(compute_sums):
+RETURNED = {
+    "evaluate": 'sums over it, such as {"correct": (scores.argmax(1) == y).sum()}',
+    "predict": 'a row for each sample, such as {"scores": scores, "target": y}',
+}
+
+
+def check_evaluation(call: str, function: Any, loader: Any, models: Sequence[Any]) -> None:
+    """Raise UsageError for arguments of `evaluate` and `predict` of a wrong kind."""
+    if not callable(function):
         raise UsageError(
-            f"evaluate was given a {type(compute_sums).__name__}, and takes a function of a batch "
-            'that returns sums over it, such as {"correct": (scores.argmax(1) == y).sum()}.'
+            f"{call} was given a {type(function).__name__}, and takes a function of a batch that "
+            f"returns {RETURNED[call]}."
         )
     if isinstance(loader, Tensor | str | bytes):
         raise UsageError(
-            f"evaluate was given a {type(loader).__name__} to take batches from; it takes a "
+            f"{call} was given a {type(loader).__name__} to take batches from; it takes a "
             "DataLoader or a list of batches."
         )
     for model in models:
         if not isinstance(model, nn.Module):
-            raise UsageError(f"evaluate: a {type(model).__name__} is no model.")
+            raise UsageError(f"{call}: a {type(model).__name__} is no model.")
 
 
 def _shown(value: Any) -> str:

@@ -1,5 +1,7 @@
 """Exact evaluation at any number of ranks: every sample once, the same sums to the last bit.
 
+Predictions are collected in the same way, and put into the order of the data set.
+
       batch     0   1   2   3   4   5   6       fixed batches of the data set in its own order;
       rank      0   1   2   0   1   2   0       ranks take them in turn, without padding
 
@@ -10,102 +12,140 @@ computed which batch.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 from shoal.comm.axis import Axis
+from shoal.comm.row_collectives import gather_rows
 from shoal.data.evaluation_batches import EvaluationBatches
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalModel
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
+WITHOUT_NAME = ""
+"""Name of a tensor that `compute` returns by itself."""
 ComputeSums = Callable[..., dict[str, Tensor]]
 """(*batch) -> name -> scalar sum over the batch; `samples` is added if it is missing."""
 
 
-def evaluate(
-    data: Axis,
-    compute_sums: ComputeSums,
-    loader: DataLoader,
-    models: Sequence[nn.Module],
-    to_device: Callable[[Any], Any],
-    local_model: LocalModel | None,
-) -> dict[str, float]:
-    """Sum values over every sample of a data set. Collective over `data`.
-
-    Rank 0's buffers are broadcast first. Sums are float64.
+class OneEvaluation(NamedTuple):
+    """The ranks and models of one pass over a data set.
 
     Args:
-        models: are in evaluation mode meanwhile.
+        data: the ranks that take batches in turn.
+        loader: a DataLoader or another source of batches.
+        models: are in evaluation mode meanwhile. Rank 0's buffers are broadcast first.
+        to_device: moves a batch to the device of this rank.
         local_model: of the prepared models; None if there are none.
-
-    Returns: name -> sum over all samples.
-
-    Raises:
-        UsageError: the loader gives no batches.
     """
-    if local_model is None:
-        batches = EvaluationBatches(loader, data.rank, data.size)
-        for model in models:
-            data.broadcast_buffers(model)
-        with _evaluation_mode(models):
-            return _evaluate_batches(data, compute_sums, to_device, batches)
-    local_model.strategy_state.synchronize()
-    try:
-        data.broadcast_buffers(local_model.module)
-        # Some ranks have one batch less. Where a forward pass is collective they join the last one
-        # all the same, with a batch that is not counted.
-        joins = local_model.pass_traits.collective_forward
-        batches = EvaluationBatches(loader, data.rank, data.size, joins)
-        compute = partial(local_model.outside_step.call, compute_sums)
-        with _evaluation_mode(models):
-            return _evaluate_batches(data, compute, to_device, batches)
-    finally:
-        local_model.outside_step.reshard()
+
+    data: Axis
+    loader: Any
+    models: Sequence[nn.Module]
+    to_device: Callable[[Any], Any]
+    local_model: LocalModel | None
+
+    def evaluate(self, compute_sums: ComputeSums) -> dict[str, float]:
+        """Sum values over every sample of a data set. Collective over `data`.
+
+        Sums are float64.
+
+        Returns: name -> sum over all samples.
+
+        Raises:
+            UsageError: the loader gives no batches; a value is no sum.
+        """
+        rows, batches = self._compute(compute_sums, _sums)
+        return _sum_table(self.data, rows, batches)
+
+    def predict(self, compute: Callable[..., Any]) -> Any:
+        """Return the values of every sample of a data set, in its order. Collective over `data`.
+
+        Args: compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample.
+
+        Returns: the same of all samples, on the CPU, equal on every rank.
+
+        Raises:
+            UsageError: the loader gives no batches; a value has not one row for each sample, or
+                rows of another shape than in the first batch.
+        """
+        parts, batches = self._compute(compute, _rows_of_samples)
+        gathered = _gather_parts(self.data, parts, batches)
+        return gathered.get(WITHOUT_NAME, gathered)
+
+    def _compute(
+        self, function: Callable[..., Any], read: Callable[[Any, int], dict[str, Tensor]]
+    ) -> tuple[list[dict[str, Tensor]], int]:
+        """Call a function on this rank's batches.
+
+        Args: read: takes what it returned and the number of samples.
+
+        Returns: what `read` made of each counted batch, and the number of batches of all ranks.
+        """
+        data, model = self.data, self.local_model
+        if model is None:
+            for each in self.models:
+                data.broadcast_buffers(each)
+            batches = EvaluationBatches(self.loader, data.rank, data.size)
+            return self._call_on_batches(function, read, batches), batches.total
+        model.strategy_state.synchronize()
+        try:
+            data.broadcast_buffers(model.module)
+            # Some ranks have one batch less. Where a forward pass is collective they join the last
+            # one all the same, with a batch that is not counted.
+            joins = model.pass_traits.collective_forward
+            batches = EvaluationBatches(self.loader, data.rank, data.size, joins)
+            call = partial(model.outside_step.call, function)
+            return self._call_on_batches(call, read, batches), batches.total
+        finally:
+            model.outside_step.reshard()
+
+    def _call_on_batches(
+        self,
+        function: Callable[..., Any],
+        read: Callable[[Any, int], dict[str, Tensor]],
+        batches: EvaluationBatches,
+    ) -> list[dict[str, Tensor]]:
+        values: list[dict[str, Tensor]] = []
+        progress = own_progress()
+        with (
+            _evaluation_mode(self.models),
+            torch.no_grad(),
+            progress.during(Phase.EVALUATION),
+        ):
+            for item in batches:
+                progress.enter(Phase.EVALUATION)
+                value = read(_call(function, self.to_device(item.batch)), item.rows)
+                values += [value] if item.is_counted else []
+        return values
 
 
-def _evaluate_batches(
-    data: Axis,
-    compute_sums: ComputeSums,
-    to_device: Callable[[Any], Any],
-    batches: EvaluationBatches,
-) -> dict[str, float]:
-    """Compute this rank's batches. Return the sums over all ranks."""
-    rows: list[dict[str, Tensor]] = []
-    progress = own_progress()
-    with torch.no_grad(), progress.during(Phase.EVALUATION):
-        for item in batches:
-            progress.enter(Phase.EVALUATION)
-            count = torch.tensor(float(item.rows))
-            row = {"samples": count, **_compute(compute_sums, to_device(item.batch))}
-            rows += [row] if item.is_counted else []
-    return _sum_table(data, rows, batches.total)
-
-
-def _compute(compute_sums: ComputeSums, batch: Any) -> dict[str, Tensor]:
-    """Call the user's function on a batch.
-
-    Raises: UsageError: it returned something else than a dict of scalars.
-    """
+def _call(function: Callable[..., Any], batch: Any) -> Any:
+    """Call the user's function on a batch."""
     if isinstance(batch, Mapping):
-        sums = compute_sums(**batch)
-    elif isinstance(batch, (tuple, list)):
-        sums = compute_sums(*batch)
-    else:
-        sums = compute_sums(batch)
+        return function(**batch)
+    return function(*batch) if isinstance(batch, (tuple, list)) else function(batch)
+
+
+def _sums(sums: Any, rows: int) -> dict[str, Tensor]:
+    """Return the sums of a batch, its samples among them.
+
+    Raises: UsageError: it is something else than a dict of scalars.
+    """
     if not isinstance(sums, Mapping):
         raise UsageError(
             f"evaluate: compute_sums returned a {type(sums).__name__}; it must return a dict of "
             'sums over its batch, such as {"correct": (scores.argmax(1) == y).sum()}.'
         )
-    return {_name(name): _sum(name, value) for name, value in sums.items()}
+    count = {"samples": torch.tensor(float(rows))}
+    return count | {_name(name): _sum(name, value) for name, value in sums.items()}
 
 
 def _name(name: Any) -> str:
@@ -123,6 +163,66 @@ def _sum(name: str, value: Any) -> Tensor:
             "number, the sum over the batch."
         )
     return value.reshape(())
+
+
+def _rows_of_samples(values: Any, rows: int) -> dict[str, Tensor]:
+    """Return the values of a batch by name, on the CPU.
+
+    Raises: UsageError: it is no tensor or dict of tensors, or has not `rows` rows.
+    """
+    named = values if isinstance(values, Mapping) else {WITHOUT_NAME: values}
+    for name, value in named.items():
+        what = f"predict: compute returned a {type(value).__name__}" + (
+            f" as {name!r}" * bool(name)
+        )
+        if not isinstance(value, Tensor) or not isinstance(name, str):
+            raise UsageError(f"{what}; it must return a tensor, or a dict of tensors by name.")
+        if value.shape[:1] != (rows,):
+            raise UsageError(
+                f"{what} of shape {tuple(value.shape)} for a batch of {rows} samples; it must have "
+                "a row for each of them."
+            )
+    return {name: value.detach().cpu() for name, value in named.items()}
+
+
+def _gather_parts(data: Axis, parts: list[dict[str, Tensor]], batches: int) -> dict[str, Tensor]:
+    """Return the rows of all batches by name, in the order of batches. Collective.
+
+    Args:
+        parts: of this rank's batches.
+        batches: number of batches of all ranks.
+    """
+    # Rank 0 always has a batch. Other ranks may have none, and then do not know names and shapes.
+    first = [[k, str(v.dtype), list(v.shape[1:])] for k, v in parts[0].items()] if parts else []
+    forms = json.loads(data.broadcast_str(json.dumps(first)))
+    counts = torch.zeros(batches, dtype=torch.int64)
+    for index, part in enumerate(parts):
+        given = [[name, str(value.dtype), list(value.shape[1:])] for name, value in part.items()]
+        if given != forms:
+            raise UsageError(
+                f"predict: compute returned {_shown_forms(given)} for one batch, and "
+                f"{_shown_forms(forms)} for the first one. Return rows of one shape: pad them, or "
+                "return what you compute of them."
+            )
+        counts[data.rank + index * data.size] = len(next(iter(part.values())))
+    counts = data.all_reduce(counts.to(data.device)).cpu()
+    # Rank after rank, each with the batches that it took in turn.
+    numbers = [n for rank in range(data.size) for n in range(rank, batches, data.size)]
+    of_ranks = [int(counts[rank :: data.size].sum()) for rank in range(data.size)]
+    order = sorted(range(batches), key=numbers.__getitem__)
+    whole: dict[str, Tensor] = {}
+    for name, dtype, shape in forms:
+        empty = torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
+        own = torch.cat([empty, *(part[name] for part in parts)]).to(data.device)
+        pieces = gather_rows(own, data, of_ranks).cpu().split(counts[numbers].tolist())
+        whole[name] = torch.cat([pieces[index] for index in order])
+    return whole
+
+
+def _shown_forms(forms: list[list[Any]]) -> str:
+    return ", ".join(
+        f"{name} {dtype} (rows, {str(shape)[1:-1]})".strip() for name, dtype, shape in forms
+    )
 
 
 @contextmanager

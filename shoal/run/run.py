@@ -18,7 +18,7 @@ from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.captured_batch import explained_error
-from shoal.run.exact_evaluation import ComputeSums, evaluate
+from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
@@ -371,16 +371,30 @@ class Run(StatefulRun):
 
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
-        checks.check_evaluation(compute_sums, loader, models)
+        checks.check_evaluation("evaluate", compute_sums, loader, models)
         with self._gathering.evaluation(), self._first_failure.shared("run.evaluate"):
-            return evaluate(
-                self.mesh.data,
-                compute_sums,
-                loader,
-                [*self._prepared.models, *models],
-                self.to_device,
-                self._local_model() if self._prepared.models else None,
-            )
+            return self._evaluation(loader, models).evaluate(compute_sums)
+
+    def predict(self, compute: Callable[..., Any], loader: Any, *models: nn.Module) -> Any:
+        """Return values of every sample of a data set, in the order of the loader. Collective.
+
+        Args:
+            compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample. Rows of
+                all batches have one shape. A batch that is a mapping is given by its names.
+            loader: as for `evaluate`.
+            models: as for `evaluate`.
+
+        Returns: the same of all samples, on the CPU and on every rank, whatever their number: what
+            a metric takes that is no sum, such as the area under a curve.
+        """
+        checks.check_evaluation("predict", compute, loader, models)
+        with self._gathering.evaluation(), self._first_failure.shared("run.predict"):
+            return self._evaluation(loader, models).predict(compute)
+
+    def _evaluation(self, loader: Any, models: tuple[nn.Module, ...]) -> OneEvaluation:
+        local_model = self._local_model() if self._prepared.models else None
+        models = (*self._prepared.models, *models)
+        return OneEvaluation(self.mesh.data, loader, models, self.to_device, local_model)
 
     def to_device(self, batch: Any) -> Any:
         """Return a nest of tensors on this rank's device.

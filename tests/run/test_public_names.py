@@ -52,6 +52,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "microbatches",
         "outside_step",
         "parameters",
+        "predict",
         "prepare",
         "print",
         "rank",

@@ -1,0 +1,107 @@
+"""Predictions of a data set, in its order, under every strategy and on any number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import LaunchError, UsageError
+from shoal.testing import world
+
+SAMPLES, BATCH = 23, 5  # five batches, the last of three samples
+LINES = [
+    *(("ddp", 2), ("ddp", 3), ("ddp", 7), ("zero1", 2), ("zero3", 3), ("tensor=2", 2)),
+    *(("pipeline=2", 2), ("pipeline=2,zero1", 4), ("server=1", 2), ("local=2", 2)),
+]
+
+
+def samples() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, torch.arange(SAMPLES))
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = (
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Dropout(0.5),
+        nn.Linear(8, 4),
+        nn.Tanh(),
+        nn.Linear(4, 3),
+    )
+    return nn.Sequential(*layers).double()
+
+
+def predicts(line: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return named and bare predictions of a model that was trained for no step."""
+    run, model = shoal.init(line, announce=str), net()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def compute(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        scores = model(x)
+        return {"scores": scores, "best": scores.argmax(1), "odd": y % 2 == 1, "index": y}
+
+    loader = DataLoader(samples(), batch_size=BATCH, shuffle=True)
+    assert model.training
+    named, bare = run.predict(compute, loader), run.predict(lambda _, y: y * 2, loader)
+    assert model.training
+    return named, bare
+
+
+@pytest.mark.parametrize(("line", "ranks"), LINES)
+def test_every_sample_comes_once_in_the_order_of_the_data_set(line: str, ranks: int) -> None:
+    x, y = samples().tensors
+    model = net().eval()
+    with torch.no_grad():
+        scores = model(x)
+    for named, bare in world.run(ranks, predicts, line):
+        torch.testing.assert_close(named["scores"], scores, rtol=0, atol=1e-10)
+        assert torch.equal(named["best"], scores.argmax(1))
+        assert torch.equal(named["odd"], y % 2 == 1)
+        assert torch.equal(named["index"], y)
+        assert torch.equal(bare, y * 2)
+        assert named["scores"].device.type == "cpu"
+
+
+def test_a_list_of_ready_batches_and_a_model_that_was_not_prepared_will_do() -> None:
+    x, _ = samples().tensors
+    model = net()
+    scores = shoal.init(announce=str).predict(lambda x: model(x), list(x.split(4)), model)
+    with torch.no_grad():
+        torch.testing.assert_close(scores, model.eval()(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("compute", "words"),
+    [
+        (lambda x, y: x.mean(), r"returned a Tensor of shape \(\) for a batch of 5 samples"),
+        (lambda x, y: {"s": x.T}, r"a Tensor as 's' of shape \(6, 5\) for a batch of 5 samples"),
+        (lambda x, y: [x, y], "returned a list; it must return a tensor, or a dict of tensors"),
+        (lambda x, y: {1: x}, "it must return a tensor, or a dict of tensors by name"),
+        (
+            lambda x, y: x[:, : len(x)],
+            r"\(rows, 3\) for one batch, and .*\(rows, 5\) for the first",
+        ),
+        ("scores", "predict was given a str, and takes a function of a batch that returns a row"),
+    ],
+)
+def test_what_has_no_row_for_each_sample_is_refused(compute: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        shoal.init(announce=str).predict(compute, DataLoader(samples(), batch_size=BATCH))
+
+
+def pads_by_batch() -> None:
+    run = shoal.init(announce=str)
+    run.predict(lambda x, y: x[:, : len(x)], DataLoader(samples(), batch_size=BATCH))
+
+
+def test_a_shape_that_one_rank_alone_finds_ends_all_ranks_with_the_cure() -> None:
+    with pytest.raises(LaunchError, match=r"Return rows of one shape: pad them"):
+        world.run(2, pads_by_batch, timeout_s=30)
