@@ -191,6 +191,14 @@ def check_state(*parts: Any) -> None:
             )
 
 
+def check_decay(decay: Any, has_average: bool) -> None:
+    """Raise UsageError for a moving average that cannot be made."""
+    if has_average:
+        raise UsageError("run.ema: this run has a moving average already, of all its models.")
+    if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 < decay < 1:
+        raise UsageError(f"run.ema({decay!r}): the decay is a number between 0 and 1, as in 0.999.")
+
+
 RETURNED = {
     "evaluate": 'sums over it, such as {"correct": (scores.argmax(1) == y).sum()}',
     "predict": 'a row for each sample, such as {"scores": scores, "target": y}',

@@ -18,6 +18,7 @@ from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.captured_batch import explained_error
+from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
@@ -395,6 +396,28 @@ class Run(StatefulRun):
         local_model = self._local_model() if self._prepared.models else None
         models = (*self._prepared.models, *models)
         return OneEvaluation(self.mesh.data, loader, models, self.to_device, local_model)
+
+    def ema(self, decay: float) -> Ema:
+        """Return the exponential moving average of the trainable weights. Called after `prepare`.
+
+            ema = run.ema(0.999)
+            ...
+            optimizer.step()
+            ema.update()
+            ...
+            with ema.in_place():
+                sums = run.evaluate(compute_sums, loader)
+                run.save("average.safetensors")
+
+        It is part of `state`, and so of checkpoints: make it before `checkpoint.resume()`.
+
+        Args: decay: in (0, 1), of the average in each step; smaller in the first ones.
+
+        Raises: UsageError: there is one already, or `decay` is no such number.
+        """
+        checks.check_decay(decay, self._ema is not None)
+        self._ema = Ema(self, decay)
+        return self._ema
 
     def to_device(self, batch: Any) -> Any:
         """Return a nest of tensors on this rank's device.

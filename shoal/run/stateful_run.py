@@ -18,6 +18,7 @@ from shoal.errors import DataError, UsageError
 from shoal.loggers.script_log import ScriptLog
 from shoal.run import pretrained, train_state
 from shoal.run.checks import check_path, check_state
+from shoal.run.ema import Ema, layout_with_averages
 from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -51,6 +52,7 @@ class StatefulRun(ThisRank):
         self._loss_scale = loss_scale
         self._first_failure = FirstFailure(mesh, self._steps_alone)
         self._script_log = ScriptLog(mesh, announce)
+        self._ema: Ema | None = None
         guards.at = self._first_failure.at
 
     def weights(self) -> dict[str, Tensor]:
@@ -92,7 +94,10 @@ class StatefulRun(ThisRank):
         Returns: True if the weights differed.
         """
         self._first_failure.check_all_failed()
-        return self._local_model().strategy_state.synchronize()
+        differed = self._local_model().strategy_state.synchronize()
+        if differed and self._ema is not None:
+            self._ema.broadcast(self.mesh)
+        return differed
 
     def save(self, path: str | Path) -> None:
         """Write the full model's `state_dict` to a file. Collective.
@@ -189,6 +194,8 @@ class StatefulRun(ThisRank):
         self._prepared.nonfinite_steps.check_weights()
         self._run_guards.check_equal_weights()
         tensors, info, private = resumable.state()
+        if self._ema is not None:
+            tensors |= self._ema.state()
         if copies:
             tensors = unshared(tensors, tensors.values())
             private = unshared(private, private.values())
@@ -199,7 +206,7 @@ class StatefulRun(ThisRank):
 
         From it, `Checkpoints.load` knows which shard of a tensor this rank needs to read.
         """
-        return train_state.layout_of(self._local_model())
+        return layout_with_averages(train_state.layout_of(self._local_model()))
 
     def load_state(
         self,
@@ -232,6 +239,8 @@ class StatefulRun(ThisRank):
             )
         self.wait()
         notes = resumable.load(tensors, info, private)
+        if self._ema is not None:
+            notes += self._ema.load(tensors)
         self._run_guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
+
+from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
 from shoal.config.job import Job
@@ -13,7 +15,6 @@ from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.train.build import build
 from shoal.train.console import warn
-from shoal.train.ema import Ema
 from shoal.train.run_directory import job_of
 
 
@@ -36,20 +37,12 @@ def evaluate_run(
         raise CheckpointError(
             f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
-    prefix = "model."
-    weights = {
-        name.removeprefix(prefix): value
-        for name, value in saved.tensors.items()
-        if name.startswith(prefix)
-    }
-    built.model.load_state_dict(weights)
-    ema = Ema(dict(built.model.named_parameters()), job.train.ema) if job.train.ema else None
-    if ema is not None:
-        ema.load(saved.tensors)
-    with ema.in_place() if ema else nullcontext():
-        sums = run.evaluate(
-            supervised(built.task.measures, built.model), built.validation_loader, built.model
-        )
+    built.model.load_state_dict(_begins_with("model.", saved.tensors))
+    if job.train.ema:  # of parameters alone, and of a tied one once
+        built.model.load_state_dict(_begins_with("ema.", saved.tensors), strict=False)
+    sums = run.evaluate(
+        supervised(built.task.measures, built.model), built.validation_loader, built.model
+    )
     return run.rank, {**built.task.report(sums), "step": saved.step}
 
 
@@ -65,6 +58,10 @@ def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
     measures = supervised(built.task.measures, built.model)
     sums = run.evaluate(measures, built.validation_loader, built.model)
     return run.rank, built.task.report(sums)
+
+
+def _begins_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
 
 
 def _ignore(_: str) -> None:

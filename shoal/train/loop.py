@@ -25,7 +25,6 @@ from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
-from shoal.train.ema import layout_with_averages
 from shoal.train.log import Log
 from shoal.train.progress import Progress
 from shoal.train.record import Record
@@ -105,7 +104,7 @@ class Training:
             every, place = self.job.checkpoint.fast_every_steps, self.fast_saver.checkpoints
             self.lines.append(f"saves every {every} steps in {place.directory}")
         if self.job.checkpoint.resume:
-            layout = layout_with_averages(self.run.layout_of())
+            layout = self.run.layout_of()
             saved, is_fast = load_newest(self.checkpoints, self.fast_saver, notes.append, layout)
             if saved is not None:
                 notes += [*self._load(saved, is_fast), f"resumed from {saved.path}"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ import torch
 from shoal.checkpoint import Saved
 from shoal.run import Run
 from shoal.strategies.base import TOTALS_LENGTH
-from shoal.train.ema import Ema
 from shoal.train.run_saver import Report, State
 
 
@@ -79,20 +78,15 @@ class TrainingState:
         self.step = 0
         self.watch = Stopwatch()
         self.sums = torch.zeros(TOTALS_LENGTH, dtype=torch.float64, device=run.device)
-        self.ema = Ema(run.parameters(), ema_decay) if ema_decay else None
+        self.ema = run.ema(ema_decay) if ema_decay else None
         self.final: dict[str, Any] | None = None
-        self._is_divided = False  # a strategy may wait for the first batch
         self._interval_samples = 0
         self._interval_start_s = 0.0
 
     def count_step(self, samples: int) -> None:
         """Count a step that was taken, on so many samples over all ranks."""
         run = self._run
-        if self.ema is not None and run.finite:
-            run.wait()  # the average reads the new weights
-            if not self._is_divided:
-                self.ema.follow(run.parameters())
-                self._is_divided = True
+        if self.ema is not None:
             self.ema.update()
         self.step += 1
         assert run.totals is not None
@@ -119,25 +113,17 @@ class TrainingState:
         mean_loss = loss / count if count else math.nan
         return LogInterval(mean_loss, hits, predictions, samples_per_s)
 
-    @contextmanager
-    def evaluated_weights(self) -> Iterator[None]:
+    def evaluated_weights(self) -> AbstractContextManager[None]:
         """Put the moving average in the place of the weights in this context, if there is one."""
-        if self.ema is None:
-            yield
-            return
-        with self._run.edit(), self.ema.in_place():  # servers own the weights
-            yield
+        return nullcontext() if self.ema is None else self.ema.in_place()
 
     def synchronize(self) -> None:
         """Give all ranks the same weights. Collective.
 
-        If they differed, all ranks take rank 0's moving average and sums too: those are logged.
+        If they differed, all ranks take rank 0's sums too: those are logged.
         """
-        if not self._run.synchronize():
-            return
-        self._run.mesh.broadcast_tensor(self.sums)
-        if self.ema is not None:
-            self.ema.broadcast(self._run.mesh)
+        if self._run.synchronize():
+            self._run.mesh.broadcast_tensor(self.sums)
 
     def collect(self, best: Report | None) -> State:
         """Return what a checkpoint holds, the state of `Run` included. Collective.
@@ -149,7 +135,7 @@ class TrainingState:
             TrainingDiverged: the weights are not finite.
         """
         tensors, info, private = self._run.state(copies=False)
-        tensors |= {"sums": self.sums} | (self.ema.state() if self.ema else {})
+        tensors |= {"sums": self.sums}
         info |= {
             "step": self.step,
             "time_s": self.watch.seconds,
@@ -165,8 +151,6 @@ class TrainingState:
             accept_data: go on with other data than the run had.
         """
         notes = self._run.load_state(saved.tensors, saved.info, saved.private, accept_data)
-        if self.ema is not None:
-            self.ema.load(saved.tensors)
         self.sums.copy_(saved.tensors["sums"])
         self.step = saved.step
         self.watch = Stopwatch(saved.info["time_s"])

@@ -120,7 +120,6 @@ SLOW_CASES = tuple(
         ("strategies/zero/test_zero_optimizers.py", "strategies/zero", "optimizers on shards"),
         ("train/test_async_replay.py", "train parameter_server", "asynchronous runs done again"),
         ("train/test_builtin_jobs.py", "train config models", "the built-in jobs"),
-        ("train/test_ema.py", "train", "moving averages in shards"),
         ("train/test_exact_evaluation.py", "train run", "evaluation on three ranks"),
         ("train/test_full_disk.py", "checkpoint", "a disk that is full"),
         ("train/test_kill.py", "train", "kills at each moment of a run"),

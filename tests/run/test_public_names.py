@@ -35,6 +35,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "clip_gradients",
         "device",
         "edit",
+        "ema",
         "end_trace",
         "evaluate",
         "finite",
