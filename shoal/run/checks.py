@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import ShoalError, StrategyRefused, UsageError
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
 
 MOST_ROWS = 1 << 53
@@ -256,6 +256,29 @@ def single_sample_error(error: Exception, batch: LocalBatch) -> UsageError | Non
         "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
         "pipeline=N,microbatches=M)."
     )
+
+
+def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Exception:
+    """Return what to raise in place of an error of a step: a better one, or itself with a note of
+    how many samples the user's code was given, if not all of them.
+
+    Args: in_parts: the function is called on parts of this rank's samples.
+    """
+    if (better := single_sample_error(error, batch)) is not None:
+        return better
+    is_divided = in_parts or 0 < batch.num_samples < batch.global_batch_size
+    if is_divided and not isinstance(error, ShoalError):
+        rows, whole = batch.num_samples, batch.global_batch_size
+        of_batch = "" if rows == whole else f" (of {whole} in the batch)"
+        error.add_note(
+            f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}its {rows} "
+            f"samples{of_batch}, and only its arguments are divided. A tensor of the whole batch "
+            "that it reads from around it must be an argument too. Code that knows the size of a "
+            "whole batch (a reshape, a state for each sample) must take it from its arguments: "
+            "len(x). A loss that takes several samples together (topk, pairs) computes with those "
+            "of all: run.gather(tensor)."
+        )
+    return error
 
 
 def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool) -> None:

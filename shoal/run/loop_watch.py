@@ -23,10 +23,10 @@ from shoal.data.host_generators import HostGenerators
 from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
-from shoal.run.captured_batch import captured_tensors
 from shoal.strategies.base import LocalBatch
 from shoal.trial.mixed_rows import mixes_rows
 from shoal.trial.replaced_rows import ReplacedRows
+from shoal.trial.saved_objects import reachable
 
 EARLY_STEPS = 4
 """Steps before which the loop is watched; later ones are 8, 16, 32, ..."""
@@ -156,8 +156,9 @@ class LoopWatch(YieldWatch):
 
     def _tensors_of(self, batch: LocalBatch) -> Iterator[Tensor]:
         yield from tensors_in([batch.args, dict(batch.kwargs)])
-        for _, tensor in captured_tensors(batch.compute_loss):
-            yield tensor
+        for value in reachable(batch.compute_loss):
+            if isinstance(value, Tensor | list | tuple):
+                yield from tensors_in(value)
 
     def _copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         copies = self._rows.copies_of(tensor)

@@ -17,13 +17,11 @@ from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
-from shoal.run.captured_batch import explained_error
 from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
-from shoal.run.memory_advice import MemoryAdvice
 from shoal.run.preparation import RunSettings
 from shoal.run.prepare_arguments import sort_arguments
 from shoal.run.prepared import Prepared
@@ -66,7 +64,6 @@ class Run(StatefulRun):
         self._tracing = tracing
         self._stop_requested = False
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
-        self._memory = MemoryAdvice(strategies, settings.accumulate, mesh)
         self._trials = StepTrials(prepared, guards, announce)
         self._loop = LoopLoss(prepared, guards, settings.autocast, announce)
 
@@ -234,11 +231,8 @@ class Run(StatefulRun):
                     )
             output = step.forward_backward(local_batch)
             self._trials.after_step(output)
-        except torch.OutOfMemoryError as error:
-            self._memory.explain(error, local_batch)
-            raise
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            found = explained_error(self._trials.explain(error), local_batch, compute_loss, parts)
+            found = checks.error_of_step(self._trials.explain(error), local_batch, parts)
             if found is error:
                 raise
             raise found from error

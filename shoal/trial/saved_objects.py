@@ -217,7 +217,7 @@ def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
         if hasattr(function, "__wrapped__"):
             yield from reachable(function.__wrapped__, depth)
     elif isinstance(function, FunctionType) and depth:
-        found = []
+        found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for cell in function.__closure__ or ():
             try:
                 found.append(cell.cell_contents)

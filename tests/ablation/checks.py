@@ -119,12 +119,6 @@ CHECKS = {
         ),
         planted_in="run/test_loop_watch.py",
     ),
-    "captured batch": Check(
-        (f"{RUN}.captured_batch",),
-        "a tensor of the whole batch that the loss reads from around it: the words of the error",
-        replaced(f"{RUN}.run:explained_error", lambda error, *_: error),
-        planted_in="run/test_captured_batch.py",
-    ),
     "notes of the first step": Check(
         (f"{RUN}.first_step_notes",),
         "random numbers and buffers of layers",

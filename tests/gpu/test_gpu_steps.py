@@ -223,27 +223,3 @@ def test_a_step_that_overflows_in_fp16_is_skipped() -> None:
 def test_compiled_models_are_exact_in_float64(strategy: str) -> None:
     found = on_ranks(1, by_strategy, "perceptron", strategy, torch.float64, {"compile": True})
     assert distance(found, by_hand("perceptron")) < 1e-9
-
-
-def without_memory() -> str:
-    run = shoal.init("single", announce=lambda _: None)
-    model = make("perceptron", torch.float32).to(run.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = run.prepare(model, optimizer)
-
-    def loss(x: torch.Tensor) -> torch.Tensor:
-        if ON != "cuda":
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return (
-            torch.empty(2**50, dtype=torch.uint8, device=x.device).float().mean() + model(x).sum()
-        )
-
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        run.forward_backward(loss, torch.ones(8, 12, device=run.device))
-    return str(caught.value)
-
-
-def test_a_gpu_without_memory_is_told_what_would_help() -> None:
-    text = on_ranks(1, without_memory)
-    assert "accumulate=2, for parts of 4" in text
-    assert "precision='bf16'" in text

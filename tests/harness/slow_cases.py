@@ -51,7 +51,6 @@ SLOW_CASES = tuple(
         ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
         ("project/test_lessons.py", "run strategies", "one loss under each strategy of the README"),
-        ("run/test_captured_batch.py", "run", "losses that close over the batch"),
         ("run/test_coupled_samples.py", "trial run", "losses of several samples"),
         ("run/test_first_failure.py", "run comm", "the first error of many ranks"),
         ("run/test_host_synchronisation.py", "run", "steps that never wait for the device"),
