@@ -213,8 +213,6 @@ class LoopLoss:
             found.global_rows,
             sizes_known=found.is_known,
             first_row=window.start if data.size > 1 else 0,
-            # Nothing has tested whether a hook or a function bounds gradients on their way.
-            keeps_scale=not prepared.steps_in_backward,
         )
 
     def _sizes(self, rows: int | None, calls: Sequence[tuple[Any, ...]]) -> StepSizes:

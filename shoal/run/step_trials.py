@@ -15,7 +15,7 @@ import torch
 
 from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
-from shoal.errors import ShoalError, StrategyRefused
+from shoal.errors import ShoalError
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
@@ -39,7 +39,6 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self._trial: LossTrial | None = None
-        self._keeps_scale = False
 
     def before_step(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Try the loss if a trial is due. Return the batch to compute."""
@@ -49,9 +48,6 @@ class StepTrials:
             self._trial = trial = self._make()
             trial.begin_step(batch)
             self._try_first(trial, batch)
-            self._keeps_scale = self._is_bounded_on_any_rank(trial)
-            if self._keeps_scale:
-                self._check_keeps_gradients()
         else:
             trial = self._trial
             trial.begin_step(batch)
@@ -59,7 +55,7 @@ class StepTrials:
                 self._try_again(trial, batch)
         if trial.verdict is not None:
             batch = batch._replace(objection=lambda: trial.objection)
-        return batch._replace(keeps_scale=True) if self._keeps_scale else batch
+        return batch
 
     def _try_first(self, trial: LossTrial, batch: base.LocalBatch) -> None:
         """Try the loss in the first step. Collective."""
@@ -123,25 +119,6 @@ class StepTrials:
         args = tuple(gather_rows(tensor.detach()[:rows], data) for tensor in batch.args)
         kwargs = {name: gather_rows(t.detach()[:rows], data) for name, t in batch.kwargs.items()}
         return batch._replace(args=args, kwargs=kwargs, num_samples=int(total))
-
-    def _is_bounded_on_any_rank(self, trial: LossTrial) -> bool:
-        """Return whether gradients are bounded on their way back, on any rank. Collective, where
-        ranks step together.
-        """
-        mesh = self._prepared.mesh
-        if not self._prepared.local_model().strategy_state.is_synchronous:
-            return trial.bounds_gradients  # nothing is sent between rounds
-        flag = torch.tensor(float(trial.bounds_gradients), device=mesh.host_device)
-        return bool(mesh.all_reduce_max(flag))
-
-    def _check_keeps_gradients(self) -> None:
-        """Raise StrategyRefused if bounded gradients are used before a factor can follow."""
-        if self._prepared.steps_in_backward and self._prepared.mesh.data.size > 1:
-            raise StrategyRefused(
-                "step_in_backward: a hook or an autograd.Function bounds gradients on their way "
-                "back, and here they would be as many times as large as there are ranks. Leave out "
-                "step_in_backward, or bound the gradients of parameters."
-            )
 
     def after_step(self, output: StepOutput) -> None:
         """Raise UsageError on all ranks if one of them objects to the loss."""

@@ -99,11 +99,6 @@ class LocalBatch(NamedTuple):
     """True if this rank was asked to stop after the step, by a signal for example."""
     grad_weight: float = 1.0
     """Factor of the loss and of the totals. A strategy that averages over n ranks sets n."""
-    keeps_scale: bool = False
-    """True: the backward pass begins with the gradient of one device, and `grad_weight` is left to
-    `StepResult.gradient_factor`. Hooks or functions that bound gradients on their way see the
-    numbers of one device then.
-    """
     previous_totals: Tensor | None = None
     """(TOTALS_LENGTH,), summed over the earlier micro-batches of this step; None for the first."""
     is_last_microbatch: bool = True
@@ -177,8 +172,6 @@ class StepResult(NamedTuple):
     """As in `ForwardOutput`."""
     extras: tuple[Extra, ...] = ()
     """Values beside the loss, of every micro-batch of this call."""
-    gradient_factor: float = 1.0
-    """Factor by which the global gradients are still to be multiplied."""
 
 
 class ModuleCall(NamedTuple):

@@ -80,7 +80,7 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
             "rewards instead, and call the model inside of compute_loss."
         ) from error
     extras = () if output.extra is None else (output.extra,)
-    return StepResult(output.step_totals, output.is_sum_and_count, extras, factor_after(batch))
+    return StepResult(output.step_totals, output.is_sum_and_count, extras)
 
 
 def compute_weighted_loss(batch: LocalBatch) -> ForwardOutput:
@@ -127,17 +127,10 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
         totals[OBJECTIONS] = batch.grad_weight
     if batch.previous_totals is not None:
         totals += batch.previous_totals
-    factor_of_loss = multiplier / batch.global_batch_size
-    if not batch.keeps_scale:
-        factor_of_loss *= batch.grad_weight
+    factor_of_loss = multiplier / batch.global_batch_size * batch.grad_weight
     weighted = value if factor_of_loss == 1.0 else value * factor_of_loss
     returned = None if extra is None else Extra(batch.num_samples, detach(extra))
     return ForwardOutput(weighted, totals, is_sum, returned)
-
-
-def factor_after(batch: LocalBatch) -> float:
-    """Return the factor of gradients that `weighted_loss` has left out."""
-    return batch.grad_weight if batch.keeps_scale else 1.0
 
 
 @lru_cache(maxsize=64)
@@ -198,17 +191,13 @@ def mean_loss(
 def rescale_by_count(
     model: LocalModel, result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
 ) -> None:
-    """Divide owned gradients by the global count, if the loss is one sum with a count, and multiply
-    them by the factor of the result.
+    """Divide owned gradients by the global count, if the loss is one sum with a count.
 
     `weighted_loss` has divided by `global_batch_size`, because no rank knew the global count then.
 
     Args: numbers: the totals as Python's numbers; None on a device.
     """
     totals = result.step_totals
-    if result.gradient_factor != 1.0:
-        after = cached_scalar_tensor(result.gradient_factor, totals.dtype, totals.device)
-        scale_gradients(model, after)
     if not result.is_sum_and_count:
         return
     if numbers is None:

@@ -3,8 +3,6 @@
 a mean                    x num_samples / global batch size
 one sum with a count      divided by the global count after the backward pass
 several counts            divided by the global counts before it: one small message
-one, where gradients are  the same: what bounds them on their way back must see those of one device
-bounded on their way
 """
 
 from __future__ import annotations
@@ -18,13 +16,6 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 from shoal.strategies.loss_terms import Term
-
-BOUNDED_SUM = (
-    "compute_loss returned counted(sum, count), and a hook or an autograd.Function bounds "
-    "gradients on their way back: they depend on the count of the whole batch, which is known "
-    "after the last micro-batch only. Use accumulate=1 and no pipeline, or return a mean over "
-    "samples."
-)
 
 
 class CombinedLoss(NamedTuple):
@@ -52,12 +43,12 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     """
     if batch.loss_weight is not None:
         return CombinedLoss(_mean_of_rank(terms), weight=batch.loss_weight)
-    if len(terms) == 1 and not batch.keeps_scale:
+    if len(terms) == 1:
         return _single(terms[0], batch)
     if not batch.sizes_known:
         terms = [_with_count(term, batch.num_samples) for term in terms]
     terms = _merged(terms)
-    if len(terms) == 1 and (terms[0].count is None or not batch.keeps_scale):
+    if len(terms) == 1:
         return _single(terms[0], batch)
     _check_undivided(terms, batch)
     counts = [term.count for term in terms if term.count is not None]
@@ -78,8 +69,6 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
 def _check_undivided(terms: Sequence[Term], batch: LocalBatch) -> None:
     """Raise UsageError if counts are needed of micro-batches that are still to come."""
     if not batch.is_last_microbatch or batch.previous_totals is not None:
-        if batch.keeps_scale:
-            raise UsageError(BOUNDED_SUM)
         raise UsageError(
             f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
             "batch is divided into micro-batches: the counts of all of them are needed before the "

@@ -59,18 +59,12 @@ class LossOnRows:
     Args:
         compute: (rows) -> the result of the user's function on these rows.
         leaves: tensors whose gradients are compared.
-
-    Attributes:
-        factor: of the loss that is differentiated; gradients are divided by it again.
-        compared: numbers of the leaves whose gradients count; None for all.
     """
 
     def __init__(self, compute: Callable[[Tensor], Any], leaves: Sequence[Tensor]) -> None:
         self._compute = compute
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self.counts: tuple[float, ...] = ()
-        self.factor = 1.0
-        self.compared: set[int] | None = None
 
     def whole(self, rows: Tensor) -> Measured:
         """Measure the whole. Must come first.
@@ -126,12 +120,10 @@ class LossOnRows:
     def _gradients(self, total: Tensor) -> list[Tensor]:
         if not self._leaves or not total.requires_grad:
             raise CannotTry("a loss that no parameter has a part in")
-        objective = total if self.factor == 1.0 else total * self.factor
-        gradients = torch.autograd.grad(objective, self._leaves, allow_unused=True)
+        gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)
         return [
-            _sketch(torch.zeros_like(leaf) if gradient is None else gradient, index) / self.factor
+            _sketch(torch.zeros_like(leaf) if gradient is None else gradient, index)
             for index, (leaf, gradient) in enumerate(zip(self._leaves, gradients, strict=True))
-            if self.compared is None or index in self.compared
         ]
 
 

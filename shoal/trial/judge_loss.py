@@ -15,7 +15,6 @@ from shoal.data.tree_map import in_dtype
 from shoal.errors import ShoalError
 from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
-from shoal.trial.bounded_gradients import BOUNDED_TOGETHER, at_bounds, bounded_leaves
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_models import models_in_float64
@@ -162,22 +161,7 @@ class LossJudge:
             verdict = verdict if in_blocks.objects else in_blocks
         if verdict.kind is LossKind.COUPLED and self.draws.uncut:
             return self._without_dropout()
-        if not verdict.objects and self._num_splits > 1:
-            bounded = self._bounded_leaves(whole)
-            if bounded:
-                verdict = replace(self._compare_at_bounds(bounded), bounds_gradients=True)
         return self._confirmed(verdict, whole) if verdict.objects else verdict
-
-    def _bounded_leaves(self, whole: Measured) -> set[int]:
-        try:
-            return bounded_leaves(self._loss, self._measure_again, whole, self._tolerance)
-        except (_FailedError, CannotTry):  # an overflow: 16 bits have no room for such gradients
-            return set()
-
-    def _compare_at_bounds(self, bounded: set[int]) -> LossVerdict:
-        with at_bounds(self._loss, bounded):
-            verdict = self._compare(self._measure_again())
-        return replace(verdict, cause=BOUNDED_TOGETHER) if verdict.objects else verdict
 
     def _measure_again(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), self._all)

@@ -45,7 +45,6 @@ class LossTrial:
         in_child: judge in a forked child, which has no threads that its passes would wait for.
 
     Attributes:
-        bounds_gradients: a trial has found that gradients do not grow with the loss.
         counts_rows: a trial has met an operator that counts or orders rows.
         has_news: a batch since the last trial had shapes or labels that none had before.
     """
@@ -67,7 +66,6 @@ class LossTrial:
         self._news = _News()
         self._noted: set[LossKind] = set()
         self._verdict: LossVerdict | None = None
-        self.bounds_gradients = False
         self.counts_rows = False
         self.has_news = False
 
@@ -156,7 +154,6 @@ class LossTrial:
 
     def _take(self, verdict: LossVerdict) -> None:
         """Keep a verdict, unless an objection waits to be told."""
-        self.bounds_gradients |= verdict.bounds_gradients
         self.counts_rows |= verdict.counts_rows
         if not self.objection:
             self._verdict = verdict

@@ -60,8 +60,6 @@ class LossVerdict:
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
-        bounds_gradients: twice the loss has not twice the gradients: a hook or an autograd.Function
-            bounds them on their way back.
         counts_rows: an operator counts or orders rows, so later batches may couple them.
     """
 
@@ -70,7 +68,6 @@ class LossVerdict:
     sizes: tuple[int, ...] = ()
     cause: str = ""
     reason: str = ""
-    bounds_gradients: bool = False
     counts_rows: bool = False
 
     @property

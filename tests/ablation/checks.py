@@ -98,12 +98,6 @@ CHECKS = {
         replaced(f"{TRIAL}.judge_loss:_judged_in_float64", _nothing),
         planted_in="trial/test_float64_models.py",
     ),
-    "trial of bounded gradients": Check(
-        (f"{TRIAL}.bounded_gradients",),
-        "hooks that clamp gradients by an absolute number",
-        replaced(f"{TRIAL}.judge_loss:bounded_leaves", lambda *_: set()),
-        planted_in="strategies/test_bounded_gradients.py",
-    ),
     "watch of the loop": Check(
         (*(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),),
         "samples that the loop computes from other samples of a rank",

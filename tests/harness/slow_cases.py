@@ -104,7 +104,6 @@ SLOW_CASES = tuple(
         ("strategies/tensor/test_tensor_plan.py", "strategies/tensor", "plans on four ranks"),
         ("strategies/tensor/test_tensor_runs.py", "strategies/tensor", "jobs on four ranks"),
         ("strategies/tensor/test_tensor_user_plan.py", "strategies/tensor", "plans of users"),
-        ("strategies/test_bounded_gradients.py", "trial run", "hooks that clamp gradients"),
         ("strategies/test_conformance.py", "strategies comm", "every cell of docs/verified.md"),
         ("strategies/test_contract.py", "strategies", "strategies of other packages"),
         ("strategies/test_hooks_of_scripts.py", "strategies run/guards", "hooks on parameters"),

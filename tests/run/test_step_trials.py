@@ -18,7 +18,7 @@ def test_an_objection_travels_with_every_step_until_it_was_told(
         """A trial that has objected in an earlier step, and is not due again."""
 
         verdict, objection, is_scheduled = "an objection", 1, False
-        bounds_gradients = counts_rows = has_news = False
+        counts_rows = has_news = False
         told: ClassVar[list[int]] = []
 
         def __init__(self, *_: Any, **__: Any) -> None: ...

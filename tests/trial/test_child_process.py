@@ -18,7 +18,7 @@ class Calls:
 
 
 def test_a_verdict_arrives_whole_and_the_effects_of_the_trial_do_not() -> None:
-    expected = LossVerdict(LossKind.COUPLED, 0.25, (1, 3, 4), "a cause", bounds_gradients=True)
+    expected = LossVerdict(LossKind.COUPLED, 0.25, (1, 3, 4), "a cause")
 
     def judge() -> LossVerdict:
         Calls.count += 1

@@ -32,7 +32,7 @@ from shoal.strategies.base import (
     LocalBatch,
     StepResult,
 )
-from shoal.strategies.local_step import factor_after, weighted_loss
+from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Summed
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.call_planner import CallPlanner, PlannedCall, StageCall
@@ -260,7 +260,7 @@ class PipelineExecutor:
             sums = sums + batch.previous_totals
         if has_extras:
             extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
-        return StepResult(sums, is_sum_and_count, extras, factor_after(batch))
+        return StepResult(sums, is_sum_and_count, extras)
 
 
 def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:
