@@ -108,18 +108,14 @@ class RowGathering:
             return gather_rows(own, axis, counts)
 
     def before_passes(
-        self, batch: base.LocalBatch, compute_loss: base.ComputeLoss, local_model: base.LocalModel
+        self, batch: base.LocalBatch, local_model: base.LocalModel
     ) -> base.LocalBatch:
-        """Return the batch of a step with micro-batches, after rows were gathered. Collective.
-
-        Args: compute_loss: the user's own function.
-        """
+        """Return the batch of a step with micro-batches, after rows were gathered. Collective."""
         if not local_model.strategy_state.is_synchronous:
             return batch
-        plain = batch._replace(compute_loss=compute_loss, objection=None)
-        parts = [*accumulated(plain, self._accumulate, local_model, self._mesh)]
+        parts = [*accumulated(batch, self._accumulate, local_model, self._mesh)]
         if self._mesh.pipeline.size > 1:
-            if not self._microbatches.is_known(compute_loss):
+            if not self._microbatches.is_known(batch.compute_loss):
                 return batch
             count = local_model.pipeline.num_microbatches
             parts = [micro for part in parts for micro in split_microbatches(part, count, count)]

@@ -28,7 +28,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
-from shoal.run.step_batch import example_of, make_batch
+from shoal.run.step_batch import code_of, example_of, make_batch
 from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
@@ -214,25 +214,21 @@ class Run(StatefulRun):
             reduction=reduction,
             stop_requested=self._stop_requested,
         )
-        compute_loss = local_batch.compute_loss
         parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
         self._gathering.begin_step(local_batch)
         try:
-            # A loss that gathers says itself that it couples samples.
-            is_mean = reduction == "rows" and not is_computed
-            if is_mean and not self._gathering.gathers_before(compute_loss):
-                local_batch = self._trials.before_step(local_batch)
+            if reduction == "rows" and not is_computed:
+                self._try_new(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
             if parts and self._settings.draws == "rank" and not is_computed:
                 with self._prepared.in_step():
                     local_batch = self._gathering.before_passes(
-                        local_batch, compute_loss, self._prepared.local_model()
+                        local_batch, self._prepared.local_model()
                     )
             output = step.forward_backward(local_batch)
-            self._trials.after_step(output)
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            found = checks.error_of_step(self._trials.explain(error), local_batch, parts)
+            found = checks.error_of_step(error, local_batch, parts)
             if found is error:
                 raise
             raise found from error
@@ -240,6 +236,13 @@ class Run(StatefulRun):
             self._gathering.end_step()
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
+
+    def _try_new(self, batch: base.LocalBatch) -> None:
+        """Try a loss in its first step. One that gathers says itself that it couples samples."""
+        compute_loss = batch.compute_loss
+        if code_of(compute_loss) not in self._trials.tried:
+            if not self._gathering.gathers_before(compute_loss):
+                self._trials.first_step(batch)
 
     def _step_of(self, batch: base.LocalBatch) -> TrainingStep:
         """Return the step of the local model; the first batch may be needed to make it."""

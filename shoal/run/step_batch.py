@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,6 +71,14 @@ def make_batch(
     else:
         prepared.watch.skip()
     return batch
+
+
+def code_of(function: base.ComputeLoss) -> object:
+    """Return what all functions share that one line of a script makes."""
+    while isinstance(function, partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
 
 
 def example_of(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -20,7 +20,6 @@ from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.parameter_hooks import ParameterHooks
-from shoal.run.step_output import StepOutput, numbers_at_hand
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 from shoal.watchdog.progress_word import Phase
@@ -39,6 +38,20 @@ class StepChecks(NamedTuple):
     guards: Guards
     nonfinite_steps: NonfiniteSteps
     loss_scale_guard: LossScaleGuard | None = None
+
+
+class StepOutput(NamedTuple):
+    """The result of a step for the training loop.
+
+    Attributes:
+        loss: the global mean loss, a detached scalar.
+        extra: values beside the loss, for this rank's samples; None if there are none.
+        totals: (TOTALS_LENGTH,), of the step over all ranks.
+    """
+
+    loss: Tensor
+    extra: Any
+    totals: Tensor
 
 
 class TrainingStep:
@@ -93,7 +106,8 @@ class TrainingStep:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
-        numbers = numbers_at_hand(totals)
+        # None on a device, where reading them would wait for the step.
+        numbers = totals.tolist() if totals.is_cpu else None
         size = batch.global_batch_size
         local_step.rescale_by_count(self._local_model, result, size, numbers)
         if self._loss_scale_guard is not None:
@@ -106,7 +120,7 @@ class TrainingStep:
         loss = local_step.mean_loss(result, size, numbers)
         self._guards.after_step()
         self._progress.enter(Phase.BETWEEN)
-        return StepOutput(loss, extra, totals, numbers)
+        return StepOutput(loss, extra, totals)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:

@@ -70,11 +70,9 @@ class ComputedLoss:
 LOSS_SUM, COUNT, STOP, SUMMED = 0, 1, 2, 3
 """Indices into the totals of a step. Values marked by `loss_terms.summed` begin at SUMMED."""
 TOTALS_LENGTH = 16
-"""Length of the totals: loss sum, count, stop requests, up to 11 summed values, gradients that are
-not finite, objections."""
-OBJECTIONS = TOTALS_LENGTH - 1
-"""Index of the number of ranks whose trial has found that the loss is no mean over samples."""
-NONFINITE = TOTALS_LENGTH - 2
+"""Length of the totals: loss sum, count, stop requests, up to 12 summed values, gradients that are
+not finite."""
+NONFINITE = TOTALS_LENGTH - 1
 """Index of a number above 0 if a rank has found a gradient that is not finite before it sent it."""
 MAX_SUMMED = NONFINITE - SUMMED
 """Numbers that `loss_terms.summed` can mark in a step."""
@@ -122,8 +120,6 @@ class LocalBatch(NamedTuple):
     """
     first_row: int = 0
     """Index of the first sample within the global batch, if the sizes are known."""
-    objection: Callable[[], int] | None = None
-    """Returns 1 if this rank objects to the loss, once `compute_loss` has returned. None: no."""
     note_loss: Callable[[Tensor], None] | None = None
     """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
     values: tuple[Tensor, ...] = ()

@@ -32,7 +32,6 @@ from shoal.platform.torch_private.kernels import foreach_mul_
 from shoal.strategies.base import (
     COUNT,
     LOSS_SUM,
-    OBJECTIONS,
     SUMMED,
     TOTALS_LENGTH,
     ComputedLoss,
@@ -123,8 +122,6 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
         totals[COUNT] = count * batch.grad_weight
     if extra is not None and multiplier:
         add_summed(totals, extra, batch.grad_weight)
-    if batch.objection is not None and batch.objection():
-        totals[OBJECTIONS] = batch.grad_weight
     if batch.previous_totals is not None:
         totals += batch.previous_totals
     factor_of_loss = multiplier / batch.global_batch_size * batch.grad_weight

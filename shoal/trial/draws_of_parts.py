@@ -8,14 +8,6 @@ of rows: it is drawn anew, and what it mixes shows.
 
 `shoal/data/draws.py` cuts draws of the whole too, but draws the whole again on each rank and keeps
 neighbouring rows of it. A part has any rows, in any order, and the whole was computed before it.
-
-Operators that count or order the rows of a batch, by which later batches may couple them.
-
-    rows = (expert == 2).nonzero()[:capacity]      what is beyond the capacity is dropped:
-    place = mask.cumsum(0)                         coupled as soon as a batch has so many
-
-Where the first trial sees such an operator, the models are tried again in later steps. Most of
-what has one is a mean all the same; these trials cost two passes each, and there are few.
 """
 
 from __future__ import annotations
@@ -28,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from shoal.data.draws import is_random
 from shoal.platform.torch_private.subclasses import DispatchMode
-from shoal.platform.torch_private.tensor_state import schema_of
 from shoal.trial.loss_verdict import CannotTry
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -46,7 +37,6 @@ class RecordedDraws:
         uncut: a draw that has no rows of its own, in words; empty if there is none.
         half: an operator computed in 16 bits.
         permuted: rows were permuted at random.
-        counts_rows: an operator of the whole counts or orders rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -56,7 +46,6 @@ class RecordedDraws:
         self.uncut = ""
         self.half = False
         self.permuted = False
-        self.counts_rows = False
         self._values: list[tuple[str, Tensor]] = []
         # Index of a draw -> its dimensions of rows, as the parts have shown.
         self._row_dims: dict[int, list[int]] = {}
@@ -120,9 +109,6 @@ class DrawnInParts(DispatchMode):
         if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
             raise CannotTry("it takes part in communication between ranks")
         if not is_random(func):
-            if self._rows is None and not self._draws.counts_rows:
-                rows = self._draws.num_rows
-                self._draws.counts_rows = counts_rows(func, args, kwargs or {}, rows)
             result = func(*args, **(kwargs or {}))
             if isinstance(result, Tensor) and result.dtype in _HALF:
                 self._draws.half = True
@@ -181,38 +167,3 @@ def _same_states(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
         (old is None and new is None) or torch.equal(old, new)
         for old, new in zip(before, after, strict=True)
     )
-
-
-_OF_ALL = ("nonzero", "masked_select", "unique_dim", "bincount")
-_ALONG_DIM = ("cumsum", "sort", "topk", "kthvalue", "sum")
-_COUNTABLE = (torch.bool, torch.int64, torch.int32)
-
-
-def counts_rows(func: Any, args: Any, kwargs: dict[str, Any], num_rows: int) -> bool:
-    """Return True for an operator of a pass of `num_rows` rows that counts or orders rows."""
-    name = str(func.overloadpacket).removeprefix("aten.")
-    if name == "index":
-        return any(isinstance(each, Tensor) and each.dtype is torch.bool for each in args[1])
-    if name not in _OF_ALL and name not in _ALONG_DIM:
-        return False
-    values = args[0]
-    if name == "sum" and values.dtype not in _COUNTABLE:
-        return False
-    given = None if name in _OF_ALL else _dims(func, args, kwargs)
-    dims = range(values.dim()) if not given and given != 0 else given
-    dims = (dims,) if isinstance(dims, int) else dims
-    return any(_has_rows(values, dim, num_rows) for dim in dims)
-
-
-def _dims(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the argument `dim` of a call: a number, a list, or None for all."""
-    for index, argument in enumerate(schema_of(func).arguments):
-        if argument.name == "dim":
-            default = argument.default_value if argument.has_default_value() else None
-            return args[index] if index < len(args) else kwargs.get("dim", default)
-    return None
-
-
-def _has_rows(values: Tensor, dim: int, num_rows: int) -> bool:
-    size = values.shape[dim] if values.dim() else 0
-    return size > 0 and size % num_rows == 0

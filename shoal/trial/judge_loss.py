@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -44,27 +43,21 @@ def try_loss(
     num_samples: int,
     models: Sequence[nn.Module],
     parameters: Sequence[Tensor],
-    max_rows: int = MAX_ROWS,
-    num_splits: int = 3,
-    seed: int = 0,
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
-    Runs the models about ten times on at most `max_rows` rows, or twice for one split. Changes
-    nothing, and makes no collective: the models must be whole on this rank.
+    Runs the models about ten times on at most `MAX_ROWS` rows. Changes nothing, and makes no
+    collective: the models must be whole on this rank.
 
     Args:
         num_samples: dimension 0 of the tensors in `args` and `kwargs`.
         models: the modules that `compute_loss` calls.
         parameters: whose gradients are compared.
-        num_splits, seed: of `LossJudge`.
     """
     if num_samples < 2:
-        return LossVerdict(
-            LossKind.NOT_TRIED, reason="a batch of fewer than 2 samples on this rank"
-        )
+        return LossVerdict(LossKind.NOT_TRIED)
 
-    chosen = choose_rows((args, kwargs), num_samples, max_rows)
+    chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
 
     def compute(rows: Tensor, dtype: torch.dtype | None = None) -> Any:
         rows = chosen[rows] if len(rows) <= len(chosen) else rows  # more: of the whole batch
@@ -74,16 +67,13 @@ def try_loss(
 
     try:
         with Untouched(models, compute_loss) as state:
-            judge = LossJudge(
-                compute, parameters, state, len(chosen), num_splits=num_splits, seed=seed
-            )
+            judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
         if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
             exact = _judged_in_float64(
                 partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
             )
             verdict = exact or verdict
-        verdict = replace(verdict, counts_rows=judge.draws.counts_rows)
         if not verdict.objects:
             return verdict
         return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
@@ -117,8 +107,6 @@ class LossJudge:
         state: entered by the caller.
         num_rows: rows of the whole.
         tolerance: relative.
-        num_splits: 1 to 3 ways to cut the whole in two.
-        seed: of the random split.
 
     Attributes:
         draws: of the whole, with what the parts showed of them.
@@ -131,15 +119,12 @@ class LossJudge:
         state: Untouched,
         num_rows: int,
         tolerance: float = TOLERANCE,
-        num_splits: int = 3,
-        seed: int = 0,
     ) -> None:
         self._loss, self._state = LossOnRows(compute, leaves), state
         self._num_rows = num_rows
         self._tolerance = tolerance
         self._all = torch.arange(num_rows)
-        self._order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(seed))
-        self._num_splits = num_splits
+        self._order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
         self.draws = RecordedDraws(num_rows)
 
     def verdict(self, all_rows: int) -> LossVerdict:
@@ -183,7 +168,7 @@ class LossJudge:
                 errors.append(distance(whole, measured))
         if failure is not None or any(error.mean >= self._tolerance for error in errors):
             return self._difference(whole, errors, failure)
-        if self._num_splits > 1 and self._order_error(whole) >= self._tolerance:
+        if self._order_error(whole) >= self._tolerance:
             return self._order_matters(whole)
         kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
         return LossVerdict(kind, max(error.mean for error in errors))
@@ -237,12 +222,11 @@ class LossJudge:
         order, n = self._order, self._num_rows
         third = max(1, n // 3)
         # In order: the loop may have sorted the rows by length, which some functions ask for.
-        splits = [
+        return [
             (order[:third].sort().values, order[third:].sort().values),
             (order[:1], order[1:].sort().values),
             (self._all[: n // 2], self._all[n // 2 :]),
         ]
-        return splits[: self._num_splits]
 
     def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
         """Return the objection, if it is neither randomness nor rounding."""

@@ -60,7 +60,6 @@ class LossVerdict:
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
-        counts_rows: an operator counts or orders rows, so later batches may couple them.
     """
 
     kind: LossKind
@@ -68,12 +67,18 @@ class LossVerdict:
     sizes: tuple[int, ...] = ()
     cause: str = ""
     reason: str = ""
-    counts_rows: bool = False
 
     @property
     def objects(self) -> bool:
         """True if several ranks would compute other gradients than one."""
         return self.kind in OBJECTIONS
+
+    @property
+    def is_worth_a_note(self) -> bool:
+        """False for a good loss, and where there was nothing to try."""
+        if self.kind in (LossKind.CANNOT_JUDGE, LossKind.NOT_TRIED):
+            return bool(self.reason)
+        return self.kind not in (LossKind.MEAN, LossKind.COUNTED)
 
     def text(self) -> str:
         """Return what was seen as sentences, with the cures if there is an objection."""

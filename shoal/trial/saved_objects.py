@@ -217,17 +217,21 @@ def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
         if hasattr(function, "__wrapped__"):
             yield from reachable(function.__wrapped__, depth)
     elif isinstance(function, FunctionType) and depth:
-        found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        for cell in function.__closure__ or ():
-            try:
-                found.append(cell.cell_contents)
-            except ValueError:
-                continue
-        table = function.__globals__
-        found += [table[name] for name in global_names(function.__code__) if name in table]
-        for value in found:
+        for value in _read_by(function):
             yield value
             yield from reachable(value, depth - 1)
+
+
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    """Yield a function's default arguments, what its closure holds, and globals that it names."""
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    table = function.__globals__
+    yield from [table[name] for name in global_names(function.__code__) if name in table]
 
 
 def _is_of_library(code: CodeType) -> bool:

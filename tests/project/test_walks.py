@@ -19,7 +19,7 @@ DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/first_failure.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
-    *("run/step_output.py", "run/guards/process_wide.py", "strategies/model_traits.py"),
+    *("run/guards/process_wide.py", "strategies/model_traits.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/optimizer_guards.py", "run/guards/mixed_shards.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),

@@ -47,7 +47,7 @@ def measure_too_much() -> None:
 
 
 def test_more_summed_values_than_a_step_carries_are_refused() -> None:
-    with pytest.raises(LaunchError, match="more than 11 summed numbers; a step carries 11"):
+    with pytest.raises(LaunchError, match="more than 12 summed numbers; a step carries 12"):
         world.run(2, measure_too_much)
 
 

@@ -1,64 +1,21 @@
-"""The trials of a run: when they are made, what they say, and what they leave as it was."""
+"""The trial of a loss: what it says, and what it leaves as it was."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from known_losses import N, labels, mlp, x
 from torch import Tensor, nn
 
-from shoal.errors import UsageError
-from shoal.trial import LossKind, LossTrial, end_trial, try_loss
-
-CALLS = Counter[str]()
-
-
-class Batch(NamedTuple):
-    """The fields of a LocalBatch that a trial reads."""
-
-    compute_loss: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    num_samples: int
-
-
-def step(trial: LossTrial, compute_loss: Callable[..., Any], *args: Any) -> Any:
-    """A training step, as a run makes it."""
-    batch = Batch(compute_loss, args, {}, len(args[0]))
-    trial.begin_step(batch)
-    if trial.has_news:
-        trial.try_models(batch)
-    loss = compute_loss(*args)
-    trial.after_step(trial.objection)
-    return loss
+from shoal.trial import LossKind, end_trial, try_loss
 
 
 def judged(compute_loss: Callable[..., Any], *args: Any, models: list[nn.Module]) -> Any:
     parameters = [p for model in models for p in model.parameters()]
     return try_loss(compute_loss, args, {}, len(args[0]), models, parameters)
-
-
-def test_padding_that_comes_late_is_seen_when_it_comes() -> None:
-    model, notes = mlp(), []
-    trial = LossTrial([model], 1, notes.append)
-    targets = labels()
-    for _ in range(6):
-        step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
-    assert notes == []
-    targets[3:6] = -100
-    step(trial, lambda a, y: F.cross_entropy(model(a), y), x(), targets)
-    assert len(notes) == 1
-    assert notes[0].startswith(
-        "note: on more than one rank, or in micro-batches, this loss will be refused: "
-    )
-    assert "targets of -100 look like ignored ones" in notes[0]
-    step(trial, lambda a, y: F.cross_entropy(model(a), y), x()[:5], targets[:5])
-    assert len(notes) == 1
 
 
 def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> None:
@@ -70,25 +27,15 @@ def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> No
     assert verdict.kind is LossKind.COUPLED
 
 
-def test_on_several_ranks_a_loss_that_is_no_mean_is_an_error_with_its_cures() -> None:
+def test_an_objection_is_told_with_its_cures() -> None:
     model, weight = mlp(), torch.tensor([0.1, 1.0, 2.0, 5.0])
-    trial = LossTrial([model], 2, print)
-    with pytest.raises(UsageError) as error:
-        step(trial, lambda a, y: F.cross_entropy(model(a), y, weight=weight), x(), labels())
-    text = str(error.value)
+    text = judged(
+        lambda a, y: F.cross_entropy(model(a), y, weight=weight), x(), labels(), models=[model]
+    ).text()
     assert "of these 12 samples it gives gradients that differ by" in text
     assert "a tensor of 4 numbers looks like weights of classes" in text
     for cure in ("shoal.counted(sum, count)", "run.gather(tensor)", 'reduction="ranks"'):
         assert cure in text
-
-
-def test_a_rank_without_an_objection_of_its_own_refuses_with_the_others() -> None:
-    model = mlp()
-    trial = LossTrial([model], 2, print)
-    trial.begin_step(Batch(lambda a: model(a).square().mean(), (x()[:1],), {}, 1))
-    assert trial.objection == 0
-    with pytest.raises(UsageError, match="as another rank has found"):
-        trial.after_step(1)
 
 
 def test_a_function_that_fails_on_fewer_samples_is_told_with_its_line() -> None:
@@ -166,16 +113,14 @@ def test_a_batch_that_cannot_be_cut_is_not_tried() -> None:
 
 
 def test_a_function_that_gathers_ends_the_trial_in_silence() -> None:
-    model, notes = mlp(), []
+    model = mlp()
 
     def loss(a: Tensor) -> Tensor:
         end_trial()
         output = model(a)
         return (output - output.mean(0)).square().mean()
 
-    trial = LossTrial([model], 1, notes.append)
-    step(trial, loss, x())
-    assert notes == []
+    assert not judged(loss, x(), models=[model]).is_worth_a_note
     end_trial()
 
 
