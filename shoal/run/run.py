@@ -240,9 +240,9 @@ class Run(StatefulRun):
     def _try_new(self, batch: base.LocalBatch) -> None:
         """Try a loss in its first step. One that gathers says itself that it couples samples."""
         compute_loss = batch.compute_loss
-        if code_of(compute_loss) not in self._trials.tried:
-            if not self._gathering.gathers_before(compute_loss):
-                self._trials.first_step(batch)
+        is_known = code_of(compute_loss) in self._trials.tried
+        if not is_known and not self._gathering.gathers_before(compute_loss):
+            self._trials.first_step(batch)
 
     def _step_of(self, batch: base.LocalBatch) -> TrainingStep:
         """Return the step of the local model; the first batch may be needed to make it."""

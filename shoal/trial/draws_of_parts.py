@@ -36,7 +36,6 @@ class RecordedDraws:
         repeats_rows: there are draws for which `in_blocks` makes a difference.
         uncut: a draw that has no rows of its own, in words; empty if there is none.
         half: an operator computed in 16 bits.
-        permuted: rows were permuted at random.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -45,7 +44,6 @@ class RecordedDraws:
         self.repeats_rows = False
         self.uncut = ""
         self.half = False
-        self.permuted = False
         self._values: list[tuple[str, Tensor]] = []
         # Index of a draw -> its dimensions of rows, as the parts have shown.
         self._row_dims: dict[int, list[int]] = {}
@@ -122,7 +120,6 @@ class DrawnInParts(DispatchMode):
         before = torch.get_rng_state(), _device_state(args)
         result = func(*args, **kwargs)
         if operator == "randperm":
-            self._draws.permuted = True
             return result
         if not isinstance(result, Tensor):
             # Attention without dropout is marked as random too, and draws nothing.

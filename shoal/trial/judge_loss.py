@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from shoal.data.tree_map import in_dtype
 from shoal.errors import ShoalError
+from shoal.platform.script_line import script_line
 from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_models import models_in_float64
-from shoal.trial.guess_cause import guess_cause, user_line
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
 from shoal.trial.untouched import Untouched
 
@@ -74,9 +74,7 @@ def try_loss(
                 partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
             )
             verdict = exact or verdict
-        if not verdict.objects:
-            return verdict
-        return guess_cause(verdict, compute_loss, (args, dict(kwargs)), judge.draws)
+        return verdict
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
 
@@ -305,9 +303,10 @@ class _FailedError(Exception):
 
     def __init__(self, error: Exception, num_rows: int) -> None:
         message = str(error).split("\n")[0][:200]
-        place = user_line(traceback.extract_tb(error.__traceback__))
+        innermost = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        line = script_line(innermost)
         name = "" if isinstance(error, ShoalError) else f"{type(error).__name__}: "
-        self.text = f"{name}{message}{place}"
+        self.text = f"{name}{message}{f' at {line}' if line else ''}"
         self.num_rows = num_rows
         super().__init__(self.text)
 

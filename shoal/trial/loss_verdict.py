@@ -33,9 +33,10 @@ OBJECTIONS = frozenset({LossKind.SUM, LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
 """Kinds of which several ranks would compute other gradients than one."""
 
 CURES = (
-    "Return shoal.counted(sum, count) for a sum and the number that divides it; or compute it from "
-    "the samples of all ranks with run.gather(tensor); or, to train each rank's own loss and take "
-    'the mean over ranks, say so: run.forward_backward(..., reduction="ranks").'
+    "Where it divides by what it counts in the batch (targets that are not ignored, weights of "
+    "classes), return shoal.counted(sum, count). Where it compares or mixes samples, compute it "
+    "from the samples of all ranks with run.gather(tensor). Or, to train each rank's own loss and "
+    'take the mean over ranks, say so: run.forward_backward(..., reduction="ranks").'
 )
 
 
@@ -58,7 +59,7 @@ class LossVerdict:
     Attributes:
         difference: of the gradients (or losses) of the parts from those of the whole, relative.
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
-        cause: a guess at the cause of an objection, as the end of a sentence; may be empty.
+        cause: of an objection, a sentence; may be empty.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
     """
 
