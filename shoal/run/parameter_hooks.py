@@ -1,22 +1,18 @@
-"""Hooks that the script has registered on parameters: they act on the gradient of the whole batch.
+"""Hooks that the script has registered on parameters: only those that act on each row alike.
 
-one device     backward ──> register_hook ──> added to .grad ──> register_post_accumulate_grad_hook
-here           passes of all ranks and micro-batches, without these hooks
-               reduced ──> register_hook ──> earlier calls added ──> ..._post_accumulate_grad_hook
-
-In the passes themselves a hook would see the gradient of some rows, of which a bound or a norm is
-another, and fully_shard computes with other tensors than those that have hooks. Servers get
-gradients from within the passes; there a hook must give for a sum what it gives for its parts.
+In a step a hook sees the gradient of some rows of the batch. One that gives for a sum of gradients
+the sum of what it gives for each (a mask, a factor, a look) does what it does on one device. A
+bound or a norm does not, and shards have no place for hooks at all: both are errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import (
@@ -29,122 +25,62 @@ from shoal.strategies.base import LocalModel
 
 _OWN = ("shoal", "torch")
 """Packages whose hooks belong to a strategy or an engine."""
-HookTable = dict[int, Any]
+CURE = (
+    "Change gradients between run.forward_backward and optimizer.step() instead, where .grad and "
+    "run.gradients() have those of the whole batch; run.clip_gradients(max_norm) bounds them."
+)
 
 
 class ParameterHooks:
-    """Hooks of the script on the parameters that this rank steps.
+    """Looks for hooks of the script that would not act as on one device.
 
     Args:
         before: the parameters as they were before strategies replaced them.
-        in_backward: gradients are used and freed in the backward pass, so hooks stay there.
+        is_whole: each step is one pass of one process over the whole batch, or hooks are to see
+            the gradients of parts.
+
+    Raises: StrategyRefused: a parameter that was replaced has a hook.
     """
 
     def __init__(
-        self, local_model: LocalModel, before: Mapping[str, nn.Parameter], in_backward: bool
+        self, local_model: LocalModel, before: Mapping[str, nn.Parameter], is_whole: bool
     ) -> None:
         self._parameters = dict(local_model.trainable_params)
-        self._all = list(self._parameters.values())
-        self._is_remote = local_model.remote_optimizer is not None
-        self._in_backward = in_backward
-        # A handle that the script keeps removes its hook from the table of the former parameter.
-        self._former = {
-            name: _tables_of(before[name])
-            for name, parameter in self._parameters.items()
-            if before.get(name, parameter) is not parameter and has_hooks(before[name])
-        }
+        self._all = [] if is_whole else list(self._parameters.values())
         self._checked: set[int] = set()
-        self._taken: list[tuple[nn.Parameter, list[Any], list[Any]]] = []
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Let no hook of the script run in the passes of this context.
-
-        Raises: StrategyRefused: under servers, for a hook that acts on whole gradients only.
-        """
-        self._taken = []
-        if self._in_backward or not (self._former or with_hook_tables(self._all)):
-            yield
-            return
-        if self._is_remote:
-            self._check_additive()
-            yield
-            return
-        removed = [*self._take()]
-        try:
-            yield
-        finally:
-            for table, entries in removed:
-                table.update(entries)
-
-    def on_gradients(self) -> None:
-        """Let hooks see and change the global gradients of this call."""
-        for parameter, hooks, _ in self._taken:
-            for hook in hooks:
-                if parameter.grad is not None:
-                    changed = hook(parameter.grad)
-                    parameter.grad = parameter.grad if changed is None else changed
-
-    def after_accumulation(self) -> None:
-        """Call the hooks that see `.grad` with the gradients of earlier calls in it."""
-        for parameter, _, hooks in self._taken:
-            for hook in hooks:
-                if parameter.grad is not None:
-                    hook(parameter)
-
-    def _take(self) -> Iterator[tuple[HookTable, HookTable]]:
-        """Take hooks out of the tables. Yields each table with what was taken out."""
-        for name, parameter, tables in self._tables():
-            hooks: tuple[list[Any], list[Any]] = ([], [])
-            # The former parameter's too: an engine may compute with it for a while.
-            for pair in (self._former.get(name, ({}, {})), tables):
-                for table, found in zip(pair, hooks, strict=True):
-                    entries = _of_script(table)
-                    for key in entries:
-                        del table[key]
-                    found += entries.values()
-                    yield table, entries
-            self._taken.append((parameter, *hooks))
-
-    def _tables(self) -> Iterator[tuple[str, nn.Parameter, tuple[HookTable, HookTable]]]:
         for name, parameter in self._parameters.items():
-            tables = _tables_of(parameter)
-            if name in self._former or any(tables):
-                yield name, parameter, tables
+            former = before.get(name, parameter)
+            if former is not parameter and has_hooks(former) and not is_whole:
+                raise _refusal(name, "a part of its gradient is on this rank alone")
 
-    def _check_additive(self) -> None:
-        for name, parameter, (early, late) in self._tables():
-            if _of_script(late):
-                raise StrategyRefused(
-                    f"server: {name} has a hook on its accumulated gradient, which is sent to the "
-                    "servers instead. Change gradients in the loss or by run.clip_gradients, or "
-                    "use ddp or zero1."
-                )
-            for key, hook in early.items():
-                if key not in self._checked and not _is_additive(hook, parameter):
-                    raise StrategyRefused(
-                        f"server: {name} has a hook on its gradient, which sees the gradient of "
-                        "this rank's rows here, and does not give for a sum what it gives for the "
-                        "parts (a bound, a norm). Use ddp or zero1, where hooks see the gradient "
-                        "of the whole batch."
-                    )
+    def check(self) -> None:
+        """Raise StrategyRefused for a hook that sees another gradient than on one device."""
+        if not with_hook_tables(self._all):
+            return
+        for name, parameter in self._parameters.items():
+            if any(map(_is_of_script, accumulation_hooks(parameter).values())):
+                raise _refusal(name, "it would act on the gradient of each part of a batch")
+            for key, hook in gradient_hooks(parameter).items():
+                if key in self._checked or not _is_of_script(hook):
+                    continue
+                if isinstance(parameter, DTensor):
+                    raise _refusal(name, "a part of its gradient is on this rank alone")
+                if not _is_additive(hook, parameter):
+                    raise _refusal(name, "for a sum it does not give what it gives for the parts")
                 self._checked.add(key)
 
 
-def _tables_of(parameter: Tensor) -> tuple[HookTable, HookTable]:
-    """Return the hooks before and after a gradient is added to `.grad`."""
-    return gradient_hooks(parameter), accumulation_hooks(parameter)
+def _refusal(name: str, why: str) -> StrategyRefused:
+    return StrategyRefused(
+        f"{name} has a hook, which would see the gradient of some rows of the batch: {why}. {CURE}"
+    )
 
 
-def _of_script(table: Mapping[int, Any]) -> dict[int, Any]:
-    """Return the hooks of a table that no strategy and no engine has registered."""
-    return {key: hook for key, hook in table.items() if _package(hook) not in _OWN}
-
-
-def _package(hook: Any) -> str:
+def _is_of_script(hook: Any) -> bool:
+    """Return True for a hook that no strategy and no engine has registered."""
     function = getattr(hook, "func", hook)  # of a partial
     module = getattr(function, "__module__", None) or type(function).__module__
-    return str(module).partition(".")[0]
+    return str(module).partition(".")[0] not in _OWN
 
 
 def _is_additive(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:

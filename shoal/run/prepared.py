@@ -275,7 +275,11 @@ class Prepared:
             self.tracing,
             StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             notes,
-            ParameterHooks(local_model, before, self.settings.step_in_backward),
+            ParameterHooks(
+                local_model,
+                before,
+                self.settings.step_in_backward or self.mesh.size * self.settings.accumulate == 1,
+            ),
         )
         self._was_applied = True
         self._install(groups)

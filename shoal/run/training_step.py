@@ -100,8 +100,8 @@ class TrainingStep:
             sum_counts=self._sum_counts,
             note_loss=self._nonfinite_steps.begin(),
         )
-        with self._hooks.aside():
-            result, earlier = self._run_passes(batch)
+        self._hooks.check()
+        result, earlier = self._run_passes(batch)
         if not self._has_stepped and self.optimizer_in_backward is None:
             check_some_gradient(self._local_model)
             self._has_stepped = True
@@ -112,10 +112,8 @@ class TrainingStep:
         local_step.rescale_by_count(self._local_model, result, size, numbers)
         if self._loss_scale_guard is not None:
             self._loss_scale_guard.unscale(earlier)
-        self._hooks.on_gradients()
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
-        self._hooks.after_accumulation()
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size, numbers)
         self._guards.after_step()

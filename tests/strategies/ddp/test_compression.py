@@ -83,7 +83,7 @@ def broken_off() -> int:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
     x, y = next(iter(loader))
-    hook = model[1].weight.register_hook(lambda _: 1 / 0)
+    hook = model[2].register_full_backward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run.forward_backward(
             supervised(lambda output, target: F.cross_entropy(output, target) * torch.nan, model),
