@@ -157,17 +157,11 @@ CHECKS = {
         without_guard("guard_mixed_shards"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
-    "new tensors": Check(
-        (f"{GUARDS}.new_tensors",),
-        "new_zeros of a shard",
-        without_guard("guard_new_tensors"),
-        planted_in="run/guards/test_new_tensors.py",
-    ),
     "drawn shards": Check(
-        (f"{GUARDS}.new_tensors",),
+        (f"{GUARDS}.drawn_shards",),
         "randn_like of a shard",
         without_guard("guard_drawn_shards"),
-        planted_in="run/guards/test_new_tensors.py",
+        planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
     "copies of models": Check(
         (),

@@ -63,7 +63,7 @@ def refusal(strategy: str, kind: str, when: str) -> str:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     x = run.share(torch.ones(4, 4).double())
-    with pytest.raises(StrategyRefused) as caught:
+    with pytest.raises(StrategyRefused) as caught:  # noqa: PT012 (in prepare, or in the step)
         for layer in model if when == "before" else ():
             HOOKS[kind](layer)
         model, _ = run.prepare(model, optimizer)

@@ -9,7 +9,7 @@
       model.state_dict()                       full_state.py
       optimizer.state[p], deepcopy(optimizer)  optimizer_state.py
       torch.amp.GradScaler                     grad_scaling.py
-      torch.randn_like(p), p.normal_()         new_tensors.py
+      torch.randn_like(p), p.normal_()         drawn_shards.py
       weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
       optimizers that were not prepared        optimizer_guards.py

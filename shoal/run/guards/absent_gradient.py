@@ -41,14 +41,14 @@ READABLE: frozenset[Callable[..., Any]] = frozenset(
 _ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_}
 
 
-_EDITS = frozenset(
+EDITS = frozenset(
     getattr(Tensor, name)
     for name in (
         *("mul_", "__imul__", "div_", "__itruediv__", "neg_", "clamp_", "clamp_min_"),
         *("clamp_max_", "clip_", "nan_to_num_", "sign_", "round_"),
     )
 )
-"""Functions that edit one gradient in place, by numbers alone."""
+"""Functions that edit one gradient or weight in place, by numbers alone."""
 
 
 def _are_numbers(arguments: Any) -> bool:
@@ -90,7 +90,7 @@ class AbsentGradient(Tensor):
         if func is Tensor.zero_:
             args[0].is_zeroed = True
             return args[0]
-        if func in _EDITS and args[0].is_in_other_stage and _are_numbers((*args[1:], kwargs)):
+        if func in EDITS and args[0].is_in_other_stage and _are_numbers((*args[1:], kwargs)):
             return args[0]  # that stage edits the gradient
         if func in _ALLOWED:
             with DisableTorchFunctionSubclass():

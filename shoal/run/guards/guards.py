@@ -18,6 +18,7 @@ from shoal.run.guards.absent_gradient import AbsentGradients
 from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.borrowed_weights import guard_functional_call
+from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
     cut_given_optimizer_state,
@@ -30,7 +31,6 @@ from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.grad_scaling import guard_grad_scalers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
-from shoal.run.guards.new_tensors import guard_drawn_shards, guard_new_tensors
 from shoal.run.guards.optimizer_guards import (
     ParameterNames,
     guard_foreign_optimizers,
@@ -120,7 +120,6 @@ class Guards:
         handles += guard_grad_scalers(guarded)
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
-        handles += guard_new_tensors(guarded)
         handles += guard_drawn_shards(guarded)
         handles += guard_model_copies(guarded)
         handles += guard_absent_weights(guarded)

@@ -297,7 +297,10 @@ STAGES = REFUSED | {
     "gradient_of_inputs": r"outside of run\.forward_backward \(test_bypasses.*under ddp and tensor",
     **dict.fromkeys(STATE_READS, OF_STAGES),
     "optimizer_copied": r"a copy of the optimizer",
-    "weights_of_groups": r"values of \d\.\w+ are on another rank.*run\.weights",
+    **dict.fromkeys(
+        ("weights_of_groups", "noise_on_weights", "layers_begun_anew"),
+        r"values of \d\.\w+ are on another rank.*run\.weights",
+    ),
     "clipped_by_groups": ABSENT,
 }
 SERVERS = REFUSED | {
