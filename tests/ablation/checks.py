@@ -115,12 +115,6 @@ CHECKS = {
         without_guard("cut_given_weights"),
         planted_in="run/guards/test_loaded_values.py",
     ),
-    "given optimizer state": Check(
-        (),
-        "load_state_dict of optimizers",
-        without_guard("cut_given_optimizer_state"),
-        planted_in="run/guards/test_loaded_values.py",
-    ),
     "state requests": Check(
         (f"{GUARDS}.full_state",),
         "state_dict() of a part",

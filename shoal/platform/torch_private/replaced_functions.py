@@ -77,22 +77,6 @@ def replace_functional_call(make: Callable[[Any], Any]) -> Callable[[], None]:
     return put_back
 
 
-def replace_scale_check(make: Callable[[Any], Any]) -> Callable[[], None]:
-    """Replace the check of a GradScaler that it has scaled a loss; return as above.
-
-    Why: `unscale_`, `step` and `update` begin with it. Without: its assertion says that the script
-    forgot to scale, and not where a loss is scaled whose backward pass is Shoal's.
-    Checked: 2.11, 2.13.
-    """
-    original = GradScaler._check_scale_growth_tracker
-    GradScaler._check_scale_growth_tracker = make(original)  # type: ignore[method-assign]
-
-    def put_back() -> None:
-        GradScaler._check_scale_growth_tracker = original  # type: ignore[method-assign]
-
-    return put_back
-
-
 def replace_unscaling(make: Callable[[Any], Any]) -> Callable[[], None]:
     """Replace what a GradScaler does with an optimizer's gradients; return as above.
 

@@ -42,13 +42,12 @@ _ALLOWED = READABLE | {Tensor.__repr__, Tensor.detach_}
 
 
 EDITS = frozenset(
-    getattr(Tensor, name)
-    for name in (
+    [
         *("mul_", "__imul__", "div_", "__itruediv__", "neg_", "clamp_", "clamp_min_"),
         *("clamp_max_", "clip_", "nan_to_num_", "sign_", "round_"),
-    )
+    ]
 )
-"""Functions that edit one gradient or weight in place, by numbers alone."""
+"""Methods that edit one gradient or weight in place, by their names: other guards wrap them."""
 
 
 def _are_numbers(arguments: Any) -> bool:
@@ -90,7 +89,8 @@ class AbsentGradient(Tensor):
         if func is Tensor.zero_:
             args[0].is_zeroed = True
             return args[0]
-        if func in EDITS and args[0].is_in_other_stage and _are_numbers((*args[1:], kwargs)):
+        is_edit = getattr(func, "__name__", "") in EDITS and args[0].is_in_other_stage
+        if is_edit and _are_numbers((*args[1:], kwargs)):
             return args[0]  # that stage edits the gradient
         if func in _ALLOWED:
             with DisableTorchFunctionSubclass():

@@ -45,7 +45,7 @@ _ALLOWED: frozenset[_Function] = READABLE | {
     *(getattr(Tensor, name) for name in _METHODS),
     _GRAD.__delete__,
 }
-_WRITES = EDITS | {Tensor.copy_, Tensor.add_, Tensor.sub_, Tensor.fill_, Tensor.zero_}
+_WRITES = EDITS | {"copy_", "add_", "sub_", "fill_", "zero_"}
 _KEPT_ABSENT = frozenset(
     [Tensor.detach, Tensor.clone, _DATA.__get__, Tensor.__deepcopy__, nn.Parameter.__deepcopy__]
 )
@@ -141,7 +141,8 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     # torch's functions on the meta device must see that device.
     if func == _DEVICE and is_called_outside(2):
         return absent.device_here
-    if func in _WRITES and isinstance(args[0], AbsentWeight | AbsentParameter):
+    label = getattr(func, "__name__", "")
+    if label in _WRITES and isinstance(args[0], AbsentWeight | AbsentParameter):
         return args[0]  # the rank that holds it writes into it
     is_own = is_access_by_shoal() or (absent.is_own and is_called_by_shoal())
     if is_own or func in _ALLOWED or func in _KEPT_ABSENT:
@@ -150,7 +151,6 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         if is_own or func in _ALLOWED:
             return result
         return _as_absent(result, absent.weight_name, absent.under)
-    label = getattr(func, "__name__", "")
     read = "" if label.startswith("__get") else label.strip("_")
     raise UsageError(
         f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"

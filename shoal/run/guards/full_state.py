@@ -2,13 +2,13 @@
 
 model.state_dict()                   an error where this rank lacks a part, which names the cure
 model.load_state_dict(full)          weights are cut into shards; other stages' are left out
-optimizer.load_state_dict(full)      the same for the state of each parameter
+optimizer.state_dict(), load_state_dict(...)   errors where it lacks a part of the state
 optimizer state from before prepare  moves with its parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
-from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
-from shoal.run.optimizer_binding import cut_parameter_state
 from shoal.run.state_access import is_access_by_shoal
 
 _SAVE = "Use run.save(path), or run.weights(), on all ranks."
@@ -38,7 +36,11 @@ def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
                 hook = ModuleHook(partial(_check_model_state, guarded, path))
                 yield module.register_state_dict_pre_hook(hook)
     for optimizer in guarded.optimizers:
-        yield optimizer.register_state_dict_pre_hook(partial(_check_optimizer_state, guarded))
+        for register, call in (
+            (optimizer.register_state_dict_pre_hook, "state_dict()"),
+            (optimizer.register_load_state_dict_pre_hook, "load_state_dict()"),
+        ):
+            yield register(partial(_check_optimizer_state, guarded, call))
 
 
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
@@ -74,7 +76,9 @@ def check_owns_values(guarded: GuardedModels, path: str, module: nn.Module, call
         state.wait()  # the values of the last step may still arrive
 
 
-def _check_optimizer_state(guarded: GuardedModels, optimizer: Optimizer) -> None:
+def _check_optimizer_state(
+    guarded: GuardedModels, call: str, optimizer: Optimizer, *_: Any
+) -> None:
     """Raise UsageError if this rank lacks a part of the optimizer's state."""
     if is_access_by_shoal():
         return
@@ -88,7 +92,7 @@ def _check_optimizer_state(guarded: GuardedModels, optimizer: Optimizer) -> None
         where = "each rank holds shards of the state"
     if where:
         raise UsageError(
-            f"optimizer.state_dict(){call_site()}{guarded.under}: {where}. Use run.state() and "
+            f"optimizer.{call}{call_site()}{guarded.under}: {where}. Use run.state() and "
             "run.load_state(...), on all ranks; shoal.Checkpoints writes what run.state() returns."
         )
 
@@ -177,55 +181,7 @@ def _cut_weights(
             else:
                 state[prefix + name] = shard_like(given, tensor)
     if not is_access_by_shoal():
-        guarded.phase.note_loaded("weights", given_values)
-
-
-def cut_given_optimizer_state(guarded: GuardedModels) -> Iterator[Removable]:
-    """Make `load_state_dict` of the optimizers take the state of a full model.
-
-    Yields: handles of hooks.
-    """
-    for optimizer, names in zip(guarded.optimizers, guarded.group_names, strict=True):
-        yield optimizer.register_load_state_dict_pre_hook(
-            partial(_cut_optimizer_state, guarded, names)
-        )
-        if guarded.local_model.remote_optimizer is not None:
-            yield optimizer.register_load_state_dict_post_hook(partial(push_state, guarded))
-
-
-def _cut_optimizer_state(
-    guarded: GuardedModels,
-    names: Sequence[Sequence[str]],
-    optimizer: Optimizer,
-    state: dict[str, Any],
-) -> dict[str, Any] | None:
-    """Return the state of the parameters that this rank owns, counted as this optimizer counts."""
-    if is_access_by_shoal() or len(state["param_groups"]) != len(names):
-        return None
-    guarded.phase.note_loaded("optimizer state", tensors_in(state["state"]))
-    owned = guarded.local_model.trainable_params
-    for index, (group, members) in enumerate(zip(state["param_groups"], names, strict=True)):
-        if len(group["params"]) != len(members):
-            raise UsageError(
-                f"optimizer.load_state_dict{call_site()}: group {index} of the state has "
-                f"{len(group['params'])} parameters, the optimizer's had {len(members)} in "
-                "run.prepare. Load the state of the same groups."
-            )
-    values: dict[int, Any] = {}
-    groups = []
-    count = 0
-    for group, members in zip(state["param_groups"], names, strict=True):
-        kept = []
-        for old, name in zip(group["params"], members, strict=True):
-            if name not in owned and name not in guarded.absent_gradients:
-                continue  # frozen: it is in no group now
-            if name in owned and old in state["state"]:
-                parameter = owned[name]
-                values[count] = cut_parameter_state(state["state"][old], parameter.shape, parameter)
-            kept.append(count)
-            count += 1
-        groups.append({**group, "params": kept})
-    return {**state, "state": values, "param_groups": groups}
+        guarded.phase.note_loaded(given_values)
 
 
 def push_state(guarded: GuardedModels, optimizer: Optimizer) -> None:

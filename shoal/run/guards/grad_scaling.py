@@ -3,7 +3,6 @@
 every rank has whole gradients   torch's own
 shards, stages                   this rank's parts are unscaled; all ranks agree if one is infinite
 servers, steps in the backward   an error that names the cure
-a loss that was not scaled       an error that names the cure
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
-from shoal.platform.torch_private.replaced_functions import replace_scale_check, replace_unscaling
+from shoal.platform.torch_private.replaced_functions import replace_unscaling
 from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
@@ -25,7 +24,6 @@ from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 
 def guard_grad_scalers(guarded: GuardedModels) -> Iterator[Removable]:
     """Replace what a GradScaler does with gradients where it would be wrong; yield a handle."""
-    yield _scale_check.add(guarded)
     local_model = guarded.local_model
     if (
         local_model.is_partial
@@ -34,22 +32,6 @@ def guard_grad_scalers(guarded: GuardedModels) -> Iterator[Removable]:
         or guarded.steps_in_backward
     ):
         yield _unscaling.add(guarded)
-
-
-def _make_scale_check(patch: ProcessWidePatch, original: Any) -> Any:
-    def check_scale(scaler: Any, function: str) -> Any:
-        try:
-            return original(scaler, function)
-        except AssertionError:
-            if not patch.active:
-                raise
-            raise UsageError(
-                f"GradScaler.{function}{call_site()}: no loss was scaled by it. Return "
-                "scaler.scale(loss) from compute_loss. Or leave it out, or give it enabled=False: "
-                'shoal.init(..., precision="fp16") scales by itself, and bfloat16 needs no scale.'
-            ) from None
-
-    return check_scale
 
 
 def _make_unscaling(patch: ProcessWidePatch, original: Any) -> Any:
@@ -107,5 +89,4 @@ def _unscale_parts(
     return {inverse.device: found.to(inverse.device)}
 
 
-_scale_check = ProcessWidePatch(replaced_by(replace_scale_check, _make_scale_check))
 _unscaling = ProcessWidePatch(replaced_by(replace_unscaling, _make_unscaling))

@@ -29,15 +29,15 @@ class StepPhase:
         in_passes: the passes of `forward_backward` run now.
         in_edit: the user changes weights within `run.edit()`.
         has_gradients: `forward_backward` was called since the last step of an optimizer.
-        loaded: what the script has loaded by `load_state_dict` since ranks have compared it:
-            "weights" or "optimizer state" -> digest of the values, in the order of the calls.
+        loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
+            have compared it, in the order of the calls; 0 without.
     """
 
     def __init__(self) -> None:
         self.in_passes = False
         self.in_edit = False
         self.has_gradients = False
-        self.loaded: dict[str, int] = {}
+        self.loaded = 0
         self._depth = 0  # such contexts may lie in one another
 
     def __enter__(self) -> None:
@@ -48,10 +48,9 @@ class StepPhase:
         self._depth -= 1
         self.in_passes = self._depth > 0
 
-    def note_loaded(self, kind: str, values: Iterable[Tensor]) -> None:
-        """Note full values that the script has loaded on this rank, for `loaded`."""
-        digests = [int(tensor_digest(value)) for value in values]
-        self.loaded[kind] = hash((self.loaded.get(kind, 0), *digests))
+    def note_loaded(self, weights: Iterable[Tensor]) -> None:
+        """Note full weights that the script has loaded on this rank, for `loaded`."""
+        self.loaded = hash((self.loaded, *(int(tensor_digest(value)) for value in weights)))
 
 
 @dataclass(frozen=True, eq=False)

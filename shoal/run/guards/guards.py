@@ -21,7 +21,6 @@ from shoal.run.guards.borrowed_weights import guard_functional_call
 from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
-    cut_given_optimizer_state,
     cut_given_weights,
     guard_model_copies,
     guard_state_requests,
@@ -113,7 +112,6 @@ class Guards:
         self._names.add(local_model.trainable_params.items())
         handles = self._handles
         handles += cut_given_weights(guarded)
-        handles += cut_given_optimizer_state(guarded)
         handles += guard_state_requests(guarded)
         handles += guard_saved_modules(guarded)
         handles += guard_clipping(guarded)

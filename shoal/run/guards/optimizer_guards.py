@@ -142,8 +142,8 @@ class _GroupComparison:
             self._compare(optimizer)
 
     def _compare(self, optimizer: Optimizer) -> None:
-        loaded = self._guarded.phase.loaded
-        own = json.dumps([group_settings(optimizer), self._batches.places, loaded])
+        phase = self._guarded.phase
+        own = json.dumps([group_settings(optimizer), self._batches.places, phase.loaded])
         texts = self._mesh.all_gather_str(own)
         groups, places, loaded_by_first = json.loads(texts[0])
         for rank, text in enumerate(texts):
@@ -156,19 +156,17 @@ class _GroupComparison:
                 raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
             if fact := difference(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
                 raise UsageError(f"{fact}{call_site()}. {CURE}")
-        loaded.clear()
+        phase.loaded = 0
         if self._with_weights:
             check_equal_weights(self._guarded)
 
 
-def _describe_loaded(first: dict[str, int], rank: int, other: dict[str, int]) -> str:
+def _describe_loaded(first: int, rank: int, other: int) -> str:
     """Return what rank 0 and another rank have loaded differently."""
-    kind = next(kind for kind in (*first, *other) if first.get(kind) != other.get(kind))
-    if kind in first and kind in other:
-        fact = f"rank 0 and rank {rank} have loaded different {kind}"
-    else:
-        loader, idle = (0, rank) if kind in first else (rank, 0)
-        fact = f"rank {loader} has loaded {kind} and rank {idle} has not"
+    loader, idle = (0, rank) if first else (rank, 0)
+    fact = f"rank {loader} has loaded weights and rank {idle} has not"
+    if first and other:
+        fact = f"rank 0 and rank {rank} have loaded different weights"
     return (
         f"load_state_dict: {fact} since the step before, noticed{call_site() or ' now'}. Each rank "
         "keeps its own part of what it loads: call load_state_dict on all ranks, with the same "

@@ -95,10 +95,6 @@ class OptimizerActs:
             scaler.update()
         torch.set_default_dtype(torch.float32)
 
-    def scaler_without_a_scale(self) -> None:
-        self.backward()
-        torch.amp.GradScaler("cpu").step(self.optimizer)
-
     def kept_weights_loaded(self) -> None:
         kept = self.run.weights()
         was = {name: value.clone() for name, value in kept.items()}
@@ -162,5 +158,5 @@ OPTIMIZER_READS = (
 OPTIMIZER_WRITES = (
     *("momentum_of_groups", "state_cleared", "state_replaced", "clipped_by_groups"),
     *("scaled_by_hand", "kept_weights_loaded", "kept_gradients", "kept_state_loaded"),
-    *("noise_on_weights", "layers_begun_anew", "scaler_without_a_scale"),
+    *("noise_on_weights", "layers_begun_anew"),
 )

@@ -265,13 +265,13 @@ def results(strategy: str) -> dict[str, str]:
 OF_FIRST_STAGE = ("product", "weight_in_function", "weights_listed")
 REFUSED = {
     "bare_backward": r"\.backward\(\).*outside of run\.forward_backward \(test_bypasses.*py:\d+\)",
-    "scaler_without_a_scale": r"GradScaler\.step \(optimizer.*no loss was scaled.*compute_loss",
     "stray_step": r"SGD\.step\(\).*0\.weight.*not prepared",
 }
 SHARDS = REFUSED | {
     "own_numbers": r"item\(\).*part of this number.*run\.clip_gradients",
     "model_state": r"model\.state_dict\(\).*shard of 0\.weight.*run\.save.*run\.weights",
     "optimizer_state": r"optimizer\.state_dict\(\).*shards of the state.*run\.state",
+    "load_optimizer": r"optimizer\.load_state_dict\(\).*shards of the state.*run\.load_state",
     "other_weights": r"functional_call.*another tensor.*Use ddp",
     "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
     "weight_in_function": r"linear \(test_bypasses.*a part of a parameter.*run\.weights",
@@ -291,7 +291,7 @@ STAGES = REFUSED | {
     "clip_groups": r"clip_grad_norm_.*own stage.*run\.clip_gradients",
     **dict.fromkeys(("own_norm", "own_numbers"), ABSENT),
     "model_state": r"another rank's stage.*run\.save",
-    "optimizer_state": r"its own stage.*run\.state",
+    **dict.fromkeys(("optimizer_state", "load_optimizer"), r"its own stage.*run\.state"),
     "other_weights": r"functional_call.*Use ddp",
     "bare_backward": r"outside of run\.forward_backward \(test_bypasses.*under pipeline=2",
     "gradient_of_inputs": r"outside of run\.forward_backward \(test_bypasses.*under ddp and tensor",
@@ -306,7 +306,7 @@ STAGES = REFUSED | {
 SERVERS = REFUSED | {
     **dict.fromkeys(READS, ABSENT),
     **dict.fromkeys(("clamp", "clamp_data", "load"), r"0\.weight was written.*with run\.edit\(\)"),
-    "optimizer_state": r"servers hold the state.*run\.state",
+    **dict.fromkeys(("optimizer_state", "load_optimizer"), r"servers hold the state.*run\.state"),
     "other_weights": r"functional_call.*Use ddp",
     **dict.fromkeys((*STATE_READS, "state_replaced"), OF_SERVERS),
     "optimizer_copied": r"a copy of the optimizer",

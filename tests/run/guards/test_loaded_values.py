@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +15,10 @@ from shoal.testing import world
 X = torch.arange(24.0, dtype=torch.float64).sin().reshape(6, 4)
 
 
-def trained(strategy: str, what: str, by_all: bool) -> tuple[str, dict[str, Tensor]]:
+def trained(strategy: str, by_all: bool) -> tuple[str, dict[str, Tensor]]:
     """Go back to the beginning after two steps. Returns the error, and the weights after two more.
 
-    Args: what: "weights" or "optimizer". by_all: on all ranks, or on rank 0 alone.
+    Args: by_all: on all ranks, or on rank 0 alone.
     """
     run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     torch.manual_seed(0)
@@ -28,14 +27,11 @@ def trained(strategy: str, what: str, by_all: bool) -> tuple[str, dict[str, Tens
     model(X).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    start = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    start = copy.deepcopy(model.state_dict())
     model, optimizer = run.prepare(model, optimizer)
     for step in range(4):
         if step == 2 and (by_all or run.rank == 0):
-            if what == "weights":
-                model.load_state_dict(start[0])
-            else:
-                optimizer.load_state_dict(start[1])
+            model.load_state_dict(start)
         optimizer.zero_grad()
         run.forward_backward(lambda x: model(x).square().mean(), run.share(X))
         try:
@@ -48,14 +44,13 @@ def trained(strategy: str, what: str, by_all: bool) -> tuple[str, dict[str, Tens
 LAYOUTS = ["ddp", "zero1", "zero3", "tensor=2", "pipeline=2"]
 
 
-def all_of(what: str, by_all: bool) -> list[tuple[str, dict[str, Tensor]]]:
-    return [trained(strategy, what, by_all) for strategy in LAYOUTS]
+def all_of(by_all: bool) -> list[tuple[str, dict[str, Tensor]]]:
+    return [trained(strategy, by_all) for strategy in LAYOUTS]
 
 
-@pytest.mark.parametrize("what", ["weights", "optimizer"])
-def test_values_that_all_ranks_load_are_those_of_one_device(what: str) -> None:
-    _, expected = trained("single", what, by_all=True)
-    for found in world.run(2, all_of, what, True):
+def test_values_that_all_ranks_load_are_those_of_one_device() -> None:
+    _, expected = trained("single", by_all=True)
+    for found in world.run(2, all_of, True):
         for strategy, (error, weights) in zip(LAYOUTS, found, strict=True):
             assert error == "", strategy
             for name, value in expected.items():
@@ -63,12 +58,9 @@ def test_values_that_all_ranks_load_are_those_of_one_device(what: str) -> None:
                 assert apart <= 1e-10 * value.abs().max(), (strategy, name)
 
 
-@pytest.mark.parametrize(
-    ("what", "named"), [("weights", "weights"), ("optimizer", "optimizer state")]
-)
-def test_values_that_one_rank_loads_are_refused_by_all(what: str, named: str) -> None:
-    for found in world.run(2, all_of, what, False):
+def test_values_that_one_rank_loads_are_refused_by_all() -> None:
+    for found in world.run(2, all_of, False):
         for strategy, (error, _) in zip(LAYOUTS, found, strict=True):
-            fact = f"load_state_dict: rank 0 has loaded {named} and rank 1 has not"
+            fact = "load_state_dict: rank 0 has loaded weights and rank 1 has not"
             assert error.startswith(fact), (strategy, error)
             assert "call load_state_dict on all ranks" in error
