@@ -48,18 +48,18 @@ def saved(strategies: list[str]) -> list[Any]:
         loaded = torch.load(file, weights_only=False)["model"]
         hooks = [*loaded[0]._forward_hooks.values()]
         same = torch.equal(loaded(torch.ones(2, 6)), net(torch.ones(2, 6)))
-        found.append((strategy, b"shoal" in file.getvalue(), hooks == [my_hook] and same))
+        found.append((strategy, my_hook in hooks and same))
     return found
 
 
-def test_a_whole_model_is_saved_without_anything_of_shoals() -> None:
-    strategies = ["ddp", "server=1", "recompute,ddp", "local=2"]
+def test_a_model_that_no_strategy_has_changed_is_saved_as_it_is() -> None:
+    strategies = ["ddp", "local=2"]
     for found in world.run(2, saved, strategies):
-        assert found == [(strategy, False, True) for strategy in strategies]
+        assert found == [(strategy, True) for strategy in strategies]
 
 
-def test_a_divided_model_is_refused_before_anything_is_written() -> None:
-    for found in world.run(2, saved, ["zero3", "pipeline=2"]):
+def test_a_model_with_parts_of_a_strategy_is_refused_before_anything_is_written() -> None:
+    for found in world.run(2, saved, ["zero3", "pipeline=2", "server=1", "recompute,ddp"]):
         for strategy, text, written in found:
             assert text.startswith("torch.save(model) (")
             assert f"under {strategy}" in text

@@ -24,7 +24,7 @@ from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
 from shoal.run.state_access import is_access_by_shoal
 
-_SAVE = "Use run.save(path), or run.weights(), on all ranks."
+SAVE = "Use run.save(path), or run.weights(), on all ranks."
 
 
 def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
@@ -45,16 +45,15 @@ def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
 
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
     if not is_access_by_shoal():
-        check_owns_values(guarded, path, module, "model.state_dict()")
+        _check_owns_values(guarded, path, module)
 
 
-def check_owns_values(guarded: GuardedModels, path: str, module: nn.Module, call: str) -> None:
+def _check_owns_values(guarded: GuardedModels, path: str, module: nn.Module) -> None:
     """Raise UsageError if this rank lacks a part of what the module owns.
 
-    Args:
-        path: of the module in names of parameters, with a dot at its end.
-        call: the user's, for the message.
+    Args: path: of the module in names of parameters, with a dot at its end.
     """
+    call = f"model.state_dict(){call_site()}{guarded.under}"
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
             if tensor is None:
@@ -65,14 +64,11 @@ def check_owns_values(guarded: GuardedModels, path: str, module: nn.Module, call
                 where = f"each rank holds a shard of {path}{name}"
             else:
                 continue
-            raise UsageError(f"{call}{call_site()}{guarded.under}: {where}. {_SAVE}")
+            raise UsageError(f"{call}: {where}. {SAVE}")
     state = guarded.local_model.strategy_state
     if guarded.local_model.remote_optimizer is not None:
         if not state.is_synchronous:
-            raise UsageError(
-                f"{call}{call_site()}{guarded.under}: ranks hold weights of different "
-                f"steps. {_SAVE}"
-            )
+            raise UsageError(f"{call}: ranks hold weights of different steps. {SAVE}")
         state.wait()  # the values of the last step may still arrive
 
 
