@@ -1,10 +1,13 @@
-"""The line of a script that has called an operator of torch."""
+"""The line of a script that has called an operator of torch, or a guard; and who has called it."""
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -12,6 +15,7 @@ _PYTHON = f"{Path(contextlib.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
 _SHARDING = f"{_TORCH}distributed/"
 _SHOAL = f"{Path(__file__).parents[1]}/"
+_GUARDS = f"{_SHOAL}run/guards/"
 
 
 def calling_line(frame: FrameType | None) -> str:
@@ -38,3 +42,38 @@ def script_line(frame: FrameType | None) -> str:
             return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def call_site() -> str:
+    """Return ` (train.py:41)`, the innermost line of the script, for messages; empty if unknown."""
+    # Backward passes on a GPU run hooks in a thread of their own; the script waits in its main one.
+    waiting = sys._current_frames().get(threading.main_thread().ident or 0)
+    line = script_line(sys._getframe(1)) or script_line(waiting)
+    return f" ({line})" if line else ""
+
+
+def is_called_by_shoal() -> bool:
+    """Return whether the innermost caller outside of torch and of the guards is Shoal itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, _GUARDS, _PYTHON, "<")):
+            return file.startswith(_SHOAL)
+        frame = frame.f_back
+    return True
+
+
+def is_called_outside(depth: int, optimizer: Any = None) -> bool:
+    """Return whether the caller `depth` frames above this function's is neither torch nor Shoal.
+
+    Args: optimizer: whose own `step` may call, too.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    assert frame is not None
+    if frame.f_code.co_filename.startswith((_TORCH, _SHOAL, "<")):
+        return False
+    while frame is not None and optimizer is not None:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
+            return False
+        frame = frame.f_back
+    return True

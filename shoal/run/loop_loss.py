@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -300,11 +301,8 @@ class CallHook:
             return self._loop.before(args, values)
         return self._loop.after(values)
 
-    def __deepcopy__(self, _: Any) -> Callable[[nn.Module, Any, Any], None]:
-        return no_hook
-
-    def __reduce__(self) -> str:
-        return "no_hook"
+    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
+        return partial, (no_hook,)
 
 
 def no_hook(model: nn.Module, args: Any, values: Any) -> None:

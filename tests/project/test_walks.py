@@ -23,7 +23,7 @@ HELPERS = {
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/optimizer_guards.py", "run/guards/mixed_shards.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
-    *("run/guards/optimizer_state.py", "run/guards/call_site.py"),
+    "run/guards/optimizer_state.py",
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
     "parameter_server/worker/flat_params.py",
 }

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.kernels import foreach_zero_
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import Removable
 
 _NAMES = (

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site, is_called_by_shoal, is_called_outside
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
 from shoal.run.guards.absent_gradient import EDITS, READABLE
-from shoal.run.guards.call_site import call_site, is_called_by_shoal, is_called_outside
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params

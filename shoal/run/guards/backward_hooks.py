@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import unserializable_hook
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import replace_backward_call
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 

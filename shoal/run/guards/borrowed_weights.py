@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import replace_functional_call
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 

@@ -13,7 +13,7 @@ import json
 
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
-from shoal.run.guards.call_site import call_site
+from shoal.platform.script_line import call_site
 from shoal.run.guards.guarded_models import GuardedModels
 from shoal.run.replica_check import digests, replicated_tensors
 

@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
 from shoal.run.state_access import is_access_by_shoal
 

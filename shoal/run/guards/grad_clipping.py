@@ -19,13 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import full_tensor, global_norm
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import (
     TOTAL_NORM,
     USES_LISTS,
     replace_clipping,
 )
 from shoal.run.guards.absent_gradient import AbsentGradient
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import replace_unscaling
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
 

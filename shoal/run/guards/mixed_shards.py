@@ -27,9 +27,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.kernels import FUNCTIONS_OF_LISTS
 from shoal.platform.torch_private.replaced_functions import watch_numbers
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch
 

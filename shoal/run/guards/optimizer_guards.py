@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.run.batch_history import BatchHistory, BatchPlaces, difference
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.loop_position import CURE

@@ -13,7 +13,6 @@ themselves see what this rank has. So does the optimizer's own `step`.
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Any, Never
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
-from shoal.run.guards.call_site import call_site, is_called_outside, is_in_step
+from shoal.platform.script_line import call_site, is_called_outside
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.state_access import is_access_by_shoal
 
@@ -57,7 +56,7 @@ class GuardedState(defaultdict[Any, Any]):
     def clear(self) -> None:
         """Forget all state. Collective where the user calls it."""
         super().clear()
-        if _is_called_by_user(2, self.optimizer()):
+        if is_called_outside(1, self.optimizer()):
             self.on_clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -75,7 +74,7 @@ def _guarded_method(name: str) -> Callable[..., Any]:
     words = f"optimizer.state{'' if name.startswith('__') else f'.{name}()'}"
 
     def method(self: GuardedState, *args: Any, **kwargs: Any) -> Any:
-        if _is_called_by_user(2, self.optimizer()):
+        if is_called_outside(1, self.optimizer()):
             self.refuse(words)
         result = inherited(self, *args, **kwargs)
         return bool(result) if name == "__bool__" else result
@@ -86,14 +85,6 @@ def _guarded_method(name: str) -> Callable[..., Any]:
 
 for _name in (*_READS, *_WRITES):
     setattr(GuardedState, _name, _guarded_method(_name))
-
-
-def _is_called_by_user(depth: int, optimizer: Optimizer | None) -> bool:
-    """Return whether the caller `depth` frames up is neither torch, Shoal nor the optimizer's step.
-
-    An optimizer of the user's own reads its state in `step`, and in what that calls.
-    """
-    return is_called_outside(depth) and not is_in_step(sys._getframe(depth), optimizer)
 
 
 class OptimizerStates:
@@ -179,7 +170,7 @@ class _NoCopies:
         self._optimizer = optimizer
 
         def copied(memo: Any) -> Any:
-            if not (is_access_by_shoal() or not is_called_outside(2)):
+            if is_called_outside(2) and not is_access_by_shoal():
                 refuse()
             self.remove()
             try:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.full_state import SAVE
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by

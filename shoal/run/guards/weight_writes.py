@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.subclasses import (
     DISABLED_TORCH_FUNCTION,
     DisableTorchFunctionSubclass,
 )
 from shoal.platform.torch_private.tensor_state import version
 from shoal.run.guards.absent_gradient import READABLE
-from shoal.run.guards.call_site import call_site
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
 
 _GRAD: Any = Tensor.grad
