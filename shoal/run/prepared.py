@@ -244,7 +244,6 @@ class Prepared:
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
         check_no_renormalising(self.root, self.mesh.data.size)
         self._guards.remove()
-        self._guards.remember(named_models(self.models))
         before = dict(self.root.named_parameters())
         # A strategy may try passes of its own.
         with self._guards.in_step():

@@ -12,7 +12,6 @@
       torch.randn_like(p), p.normal_()         drawn_shards.py
       weights of another pipeline stage        absent_weights.py
       functional_call                          borrowed_weights.py
-      optimizers that were not prepared        optimizer_guards.py
       rates of its own on each rank            optimizer_guards.py
 
 `Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has

@@ -1,6 +1,6 @@
 """`torch.func.functional_call` of a prepared model with other weights than its own.
 
-Strategies that gather, cut or fetch a model's weights would put them in the place of those that
+Strategies that gather or cut a model's weights would put them in the place of those that
 were given, and a module that computes again would take its own. Where every rank holds the model as
 it is, other weights are fine.
 """
@@ -23,8 +23,7 @@ def guard_functional_call(guarded: GuardedModels) -> Iterator[Removable]:
     """Refuse other weights where a strategy handles the model's own; yield handles."""
     local_model = guarded.local_model
     handles_weights = local_model.is_partial or local_model.has_sharded_params
-    handles_weights = handles_weights or local_model.pass_traits.recomputes
-    if handles_weights or local_model.remote_optimizer is not None:
+    if handles_weights or local_model.pass_traits.recomputes:
         yield _functional_call.add(guarded)
 
 

@@ -13,8 +13,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
@@ -91,62 +89,6 @@ def _check_optimizer_state(
             f"optimizer.{call}{call_site()}{guarded.under}: {where}. Use run.state() and "
             "run.load_state(...), on all ranks; shoal.Checkpoints writes what run.state() returns."
         )
-
-
-def guard_model_copies(guarded: GuardedModels) -> Iterator[Removable]:
-    """Refuse `copy.deepcopy` of modules that zero has divided, and copy the shards of others as
-    torch copies parameters, without their gradients; yield handles.
-    """
-    for parameter in guarded.parameters.values():
-        if isinstance(parameter, DTensor):
-            yield _CopiesWithoutGradient(parameter)
-    for prefix, model in guarded.models.items():
-        for name, module in model.named_modules():
-            if isinstance(module, FSDPModule) and "__deepcopy__" not in vars(module):
-                yield _NoModuleCopies(module, guarded, f"{prefix}{name}" or "the model")
-
-
-class _CopiesWithoutGradient:
-    """A shard whose copies have no gradient, as those of an nn.Parameter, until this is removed.
-
-    torch copies a DTensor as any tensor, with its gradient.
-    """
-
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
-
-        def copied(memo: dict[int, Any]) -> Any:
-            gradient, parameter.grad = parameter.grad, None
-            self.remove()
-            try:
-                return parameter.__deepcopy__(memo)
-            finally:
-                parameter.grad = gradient
-                vars(parameter)["__deepcopy__"] = copied
-
-        vars(parameter)["__deepcopy__"] = copied
-
-    def remove(self) -> None:
-        vars(self._parameter).pop("__deepcopy__", None)
-
-
-class _NoModuleCopies:
-    """A module that cannot be copied until this is removed; torch's own words say no more."""
-
-    def __init__(self, module: Any, guarded: GuardedModels, name: str) -> None:
-        self._module = module
-
-        def refuse(_: Any) -> None:
-            raise UsageError(
-                f"a copy of the model{call_site()}{guarded.under}: each rank holds shards of "
-                f"{name}. Copy it before run.prepare, and load whole weights into the copy: "
-                "average.load_state_dict(run.weights()), on all ranks; or use ddp."
-            )
-
-        vars(module)["__deepcopy__"] = ModuleHook(refuse)
-
-    def remove(self) -> None:
-        vars(self._module).pop("__deepcopy__", None)
 
 
 def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:

@@ -22,7 +22,6 @@ from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
     cut_given_weights,
-    guard_model_copies,
     guard_state_requests,
     push_state,
 )
@@ -31,10 +30,7 @@ from shoal.run.guards.grad_scaling import guard_grad_scalers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
 from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
 from shoal.run.guards.optimizer_guards import (
-    ParameterNames,
-    guard_foreign_optimizers,
     guard_group_numbers,
-    named_parameters,
 )
 from shoal.run.guards.optimizer_state import OptimizerStates, guard_optimizer_copies
 from shoal.run.guards.saved_modules import guard_saved_modules
@@ -67,19 +63,11 @@ class Guards:
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._strategy = strategy
-        self._names = ParameterNames()
         self._handles: list[Removable] = []
         self._guarded: GuardedModels | None = None
         self._absent: AbsentGradients | None = None
         self._weights: WeightWatch | None = None
         self._states: OptimizerStates | None = None
-
-    def remember(self, models: Mapping[str, nn.Module]) -> None:
-        """Note the full parameters, before strategies replace them.
-
-        Args: models: by the prefix of their parameters' names; "" for a single one.
-        """
-        self._names.add(named_parameters(models.items()))
 
     def install(
         self,
@@ -108,8 +96,6 @@ class Guards:
             steps_in_backward,
         )
         self._guarded = guarded
-        self._names.add(guarded.parameters.items())
-        self._names.add(local_model.trainable_params.items())
         handles = self._handles
         handles += cut_given_weights(guarded)
         handles += guard_state_requests(guarded)
@@ -119,10 +105,8 @@ class Guards:
         handles += guard_partial_numbers(guarded)
         handles += guard_mixed_shards(guarded)
         handles += guard_drawn_shards(guarded)
-        handles += guard_model_copies(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
-        handles += guard_foreign_optimizers(guarded, self._names)
         handles += guard_optimizer_copies(guarded)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
             handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]

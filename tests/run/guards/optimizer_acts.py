@@ -127,11 +127,6 @@ class OptimizerActs:
         found, expected = (sum(model[0].bias.tolist()) for model in (self.model, self.plain))
         assert abs(found - expected) < 1e-10
 
-    def model_copied(self) -> None:
-        copied = copy.deepcopy(self.model)
-        for mine, whole in zip(copied.parameters(), self.plain.parameters(), strict=True):
-            assert mine.shape == whole.shape
-
     def noise_on_weights(self) -> None:
         for model in (self.model, self.plain):
             torch.manual_seed(3)
@@ -152,7 +147,7 @@ class OptimizerActs:
 
 OPTIMIZER_READS = (
     *("momentum_norms", "states_counted", "state_looked_for", "optimizer_copied"),
-    *("weights_of_groups", "numbers_of_groups", "weights_listed", "model_copied"),
+    *("weights_of_groups", "numbers_of_groups", "weights_listed"),
 )
 """Acts that only look: one rank alone may be refused."""
 OPTIMIZER_WRITES = (

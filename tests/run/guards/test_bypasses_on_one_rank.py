@@ -82,17 +82,6 @@ def test_a_copy_and_a_pickle_of_the_model_have_no_guards() -> None:
         other.load_state_dict(model.state_dict())
 
 
-def test_an_optimizer_that_was_not_prepared_is_named_when_it_steps() -> None:
-    run, model, optimizer, x, y = prepared()
-    run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
-    with pytest.raises(UsageError, match=r"Adam\.step\(\).*body\.weight.*was not prepared"):
-        torch.optim.Adam(model.parameters()).step()
-    optimizer.step()
-    other = nn.Linear(2, 2)
-    other(torch.ones(1, 2)).sum().backward()
-    torch.optim.Adam(other.parameters()).step()
-
-
 def test_without_guards_a_bare_backward_passes() -> None:
     run = shoal.init(announce=lambda _: None, guards=False)
     model, _, loader = run.prepare(*parts())
