@@ -169,12 +169,6 @@ CHECKS = {
         without_guard("guard_functional_call"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
     ),
-    "copies of optimizers": Check(
-        (),
-        "deepcopy of an optimizer",
-        without_guard("guard_optimizer_copies"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-    ),
     "backward passes": Check(
         (f"{GUARDS}.backward_hooks",),
         "loss.backward() outside of a step",

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
@@ -89,6 +90,37 @@ def _check_optimizer_state(
             f"optimizer.{call}{call_site()}{guarded.under}: {where}. Use run.state() and "
             "run.load_state(...), on all ranks; shoal.Checkpoints writes what run.state() returns."
         )
+
+
+def copy_without_gradients(guarded: GuardedModels) -> Iterator[Removable]:
+    """Let `copy.deepcopy` of a shard leave out its gradient, as of an nn.Parameter; yield handles.
+
+    torch copies a DTensor as any tensor, with its gradient, whose memory an engine may have freed.
+    """
+    for parameter in guarded.parameters.values():
+        if isinstance(parameter, DTensor):
+            yield _CopiesWithoutGradient(parameter)
+
+
+class _CopiesWithoutGradient:
+    """A shard whose copies have no gradient, until this is removed."""
+
+    def __init__(self, parameter: Any) -> None:
+        self._parameter = parameter
+
+        def copied(memo: dict[int, Any]) -> Any:
+            gradient, parameter.grad = parameter.grad, None
+            self.remove()
+            try:
+                return parameter.__deepcopy__(memo)
+            finally:
+                parameter.grad = gradient
+                vars(parameter)["__deepcopy__"] = copied
+
+        vars(parameter)["__deepcopy__"] = copied
+
+    def remove(self) -> None:
+        vars(self._parameter).pop("__deepcopy__", None)
 
 
 def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:

@@ -21,6 +21,7 @@ from shoal.run.guards.borrowed_weights import guard_functional_call
 from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
+    copy_without_gradients,
     cut_given_weights,
     guard_state_requests,
     push_state,
@@ -32,7 +33,7 @@ from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numb
 from shoal.run.guards.optimizer_guards import (
     guard_group_numbers,
 )
-from shoal.run.guards.optimizer_state import OptimizerStates, guard_optimizer_copies
+from shoal.run.guards.optimizer_state import OptimizerStates
 from shoal.run.guards.saved_modules import guard_saved_modules
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.strategies.base import LocalModel
@@ -98,6 +99,7 @@ class Guards:
         self._guarded = guarded
         handles = self._handles
         handles += cut_given_weights(guarded)
+        handles += copy_without_gradients(guarded)
         handles += guard_state_requests(guarded)
         handles += guard_saved_modules(guarded)
         handles += guard_clipping(guarded)
@@ -107,7 +109,6 @@ class Guards:
         handles += guard_drawn_shards(guarded)
         handles += guard_absent_weights(guarded)
         handles += guard_functional_call(guarded)
-        handles += guard_optimizer_copies(guarded)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
             handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
         if not self.enabled:

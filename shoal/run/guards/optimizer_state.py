@@ -4,7 +4,7 @@ optimizer.state[p]["exp_avg"], len(), .values()   an error, which names `run.sta
 optimizer.state.clear()                           works: moments begin anew
 optimizer.state[p] = ..., .pop(p)                 an error
 optimizer.state = defaultdict(dict)               found at the next call of `forward_backward`
-copy.deepcopy(optimizer), pickle                  an error, where parameters are divided too
+copy.deepcopy(optimizer), pickle                  an error
 
 Without these a script would find no state, or that of one stage, and go on. torch and Shoal
 themselves see what this rank has. So does the optimizer's own `step`.
@@ -12,10 +12,9 @@ themselves see what this rank has. So does the optimizer's own `step`.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Never
 
 from torch.optim import Optimizer
@@ -23,7 +22,6 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site, is_called_outside
 from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.state_access import is_access_by_shoal
 
 _READS = (
     *("__getitem__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__or__"),
@@ -148,47 +146,3 @@ class OptimizerStates:
             "and run.load_state(...) or optimizer.load_state_dict(...) sets it, on all ranks; "
             "optimizer.state.clear() begins anew; or use ddp, where every rank has all state."
         )
-
-
-def guard_optimizer_copies(guarded: GuardedModels) -> Iterator[Removable]:
-    """Refuse copies and pickles of optimizers where no rank has all they hold; yield handles."""
-    local_model = guarded.local_model
-    if (
-        local_model.remote_optimizer is None
-        and not local_model.is_partial
-        and not local_model.has_sharded_params
-    ):
-        return
-    for optimizer in guarded.optimizers:
-        yield _NoCopies(optimizer, guarded.under)
-
-
-class _NoCopies:
-    """An optimizer that the user cannot copy until this is removed."""
-
-    def __init__(self, optimizer: Optimizer, under: str) -> None:
-        self._optimizer = optimizer
-
-        def copied(memo: Any) -> Any:
-            if is_called_outside(2) and not is_access_by_shoal():
-                refuse()
-            self.remove()
-            try:
-                return copy.deepcopy(optimizer, memo)
-            finally:
-                self._install(copied)
-
-        def refuse() -> Never:
-            raise UsageError(
-                f"a copy of the optimizer{call_site()}{under}: this rank has a part of its "
-                "parameters or of its state only. run.state() and run.load_state(...), on all "
-                "ranks, take it back to where it was; run.weights() has whole weights."
-            )
-
-        self._install(copied)
-
-    def _install(self, copied: Callable[[Any], Any]) -> None:
-        self._optimizer.__deepcopy__ = copied  # type: ignore[attr-defined]
-
-    def remove(self) -> None:
-        vars(self._optimizer).pop("__deepcopy__", None)

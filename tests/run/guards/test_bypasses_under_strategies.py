@@ -269,7 +269,6 @@ SHARDS = REFUSED | {
     "other_weights": r"functional_call.*another tensor.*Use ddp",
     "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
     "weight_in_function": r"linear \(test_bypasses.*a part of a parameter.*run\.weights",
-    "optimizer_copied": r"a copy of the optimizer \(optimizer_acts.py:\d+\).*run\.state",
     "weights_of_groups": r"item\(\).*part of this number",
     "weights_listed": r"tolist\(\) \(optimizer_acts.*a part of this tensor.*run\.weights",
 }
@@ -290,7 +289,7 @@ STAGES = REFUSED | {
     "bare_backward": r"outside of run\.forward_backward \(test_bypasses.*under pipeline=2",
     "gradient_of_inputs": r"outside of run\.forward_backward \(test_bypasses.*under ddp and tensor",
     **dict.fromkeys(STATE_READS, OF_STAGES),
-    "optimizer_copied": r"a copy of the optimizer",
+    "optimizer_copied": r"a copy of optimizer\.state",
     **dict.fromkeys(
         ("weights_of_groups", "noise_on_weights", "layers_begun_anew"),
         r"values of \d\.\w+ are on another rank.*run\.weights",
@@ -302,7 +301,7 @@ SERVERS = REFUSED | {
     **dict.fromkeys(("clamp", "clamp_data", "load"), r"0\.weight was written.*with run\.edit\(\)"),
     **dict.fromkeys(("optimizer_state", "load_optimizer"), r"servers hold the state.*run\.state"),
     **dict.fromkeys((*STATE_READS, "state_replaced"), OF_SERVERS),
-    "optimizer_copied": r"a copy of the optimizer",
+    "optimizer_copied": r"a copy of optimizer\.state",
     "clipped_by_groups": ABSENT,
     "scaled_by_hand": r"GradScaler \(.*servers have the gradients.*enabled=False.*bf16",
 }
