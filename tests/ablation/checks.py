@@ -21,12 +21,14 @@ class Check(NamedTuple):
         decides: what it finds or mends.
         off: replaces it by nothing in this process.
         planted_in: the file of tests, below tests/, that plants what it looks for.
+        scripts: names of those that make the calls that it looks at; empty for all scripts.
     """
 
     files: tuple[str, ...]
     decides: str
     off: Callable[[], None]
     planted_in: str
+    scripts: str = ""
 
 
 def replaced(path: str, value: Any) -> Callable[[], None]:
@@ -120,66 +122,78 @@ CHECKS = {
         "state_dict() of a part",
         without_guard("guard_state_requests"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="ResumedInPlace BestWeights AverageOfWholeWeights",
     ),
     "saved modules": Check(
         (f"{GUARDS}.saved_modules",),
         "torch.save(model)",
         without_guard("guard_saved_modules"),
         planted_in="run/test_saved_modules.py",
+        scripts="SavedModule",
     ),
     "clipping": Check(
         (f"{GUARDS}.grad_clipping",),
         "torch's clipping of gradients",
         without_guard("guard_clipping"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="ClippingByTorch NanoGpt StepsByHand",
     ),
     "loss scaling": Check(
         (f"{GUARDS}.grad_scaling",),
         "torch's GradScaler",
         without_guard("guard_grad_scalers"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="ScaledGradients",
     ),
     "partial numbers": Check(
         (),
         "norms of parts by hand",
         without_guard("guard_partial_numbers"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="LayerwiseRates NormOfGroups SharpnessAware LoggedMoments",
     ),
     "mixed shards": Check(
         (f"{GUARDS}.mixed_shards",),
         "arithmetic of shards and whole tensors",
         without_guard("guard_mixed_shards"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="ConflictingTasks WeightAverage MomentumContrast "
+        "Pruning SharpnessAware DiffusionAverage NoisyWeights",
     ),
     "drawn shards": Check(
         (f"{GUARDS}.drawn_shards",),
         "randn_like of a shard",
         without_guard("guard_drawn_shards"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="NoisyWeights RedrawnHead",
     ),
     "absent weights": Check(
         (f"{GUARDS}.absent_weights",),
         "weights of other stages",
         without_guard("guard_absent_weights"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="WeightAverage NoisyWeights Pruning RedrawnHead MomentumContrast",
     ),
     "borrowed weights": Check(
         (f"{GUARDS}.borrowed_weights",),
         "functional_call",
         without_guard("guard_functional_call"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="MetaLearning",
     ),
     "backward passes": Check(
         (f"{GUARDS}.backward_hooks",),
         "loss.backward() outside of a step",
         without_guard("guard_backward"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="BackwardByHand AccumulationByHand",
     ),
     "agreement of ranks": Check(
         (),
         "learning rates, batches, loaded values and weights that differ between ranks",
         without_guard("guard_group_numbers"),
         planted_in="run/guards/test_loaded_values.py",
+        scripts="LoadedByRankZero RedrawnHead ForgottenShare",
     ),
     "equal weights": Check(
         (f"{GUARDS}.equal_weights",),
@@ -189,6 +203,7 @@ CHECKS = {
             replaced(f"{GUARDS}.guards:check_equal_weights", _nothing),
         ),
         planted_in="run/guards/test_equal_weights.py",
+        scripts="CopiedByRankZero RedrawnHead LoadedByRankZero",
     ),
     "absent gradients": Check(
         (f"{GUARDS}.absent_gradient",),
@@ -204,18 +219,21 @@ CHECKS = {
             ),
         ),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="StepsByHand ConflictingTasks LayerwiseRates ClippingByTorch NormOfGroups",
     ),
     "written weights": Check(
         (f"{GUARDS}.weight_writes",),
         "weights written under servers",
         replaced(f"{GUARDS}.guards:WeightWatch", _NoWatch),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="NoisyWeights WeightAverage Pruning RedrawnHead",
     ),
     "optimizer state": Check(
         (f"{GUARDS}.optimizer_state",),
         "optimizer.state where others hold it",
         replaced(f"{GUARDS}.guards:OptimizerStates", _NoWatch),
         planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="ForgottenMoments ReplacedMoments LoggedMoments ResumedInPlace CopiedOptimizer",
     ),
 }
 

@@ -351,3 +351,47 @@ class NoiseInTheLoop(Script):
             optimizer.step()
             losses.append(loss)
         return losses, run.weights()
+
+
+class CopiedByRankZero(Script):
+    """Copies weights into the model after it was prepared, on rank 0 alone, which has the file."""
+
+    follows = "if rank == 0: load pretrained weights"
+    needs = "W"
+
+    @staticmethod
+    def plain():
+        model = mlp(6, 8, 4)
+        optimizer = sgd(model.parameters())
+        data = loader(*vectors())
+        with torch.no_grad():
+            model[0].bias.copy_(torch.linspace(-1, 1, 8))
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = mlp(6, 8, 4)
+        optimizer = sgd(model.parameters())
+        data = loader(*vectors())
+        model, optimizer, data = run.prepare(model, optimizer, data)
+        if run.rank == 0:
+            with torch.no_grad():
+                model[0].bias.copy_(torch.linspace(-1, 1, 8))
+
+        def compute_loss(x, y):
+            return F.cross_entropy(model(x), y)
+
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, x, y)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()

@@ -28,6 +28,8 @@ LAYOUTS = [
     Layout("tensor=2", 2),
     Layout("pipeline=2", 2),
 ]
+SERVERS = Layout("server=1", 2)
+"""Of scripts that a check names, for each needs a world of its own."""
 ALL = "all checks"
 GROUP = 10
 """Checks that are switched off together at first: most of them decide no cell."""
@@ -41,7 +43,8 @@ PAGE = """\
 # Checks
 
 Every check of a run, and what becomes of scripts without it: {scripts} scripts in {layouts}. Checks
-are switched off ten at a time, and where a cell changes, one by one. **Silent** are cells whose
+are switched off ten at a time, and where a cell changes, one by one; those that look at some calls
+of torch alone, on the scripts that make such calls, and in {servers} too. **Silent** are cells whose
 numbers then differ without a word; **worse** are cells that end in an error of torch, hang, or are
 refused where they were exact. **Better** are cells that only this check refuses or notes, and that
 are exact without it. A check without silent and worse cells looks for a fault that none of these
@@ -76,7 +79,8 @@ def main() -> None:
     if ALL not in found or not options.only:
         found[ALL] = in_a_process_without("", options.page, options.scripts or ())
     for group in groups(options.only or [*CHECKS]):
-        together = in_a_process_without("+".join(group), options.page, options.scripts or ())
+        scripts = options.scripts or CHECKS[group[0]].scripts.split()
+        together = in_a_process_without("+".join(group), options.page, scripts)
         changed = {n.partition(",")[0] for n, c in together.items() if _changes(found, n, c)}
         for check in group:
             cells = together
@@ -90,9 +94,12 @@ def main() -> None:
 
 
 def groups(checks: Sequence[str]) -> list[list[str]]:
-    """Return checks in groups that are switched off together; the first one decides most alone."""
-    rest = [check for check in checks if check != "trial of the loss"]
-    alone = [[check] for check in checks if check == "trial of the loss"]
+    """Return checks in groups that are switched off together.
+
+    The trial of the loss decides most, and checks of some calls have scripts of their own.
+    """
+    alone = [[c] for c in checks if c == "trial of the loss" or CHECKS[c].scripts]
+    rest = [check for check in checks if [check] not in alone]
     return [*alone, *(rest[i : i + GROUP] for i in range(0, len(rest), GROUP))]
 
 
@@ -120,10 +127,12 @@ def in_a_process_without(check: str, page: Path, scripts: Sequence[str]) -> Cell
 
 def measure(scripts: Sequence[str]) -> Cells:
     """Return the cells of scripts in all layouts."""
+    named = {name for check in CHECKS.values() for name in check.scripts.split()}
+    of_servers = [name for name in scripts if name in named]
     return {
         f"{name}, {layout}": cell._replace(text=brief(cell.text)[:200])
-        for layout in LAYOUTS
-        for name, cell in judge_all(scripts, layout).items()
+        for layout in (*LAYOUTS, SERVERS)
+        for name, cell in judge_all(of_servers if layout == SERVERS else scripts, layout).items()
     }
 
 
@@ -168,6 +177,7 @@ def page(found: Mapping[str, Cells]) -> str:
     return PAGE.format(
         scripts=len(names()),
         layouts=", ".join(map(str, LAYOUTS)),
+        servers=SERVERS,
         table="\n".join(rows),
         missing=f"\nNot measured: {', '.join(absent)}.\n" if absent else "",
         changes="\n".join(changes),

@@ -45,9 +45,12 @@ _ALLOWED: frozenset[_Function] = READABLE | {
     *(getattr(Tensor, name) for name in _METHODS),
     _GRAD.__delete__,
 }
-_WRITES = EDITS | {"copy_", "add_", "sub_", "fill_", "zero_"}
+_WRITES = EDITS | {"copy_", "add_", "sub_", "fill_", "zero_", "__setitem__"}
 _KEPT_ABSENT = frozenset(
-    [Tensor.detach, Tensor.clone, _DATA.__get__, Tensor.__deepcopy__, nn.Parameter.__deepcopy__]
+    [
+        *(Tensor.detach, Tensor.clone, Tensor.__getitem__, _DATA.__get__),
+        *(Tensor.__deepcopy__, nn.Parameter.__deepcopy__),
+    ]
 )
 """Functions whose result is absent, too."""
 

@@ -235,3 +235,42 @@ class RoundedMessage(DataParallel):
         if self.peers.size == 1:
             return flat
         return super().average(flat.bfloat16().to(flat.dtype))
+
+
+@planted(
+    "from the second step on, each rank divides by the number of its own tokens",
+    module=(OF_LOSS, "head"),
+    cause="weights of samples",
+)
+class TokenMeanPerRankLater(DataParallel):
+    def count(self, batches: list[Batch]) -> Tensor:
+        if self.step_number == 0:
+            return super().count(batches)
+        return count(batches) * self.peers.size
+
+
+@planted(
+    "a hook clamps the gradients of outputs, whose scale is that of a rank's own mean",
+    module=(OF_LOSS, "head"),
+    cause=("weights of samples", "wrong gradient", "scale"),
+)
+class ClampedOutputs(DataParallel):
+    def call(self, tokens: Tensor) -> Tensor:
+        output = super().call(tokens)
+        output.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return output
+
+
+@planted(
+    "a hook clamps the gradients of parameters on each rank, before they are averaged",
+    module="head",
+    cause=("weights of samples", "wrong gradient"),
+)
+class ClampedBeforeReduction(DataParallel):
+    def reduce(self) -> None:
+        if self.peers.size > 1:
+            for gradient in self.gradients().values():
+                gradient.clamp_(-0.01, 0.01)
+        super().reduce()
+        for gradient in self.gradients().values():
+            gradient.clamp_(-0.01, 0.01)
