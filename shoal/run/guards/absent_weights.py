@@ -1,9 +1,10 @@
 """Weights of other ranks' stages, shown without values: what needs the values is an error.
 
 mean.mul_(0.9).add_(parameter)     refused: many functions of torch would leave `mean` as it is
-parameter.abs() > 0.1              refused, as all that needs values
+parameter.normal_()                refused: the generators of other ranks would go on
 parameter.clamp_(-1, 1)            allowed: the rank that holds it does so
-parameter.detach().clone()         allowed: absent, too
+mask = parameter.abs() > 0.1       allowed: absent, too
+parameter.mul_(mask)
 parameter.device                   the device of this rank's weights, for `x.to(device)`
 
 Nor do old parameters keep values that a script has held since before they were divided.
@@ -12,6 +13,7 @@ Nor do old parameters keep values that a script has held since before they were 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
-from shoal.run.guards.absent_gradient import EDITS, READABLE
+from shoal.run.guards.absent_gradient import READABLE
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params
@@ -36,7 +38,6 @@ _METHODS = (
     *("is_contiguous", "register_hook", "register_post_accumulate_grad_hook", "is_shared"),
 )
 _GRAD: Any = Tensor.grad
-_DATA: Any = Tensor.data
 _DEVICE: Any = Tensor.device.__get__
 _ALLOWED: frozenset[_Function] = READABLE | {
     READ_VERSION,
@@ -45,14 +46,15 @@ _ALLOWED: frozenset[_Function] = READABLE | {
     *(getattr(Tensor, name) for name in _METHODS),
     _GRAD.__delete__,
 }
-_WRITES = EDITS | {"copy_", "add_", "sub_", "fill_", "zero_", "__setitem__"}
-_KEPT_ABSENT = frozenset(
+_DRAWS = frozenset(
     [
-        *(Tensor.detach, Tensor.clone, Tensor.__getitem__, _DATA.__get__),
-        *(Tensor.__deepcopy__, nn.Parameter.__deepcopy__),
+        *("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
+        *("exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"),
+        *("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "dropout"),
     ]
 )
-"""Functions whose result is absent, too."""
+"""Names of functions that draw random numbers: the generators of the other ranks would go on."""
+_IN_PLACE_OPERATORS = ("iadd__", "isub__", "imul__", "itruediv__")
 
 
 class AbsentWeight(Tensor):
@@ -140,23 +142,36 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     Raises: UsageError: it needs values.
     """
     leaves = tree_leaves((args, kwargs))
-    absent = next(leaf for leaf in leaves if isinstance(leaf, AbsentWeight | AbsentParameter))
+    absent = next(leaf for leaf in leaves if _is_absent(leaf))
     # torch's functions on the meta device must see that device.
     if func == _DEVICE and is_called_outside(2):
         return absent.device_here
-    label = getattr(func, "__name__", "")
-    if label in _WRITES and isinstance(args[0], AbsentWeight | AbsentParameter):
-        return args[0]  # the rank that holds it writes into it
     is_own = is_access_by_shoal() or (absent.is_own and is_called_by_shoal())
-    if is_own or func in _ALLOWED or func in _KEPT_ABSENT:
+    if is_own or func in _ALLOWED:
         with DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
-        if is_own or func in _ALLOWED:
-            return result
-        return _as_absent(result, absent.weight_name, absent.under)
+            return func(*args, **kwargs)
+    label = getattr(func, "__name__", "")
+    if label not in _DRAWS:
+        if _is_in_place(label) and _is_absent(args[0]):
+            return args[0]  # the rank that holds it writes into it
+        if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
+            with DisableTorchFunctionSubclass(), suppress(Exception):  # it needs values
+                result = func(*args, **kwargs)
+                if isinstance(result, Tensor) and result.is_meta:
+                    return _as_absent(result, absent.weight_name, absent.under)
     read = "" if label.startswith("__get") else label.strip("_")
     raise UsageError(
         f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
     )
+
+
+def _is_absent(value: Any) -> bool:
+    return isinstance(value, AbsentWeight | AbsentParameter)
+
+
+def _is_in_place(label: str) -> bool:
+    if label.startswith("__"):
+        return label == "__setitem__" or label[2:] in _IN_PLACE_OPERATORS
+    return label.endswith("_")
