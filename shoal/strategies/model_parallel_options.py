@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from shoal.errors import raise_problems
+from shoal.errors import ConfigError, raise_problems
 from shoal.strategies.options import StrategyOptions, divisors
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
-
-PARALLEL_STYLES = ("column", "row")
 
 
 @dataclass(frozen=True)
@@ -69,8 +67,6 @@ class TensorOptions(StrategyOptions):
         degree: ranks in each tensor group. Divides the world size, and the ranks of each machine.
         whole: patterns of module names, with + between them. These modules are replicated, with all
             modules inside.
-        cut_by: a plan: PATTERN:column and PATTERN:row with + between them. No other module is
-            divided then.
         sequence: sequence parallel: activations between divided layers are sharded along the
             sequence.
     """
@@ -78,18 +74,11 @@ class TensorOptions(StrategyOptions):
     value: ClassVar[str] = "degree"
     degree: int = 2
     whole: str = ""
-    cut_by: str = ""
     sequence: bool = False
 
     def __post_init__(self) -> None:
-        messages = []
         if self.degree <= 0:
-            messages.append(f"tensor={self.degree}: must be 1 or more")
-        for pattern, style in self.plan:
-            if style not in PARALLEL_STYLES or not pattern:
-                word = f"{pattern}:{style}" if style else pattern
-                messages.append(f"cut_by: '{word}' is not PATTERN:column or PATTERN:row")
-        raise_problems(messages)
+            raise ConfigError([f"tensor={self.degree}: must be 1 or more"])
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -99,13 +88,3 @@ class TensorOptions(StrategyOptions):
     def variants(cls, name: str, ranks: int) -> list[str]:
         degrees = [f"{name}={degree}" for degree in divisors(ranks)]
         return [text + option for text in degrees for option in ("", ",sequence=true")]
-
-    @property
-    def plan(self) -> list[tuple[str, str]]:
-        """Patterns of `cut_by`, each with its parallel style; "" for a word without a colon."""
-        pairs = []
-        for word in self.cut_by.split("+"):
-            if word.strip():
-                pattern, colon, style = word.strip().rpartition(":")
-                pairs.append((pattern, style) if colon else (style, ""))
-        return pairs

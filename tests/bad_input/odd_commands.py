@@ -149,7 +149,7 @@ STRATEGIES = [
     *("missing_module:Class", "os.path:a b", ":", "a:", ":B", "ddp;zero1", "é"),
     *("=", "==", "ddp,", ",ddp", "ddp,,zero1", LONG, CONTROL, "single", f"recompute={HUGE}"),
     *("recompute=1,budget_mb=.nan", "server=1,part_mb=.inf", f"server=1,staleness={HUGE}"),
-    *("tensor=2,whole=", "tensor=2,cut_by=x", "tensor=2,cut_by=a:diagonal", "tensor=2,sequence=3"),
+    *("tensor=2,whole=", "tensor=2,sequence=3"),
 ]
 
 

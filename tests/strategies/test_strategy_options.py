@@ -24,12 +24,7 @@ BAD = [
     ("pipeline=2,schedule=zbv,cuts=head", "1 names begin as many stages; 4 stages need 3"),
     ("pipeline=2,balance=luck", "by time or by parameters"),
     ("tensor=0", "tensor=0: must be 1 or more"),
-    (
-        "tensor=2,cut_by=blocks.*.up:columns",
-        "'blocks.*.up:columns' is not PATTERN:column or PATTERN:row",
-    ),
-    ("tensor=2,cut_by=up:column+:row", "':row' is not PATTERN:column or PATTERN:row"),
-    ("tensor=2,cut_by=up", "'up' is not PATTERN:column or PATTERN:row"),
+    ("tensor=2,cut_by=up:column", "tensor=T,whole=PATTERN leaves modules whole"),
     ("recompute=0", "k from 1 on"),
     ("recompute,budget_mb=-1", "a budget that is not negative"),
     ("recompute,budget_mb=.nan", "a budget that is not negative"),

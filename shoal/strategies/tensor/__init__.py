@@ -3,7 +3,7 @@
 `strategy.py` first decides, then executes; nothing is divided before the plan is complete.
 
 Decide   `plan.py` makes the plan. It asks `find_attention.py`, `find_vocabulary.py`, and
-         `find_pairs.py`, which searches the traced forward passes of `graph.py`; or `user_plan.py`.
+         `find_pairs.py`, which searches the traced forward passes of `graph.py`.
          `candidates.py` knows the layers that may be divided, and the reasons against others.
 Execute  `apply.py` replaces classes and parameters by those of `linear.py`, `conv.py`,
          `multihead.py`, `heads.py` and `vocabulary.py`. `region.py` is their way in and out;

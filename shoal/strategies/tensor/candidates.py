@@ -160,19 +160,6 @@ def find_hooks_inside(module: nn.Module) -> str | None:
     return next((name for name, m in inner_modules if name and has_module_hooks(m)), None)
 
 
-def find_hooks_around(
-    region: str, names: Iterable[str], by_name: Mapping[str, nn.Module]
-) -> str | None:
-    """Return the name of a module with hooks that lies in `region` and contains one of `names`."""
-    region_depth = len(region.split(".")) if region else 0
-    containers = set()
-    for name in names:
-        path = name.split(".")
-        for depth in range(region_depth + 1, len(path)):
-            containers.add(".".join(path[:depth]))
-    return next((name for name in sorted(containers) if has_module_hooks(by_name[name])), None)
-
-
 def find_hooks_on_border(
     nodes: Iterable[fx.Node], prefix: str, by_name: Mapping[str, nn.Module]
 ) -> str | None:

@@ -87,7 +87,6 @@ class AttentionPlan:
         counts: attributes that are 1/T on a rank: numbers of heads, the width of all heads.
         fused: matrices in each column layer: 3 where it holds query, key and value.
         widths: other attributes of `owner` that are equal to the width of all heads.
-        is_asked: the user's plan says so: then another output than the full model's is an error.
     """
 
     name: str
@@ -97,7 +96,6 @@ class AttentionPlan:
     counts: tuple[str, ...]
     fused: int
     widths: tuple[str, ...] = ()
-    is_asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,8 +121,6 @@ class HeadLayout:
 
 def head_layouts(attention: AttentionPlan) -> list[HeadLayout]:
     """Return the layouts that may be tried, the usual ones first."""
-    if attention.is_asked:
-        return [HeadLayout(False, attention.fused)]
     parts = (3, 1) if attention.fused == 3 else (1,)
     return [HeadLayout(is_narrowed, each) for each in parts for is_narrowed in (False, True)]
 

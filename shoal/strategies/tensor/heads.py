@@ -1,11 +1,10 @@
 """Attention that is divided between heads, compared with that of the full model at first.
 
-`find_attention.py` knows the layers of attention by their names only, and `user_plan.py` by the
-user's word. The code between these layers is not examined. So the first forward pass in training,
+`find_attention.py` knows the layers of attention by their names only. The code between these
+layers is not examined. So the first forward pass in training,
 and the first in evaluation, is also computed on every rank with the full parameters. The first
 layout of the heads that gives the same output is used (`HeadLayout`). Where none does, every
-rank gathers the layers in each forward pass and computes all heads; for a plan of the user's that
-is an error.
+rank gathers the layers in each forward pass and computes all heads.
 
       full      weights of heads 0 1 2 3 ─┐
                                           ├─ compared: equal, or this rank's shard along one dim
@@ -61,8 +60,7 @@ class HeadsRegion(Region):
         owner: the module with the numbers of heads.
         layers: the column and row parallel layers.
         attention: the plan. Where no layout of heads gives the output, the layers are gathered in
-            each forward pass, and every rank computes all heads; if the user asked for the plan,
-            that is an error.
+            each forward pass, and every rank computes all heads.
 
     Attributes:
         chosen: for training and for evaluation, after the first pass: the layout that is used;
@@ -124,9 +122,6 @@ class HeadsRegion(Region):
 
         A forward pass may write into its inputs, into a cache say, or change its modules. So each
         pass that is only compared gets copies, and what it has changed is restored.
-
-        Raises:
-            StrategyRefused: no layout gives that output, and the layers may not be gathered.
         """
         is_training = self.module.training
         expected = self._attempt(self._forward_full, inputs, options)
@@ -140,8 +135,6 @@ class HeadsRegion(Region):
             else:
                 self.chosen[is_training] = layout
                 return expected
-        if self.attention.is_asked:
-            raise errors[0]
         self.chosen[is_training] = None
         self.output_dims[is_training] = []
         if self.axis.rank == 0:
@@ -271,7 +264,7 @@ class HeadsRegion(Region):
 
     def _suggestion(self) -> str:
         return (
-            "It does more with them than their names, or the plan, tell. Keep it whole: "
+            "It does more with them than their names tell. Keep it whole: "
             f"tensor={self.axis.size},whole={self.name or '...'}."
         )
 

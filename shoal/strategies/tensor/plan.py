@@ -1,7 +1,6 @@
 """The tensor plan: which module is divided in which way, and why the others stay replicated.
 
-The plan is made from the model, or from the user's patterns (`user_plan.py`). From the model, each
-module is planned once, in this order:
+Each module is planned once, in this order:
 
     1. torch's attention and transformer layers, by their types
     2. attention by the names of its layers (`find_attention.py`)
@@ -13,7 +12,7 @@ A plan depends only on the model, which all ranks have alike, so all ranks make 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +25,6 @@ from shoal.strategies.tensor.find_attention import AttentionPlan, find_attention
 from shoal.strategies.tensor.find_pairs import ColumnRowPair, find_pairs
 from shoal.strategies.tensor.find_vocabulary import find_vocabulary
 from shoal.strategies.tensor.graph import forward_graphs
-from shoal.strategies.tensor.user_plan import apply_user_plan
 
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 NO_PAIR = "no layer before or after it makes a pair with it"
@@ -110,7 +108,6 @@ def plan(
     model: nn.Module,
     degree: int,
     keep: tuple[str, ...] = (),
-    patterns: Sequence[tuple[str, str]] = (),
     full_model: FullModel | None = None,
 ) -> TensorPlan:
     """Plan how `model` is divided over `degree` ranks.
@@ -119,22 +116,12 @@ def plan(
 
     Args:
         keep: names of modules that stay replicated, with all modules inside them.
-        patterns: the user's plan: patterns of names, each with "column" or "row". Nothing else is
-            divided then.
         full_model: how `model` is divided into pipeline stages; no pair lies in two of them.
-
-    Raises:
-        StrategyRefused: the user's plan cannot be carried out.
     """
     kept_modules = {
         module for path, module in model.named_modules() if any(_is_in(path, name) for name in keep)
     }
     candidates = Candidates(model, degree, kept_modules, full_model)
-    if patterns:
-        made = TensorPlan(degree, heads=tuple(apply_user_plan(model, patterns, candidates)))
-        names = _replicated(model, made, candidates, kept_modules)
-        return replace(made, replicated=dict.fromkeys(names, "it is not in the plan"))
-
     # torch's layers first: their types say all, and nothing needs to be compared or traced.
     multihead = tuple(
         name for name, m in model.named_modules() if _may_shard_multihead(m, name, candidates)

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, ClassVar
 
@@ -61,7 +62,6 @@ from shoal.strategies.tensor.cost import cost
 from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
-from shoal.strategies.tensor.user_plan import match_modules
 
 PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "
@@ -100,7 +100,7 @@ class TensorParallel(TensorOptions, Strategy):
         """
         if step.layout.tensor == 1:
             return step
-        key = ("tensor", self.degree, self.whole, self.cut_by, self.sequence)
+        key = ("tensor", self.degree, self.whole, self.sequence)
         made = step.once(key, lambda: tensor_plan(step.module, self))
         return cost(made, self.sequence, step)
 
@@ -202,10 +202,13 @@ def _plan_with_options(
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
     keep: list[str] = []
     for pattern in patterns:
-        keep += match_modules(model, pattern, problems)
+        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        keep += names
+        if not names:
+            problems.append(f"'{pattern}' matches no module of the model")
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    return plan(model, options.degree, tuple(keep), options.plan, full_model)
+    return plan(model, options.degree, tuple(keep), full_model)
 
 
 def _separated_layers(

@@ -170,15 +170,6 @@ def test_what_stages_use_in_two_ways_stays_whole(
         assert "blocks.2.0" in found
 
 
-def test_a_plan_of_ones_own_must_lie_in_what_a_stage_calls() -> None:
-    own = "blocks.*.mlp.up:column+blocks.*.mlp.down:row"
-    assert "blocks.1.mlp.up" in cuts(gpt(), TOKENS, "blocks.1", cut_by=own)
-    with pytest.raises(
-        StrategyRefused, match="and the pipeline looks into it: name pairs inside one of its blocks"
-    ):
-        cuts(mlp(), IMAGES, "layers.3", cut_by="layers.1:column+layers.3:row")
-
-
 def test_a_model_without_a_pair_in_any_stage_is_refused_with_the_cure() -> None:
     with pytest.raises(
         StrategyRefused, match="must lie in one stage of the pipeline: put its cuts elsewhere"

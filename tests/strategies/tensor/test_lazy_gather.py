@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import StrategyRefused, UsageError
+from shoal.errors import UsageError
 from shoal.strategies.loss_terms import Counted, counted
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
@@ -131,19 +131,6 @@ def test_a_gate_that_is_spread_over_the_units_leaves_its_pair_whole() -> None:
     made = tensor_plan(BroadcastGate(), TensorParallel(2))
     assert set(made.parallel_styles()) == {"after.1", "after.2"}
     assert made.replicated["gate"] == "its 1 outputs meet 12 of another layer"
-
-
-def test_a_plan_that_does_not_say_which_layers_are_a_pair_is_refused() -> None:
-    with pytest.raises(
-        StrategyRefused, match=r"one.0 may belong to two or to four, all in one module"
-    ):
-        styles(Pairs(), cut_by="one.0:column+three:column+two:row+four:row")
-    model = Pairs()
-    model.one.register_forward_hook(no_op)
-    with pytest.raises(
-        StrategyRefused, match="hooks of one would see a slice between two and its columns"
-    ):
-        styles(model, cut_by="one.0:column+two:row")
 
 
 def test_a_token_that_sees_no_other_is_given_zeros_as_on_one_device() -> None:
