@@ -40,9 +40,8 @@ INSTEAD = {
     "context_parallel": f"there is no context parallelism; {_SEQUENCE}",
     "sp": _SEQUENCE,
     "sequence_parallel": _SEQUENCE,
-    "ep": "there is no expert parallelism; ddp and zero train experts as any other layer",
-    "expert_parallel": "there is no expert parallelism; ddp and zero train experts as any other "
-    "layer",
+    "ep": "there is no expert parallelism; ddp trains experts as any other layer",
+    "expert_parallel": "there is no expert parallelism; ddp trains experts as any other layer",
     "gpipe": "a schedule belongs to a pipeline: pipeline=2,schedule=gpipe",
     "1f1b": "a schedule belongs to a pipeline: pipeline=2,schedule=1f1b",
     "cut_by": "tensor finds by itself what it cuts; tensor=T,whole=PATTERN leaves modules whole",

@@ -1,33 +1,26 @@
-"""Lockstep: all ranks gather and reduce the same units in one order, whichever they compute.
+"""Lockstep: all ranks gather and reduce the same units in one order.
 
 The k-th collective of a rank meets the k-th collective of the others, whatever its purpose. If a
 branch of the model depends on the samples, ranks use different units, and the gradient of one unit
-would be added to that of another. So all ranks follow one order of units. A rank *stands in* for a
-unit that it does not compute: it gathers the unit, and contributes zeros as its gradients.
+would be added to that of another. So ranks compare what they run, and another unit is refused.
 
-      order      unit 1     unit 2      unit 3      any more?
-      rank 0     computes   computes    stands in   no
-      rank 1     computes   stands in   computes    no
+      first pass    unit 1 ── unit 2 ── unit 3 ── end      ranks compare each of them
+      later ones    unit 1 ── unit 2 ── unit 3 ── end      ranks compare the first one only
 
-[1] *Forward*, all ranks follow `UnitOrder`, and ask each other at its end for further units.
+[1] *Forward.* A pass of a function that begins with another unit has another order. The first pass
+    of an order records it, and later ones follow it: a rank that leaves it says so before it
+    gathers anything.
 [2] *Backward*, all ranks follow the order from its end, whatever the loss of a rank depends on. A
     token, a zero that is added to the loss, goes through all units as an input and an output.
 [3] *Each unit is reduced once*, after the backward pass of its first run, with all parameters that
     it trains: zeros where this rank has no gradient. The ranks then count who had a gradient. A
     parameter that no rank has used gets none.
 
-*The order.* A rank that needs a unit further on in the order stands in for those before it. This
-costs no message. A rank that needs a unit which the order does not have follows it to its end, and
-asks the others there. All ranks ask once at the end of every forward pass. Of the units that ranks
-ask for, the first one runs next and is appended to the order, until no rank needs any. So the first
-forward pass asks for each unit. Later ones ask once, as long as the order contains each rank's own
-order.
-
 Hooks around one run of a unit. The engine is `fully_shard`, whose own hooks lie between ours:
 
       forward, downwards                                   backward, upwards
 
-      pre_forward        stand in for earlier units            ▲  token's gradient goes to the
+      pre_forward        compare with the order                ▲  token's gradient goes to the
                          token in place of the inputs          │  unit that ran before
       engine             gathers                               │  reduces gradients
       post_all_gather    inputs in place of the token ── [2] ──│  `_fill`: zeros for missing ones
@@ -45,7 +38,7 @@ all that was computed later than the unit began, because autograd goes backward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,11 +47,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.fsdp import is_gathered, post_forward, pre_forward
+from shoal.platform.torch_private.fsdp import is_gathered
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, seem_finite
 from shoal.strategies.grad_checks import accumulated_twice_error
@@ -69,13 +61,15 @@ from shoal.strategies.zero.gradient_callbacks import (
 )
 
 END_OF_STEP = 2**31
-"""The number that a rank asks for after its forward pass. Greater than all numbers of runs."""
+"""Number of the end of a forward pass. Greater than all numbers of runs."""
 TOKEN = "_shoal_token"
 """Keyword argument that takes the token through the engine's hooks. The module never sees it."""
 
 
 class Lockstep:
     """One rank's position in the order of units, and the token of its forward pass.
+
+    The order of a pass has the numbers of its runs, and END_OF_STEP behind the last one.
 
     A run of unit i has the number 2 i with a token, and 2 i + 1 without one (no gradients).
 
@@ -89,11 +83,10 @@ class Lockstep:
 
     Attributes:
         root_hooks: hooks around the forward pass of the root.
-        orders: one order for each (user's function, training, gradients enabled).
-        order: order of this forward pass; None outside of a forward pass.
+        orders: one order for each (user's function, training, gradients enabled, first run).
+        order: order of this forward pass, as far as it is known; None outside of a forward pass.
+        position: how many runs of it are done.
         running: name of the unit that computes; empty between units.
-        stood_in: this rank stood in for a unit in this forward pass.
-        any_stood_in: any rank did, in the last finished forward pass.
         reduces: the next backward pass reduces gradients.
         frees_after_backward: it frees units after the backward pass of their first run.
         lacking: names of parameters for which this rank has given zeros in this step.
@@ -119,11 +112,11 @@ class Lockstep:
         self.group = data.group if data.device.type == "cpu" else data.new_group()
         self.hooks = self._make_hooks(units, root)
         self.root_hooks = self.hooks[-1]
-        self.orders: dict[tuple[str, bool, bool], UnitOrder] = {}
-        self.order: UnitOrder | None = None
+        self.orders: dict[tuple[str, bool, bool, int], list[int]] = {}
+        self.order: list[int] | None = None
+        self.position = 0
         self.running = ""
-        self.stood_in = False
-        self.any_stood_in = False
+        self._key = ("", False, False)
         self.token: Tensor | None = None
         self.reduces = True
         self.frees_after_backward = True
@@ -199,17 +192,16 @@ class Lockstep:
     def begin(self, name: str) -> UnitHooks:
         """Begin a forward pass, with a new token if gradients are enabled.
 
-        Args: name: of the function that computes. Functions that use other units have other orders.
+        Args: name: of the function that computes. Each function has orders of its own.
 
         Returns: the hooks of the root.
         """
         self.close()
         with_gradients = torch.is_grad_enabled()
-        key = (name, self.model.training, with_gradients)
-        self.order = self.orders.setdefault(key, UnitOrder(self._min_over_ranks))
-        self.order.begin()
+        self._key = (name, self.model.training, with_gradients)
+        self.order = []
+        self.position = 0
         self.running = ""
-        self.stood_in = False
         self.token = None
         if with_gradients:
             self.token = torch.zeros((), device=self.data.device, requires_grad=True)
@@ -224,15 +216,39 @@ class Lockstep:
         self.running = ""
         self.token = None
 
-    def advance_to(self, requested: int) -> None:
-        """Stand in for units of other ranks until the run `requested` is next. Collective."""
+    def take_turn(self, run: int, name: str) -> None:
+        """Check that all ranks do the same run now. Collective where the order does not tell.
+
+        Args:
+            run: its number; END_OF_STEP at the end of a forward pass.
+            name: of its unit.
+
+        Raises: StrategyRefused: another rank does another one, or this one did in an earlier pass.
+        """
         assert self.order is not None
-        for run in self.order.units_before(requested):
-            self.hooks[run // 2].stand_in(with_token=run % 2 == 0)
+        if self.position < len(self.order):
+            is_same = self.order[self.position] == run
+        else:
+            is_same = self._is_same_on_all_ranks(run)
+        if not is_same:
+            raise StrategyRefused(
+                f"zero: {name or 'the end of the loss'} comes where other blocks of the model come "
+                "on another rank, or came in an earlier step of this function. All ranks must use "
+                "the same blocks in one order, whatever their samples are. Make the module that "
+                "chooses among blocks one unit, unit=CLASS; give each kind of step a function of "
+                "its own; or use ddp."
+            )
+        if self.position == 0:
+            self.order = self.orders.get((*self._key, run), [])
+        if self.position == len(self.order):
+            self.order.append(run)
+        self.position += 1
 
     def end(self) -> None:
-        """End a forward pass, when no rank needs a further unit. Collective."""
-        self.advance_to(END_OF_STEP)
+        """End a forward pass, if no rank runs a further unit. Collective in the first pass."""
+        self.take_turn(END_OF_STEP, "")
+        assert self.order is not None
+        self.orders[*self._key, self.order[0]] = self.order
         self.order = None
 
     def agree_on_inner(self, number: int, name: str) -> None:
@@ -241,27 +257,18 @@ class Lockstep:
         Args: number, name: of the unit that this rank gathers for a gradient in the forward pass.
         """
         assert self.order is not None
-        mine = self.order.position * END_OF_STEP + number
-        extremes = torch.tensor([mine, -mine])
-        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
-        if extremes.tolist() != [mine, -mine]:
+        if not self._is_same_on_all_ranks(self.position * END_OF_STEP + number):
             raise StrategyRefused(
                 f"zero3: a gradient that is taken inside compute_loss needs {name} on this rank, "
                 "and another unit on others, whose samples take other branches. Use zero2, which "
                 "keeps what it has gathered."
             )
 
-    def _min_over_ranks(self, requested: int) -> int:
-        """Return the minimum of the ranks' numbers, and record if any rank stood in.
-
-        A rank that has ended sends END_OF_STEP if it stood in, and END_OF_STEP + 1 if not.
-        """
-        if requested >= END_OF_STEP:
-            requested = END_OF_STEP + (not self.stood_in)
-        number = torch.tensor(requested)
-        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=self.group)
-        self.any_stood_in = number.item() == END_OF_STEP
-        return min(int(number), END_OF_STEP)
+    def _is_same_on_all_ranks(self, number: int) -> bool:
+        """Return whether all ranks have given the same number. Collective."""
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
+        return extremes.tolist() == [number, -number]
 
 
 class UnitHooks:
@@ -301,13 +308,13 @@ class UnitHooks:
         self.recomputed = False
 
     def pre_forward(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
-        """Wait for the unit's turn, and add the token to its inputs. Before the engine gathers."""
+        """Check the unit's turn, and add the token to its inputs. Before the engine gathers."""
         step = self.step
         self.has_token = False
         if torch.is_grad_enabled() and (self.trains or differentiable((inputs, options))[0]):
             refuse_function_transform()  # the gathering of some versions fails inside of one
         if step.order is None:
-            return self._check_recompute()
+            return None
         if step.running:
             raise StrategyRefused(
                 f"{self.name} runs inside {step.running}, and is no part of it. Name the class of "
@@ -316,32 +323,13 @@ class UnitHooks:
         if torch.is_grad_enabled():
             self.has_token = self.trains or bool(differentiable((inputs, options))[0])
         if self.number != END_OF_STEP:
-            step.advance_to(self.number + (not self.has_token))
+            step.take_turn(self.number + (not self.has_token), self.name)
             step.running = self.name
             self._choose_if_stays()
         if not self.has_token:
             return None
         self.inputs = inputs, options
         return (), {TOKEN: step.token}
-
-    def _check_recompute(self) -> None:
-        """Raise StrategyRefused if a checkpoint recomputes this unit and ranks use different units.
-
-        Recomputing is no forward pass of the order, so ranks could not stand in.
-        """
-        if self.step.any_stood_in and self.trains and not self.will_reduce:
-            raise StrategyRefused(
-                f"{self.name} runs without gradients on some ranks only, as it does under a "
-                "checkpoint with "
-                "use_reentrant=True. Use use_reentrant=False, or --strategy recompute."
-            )
-        has_shards = any(isinstance(parameter, DTensor) for parameter in self.module.parameters())
-        if self.step.any_stood_in and has_shards:
-            raise StrategyRefused(
-                f"{self.name} is computed again together with other units, and ranks use different "
-                "ones. Name the "
-                "class of what is computed again at once, unit=CLASS, or use --strategy recompute."
-            )
 
     def post_all_gather(self, _module: nn.Module, inputs: Any, options: dict[str, Any]) -> Any:
         """Remove the token from the inputs, after the engine has gathered."""
@@ -378,17 +366,6 @@ class UnitHooks:
     def post_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
         """Remove the token from the outputs, after the engine has freed."""
         return output[0] if self.has_token else None
-
-    def stand_in(self, with_token: bool) -> None:
-        """Gather and reduce as in a run of the unit, without computing it. Collective."""
-        step = self.step
-        step.stood_in = True
-        self._choose_if_stays()
-        with torch.set_grad_enabled(with_token):
-            options = pre_forward(self.module, {TOKEN: step.token} if with_token else {})
-            if with_token:
-                step.token = self._fill_on_backward(options[TOKEN])
-            post_forward(self.module, step.token)
 
     @property
     def _engine(self) -> FSDPModule:
@@ -453,44 +430,3 @@ class UnitHooks:
             names = nonfinite_names(gradients)
             check.found = check.found or bool(names)
             check.names += names
-
-
-class UnitOrder:
-    """One rank's copy of the order, and its position in it. Equal on all ranks.
-
-    Args: min_over_ranks: returns the minimum of all ranks' numbers. Collective.
-
-    Attributes: runs: numbers of the runs, as the caller chose them.
-    """
-
-    def __init__(self, min_over_ranks: Callable[[int], int]) -> None:
-        self.min_over_ranks = min_over_ranks
-        self.position = 0
-        self.runs: list[int] = []
-
-    def begin(self) -> None:
-        """Go back to the first run, when a forward pass begins."""
-        self.position = 0
-
-    def units_before(self, requested: int) -> Iterator[int]:
-        """Yield the runs that come before `requested`, for which this rank must stand in.
-
-        Collective: ranks that reach the end of the order ask each other for the next run.
-
-        Args: requested: number of a run, or END_OF_STEP at the end of a forward pass.
-        """
-        while self.position < len(self.runs):
-            run = self._advance()
-            if run == requested:
-                return
-            yield run
-        while (run := self.min_over_ranks(requested)) < END_OF_STEP:
-            self.runs.append(run)
-            self._advance()
-            if run == requested:
-                return
-            yield run
-
-    def _advance(self) -> int:
-        self.position += 1
-        return self.runs[self.position - 1]

@@ -31,7 +31,7 @@ from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel
 from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
-from shoal.strategies.zero.lockstep import END_OF_STEP, Lockstep
+from shoal.strategies.zero.lockstep import Lockstep
 from shoal.strategies.zero.step_root import StepRoot
 from shoal.strategies.zero.whole_models import WholeModels
 
@@ -164,8 +164,6 @@ class ShardedStep:
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
         self._configure(reduces=False, frees=False, is_last=False)
-        if self.lockstep is not None and batch.sum_counts is not None:
-            batch = batch._replace(sum_counts=partial(self._sum_counts, batch.sum_counts))
         output = self.root.run(batch.compute_loss, partial(self.model.forward, batch))
         reduces = batch.is_last_microbatch or self.stage > 1
         frees = batch.is_last_microbatch or self.stage == 3
@@ -183,12 +181,6 @@ class ShardedStep:
                     self.totals, group=self.data.group, async_op=True
                 )
         return output
-
-    def _sum_counts(self, sum_counts: Callable[[Tensor], Tensor], counts: Tensor) -> Tensor:
-        """Sum counts over ranks, when no rank needs a further unit. Collective."""
-        assert self.lockstep is not None
-        self.lockstep.advance_to(END_OF_STEP)
-        return sum_counts(counts)
 
     def _configure(self, reduces: bool, frees: bool, is_last: bool) -> None:
         """Choose what the engine does in the backward passes that come now.

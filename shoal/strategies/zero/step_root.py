@@ -25,8 +25,6 @@ from shoal.platform.torch_private.fsdp import post_forward, pre_forward, reset_a
 from shoal.strategies.zero.lockstep import Lockstep
 
 Output = TypeVar("Output")
-LOOP = "loop"
-"""Name under which the order of units is kept for losses that a loop computes."""
 
 
 class StepRoot(nn.Module):
@@ -93,8 +91,10 @@ class StepRoot(nn.Module):
         Args: release: frees what the pass has gathered.
         """
         uncompiled: Any = torch.compiler.disable
+        names = {module: name for name, module in self.module.named_modules()}
         for module in modules:
-            module.register_forward_pre_hook(uncompiled(self._on_call), prepend=True)
+            on_call = partial(self._on_call, f"call of {names[module]}")
+            module.register_forward_pre_hook(uncompiled(on_call), prepend=True)
             module.register_forward_hook(uncompiled(partial(self._on_return, release)))
             module.register_forward_hook(uncompiled(self._on_error), always_call=True)
 
@@ -109,16 +109,16 @@ class StepRoot(nn.Module):
             self._close(None)
             release()
 
-    def _on_call(self, module: nn.Module, _inputs: Any) -> None:
+    def _on_call(self, name: str, module: nn.Module, _inputs: Any) -> None:
         if self.is_open or self.in_step:
             return
         self._opened_by = module
         if self.begin_loss is not None and module.training and torch.is_grad_enabled():
             self.begin_loss()
-            self._open(LOOP)
+            self._open(f"loss of a loop, {name}")
             self._held = True
         else:
-            self._open("")
+            self._open(name)
 
     def _on_return(
         self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
@@ -168,9 +168,13 @@ class StepRoot(nn.Module):
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return a name for a user's function that is the same on all ranks, and in all steps."""
+    """Return a name for a user's function that is the same on all ranks, and in all steps.
+
+    With its line: a script may have several lambdas.
+    """
     # Some ranks may have wrapped it in a trial, because of what is new in their samples.
     while isinstance(function, partial) or hasattr(function, "__wrapped__"):
         function = function.func if isinstance(function, partial) else function.__wrapped__
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    line = getattr(getattr(named, "__code__", None), "co_firstlineno", 0)
+    return f"{named.__module__}.{named.__qualname__}:{line}"

@@ -83,13 +83,11 @@ def attacked(net: Net, x: Tensor, y: Tensor) -> Tensor:
 
 
 def ungraded(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """A target of the model's own, without gradients, for rows that differ between ranks."""
-    if y[0] > 1:
-        with torch.no_grad():
-            target = net(x).softmax(1)
-        distance: Tensor = (net(x).softmax(1) - target).abs().mean()
-        return F.cross_entropy(net(x), y) + distance
-    return F.cross_entropy(net(x), y)
+    """A target of the model's own, without gradients."""
+    with torch.no_grad():
+        target = net(x).softmax(1)
+    distance: Tensor = (net(x).softmax(1) - target).abs().mean()
+    return F.cross_entropy(net(x), y) + distance
 
 
 STEPS = (twice, parts, some, penalised, forces, attacked, ungraded)
@@ -190,9 +188,8 @@ class Several:
     def deceive(self, x: Tensor, y: Tensor) -> Any:
         made = self.make(x)
         labels = F.cross_entropy(self.frozen(made), y, reduction="sum")
-        if (y > 2).any():  # on some ranks only
-            hidden = self.frozen.blocks[0](self.frozen.encode(made[y > 2]))
-            labels = labels + hidden.square().sum()
+        hidden = self.frozen.blocks[0](self.frozen.encode(made[y > 2]))
+        labels = labels + hidden.square().sum()
         return shoal.counted(labels, (y > 0).sum()) + shoal.counted(
             -self.critic(made).sum(), len(y)
         )
