@@ -23,8 +23,6 @@ from shoal.strategies.tensor.heads import HeadsRegion
 from shoal.strategies.tensor.linear import (
     ColumnParallelGPT2Conv1D,
     ColumnParallelLinear,
-    FusedColumnParallelGPT2Conv1D,
-    FusedColumnParallelLinear,
     RowParallelGPT2Conv1D,
     RowParallelLinear,
     ShardedDropout,
@@ -34,30 +32,9 @@ from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
 
-ModuleClasses = dict[type[nn.Module], type[nn.Module]]
-
-COLUMN_CLASSES: ModuleClasses = {
-    nn.Linear: ColumnParallelLinear,
-    nn.Conv1d: conv.ColumnParallelConv1d,
-    nn.Conv2d: conv.ColumnParallelConv2d,
-    nn.Conv3d: conv.ColumnParallelConv3d,
-}
-ROW_CLASSES: ModuleClasses = {
-    nn.Linear: RowParallelLinear,
-    nn.Conv1d: conv.RowParallelConv1d,
-    nn.Conv2d: conv.RowParallelConv2d,
-    nn.Conv3d: conv.RowParallelConv3d,
-}
-BETWEEN_CLASSES: ModuleClasses = {
-    nn.Dropout: ShardedDropout,
-    nn.BatchNorm1d: conv.ShardedBatchNorm1d,
-    nn.BatchNorm2d: conv.ShardedBatchNorm2d,
-    nn.BatchNorm3d: conv.ShardedBatchNorm3d,
-    nn.GroupNorm: conv.ShardedGroupNorm,
-    nn.Conv1d: conv.ShardedGroupedConv1d,
-    nn.Conv2d: conv.ShardedGroupedConv2d,
-    nn.Conv3d: conv.ShardedGroupedConv3d,
-}
+COLUMN_CLASSES: conv.ModuleClasses = {nn.Linear: ColumnParallelLinear, **conv.COLUMN_CLASSES}
+ROW_CLASSES: conv.ModuleClasses = {nn.Linear: RowParallelLinear, **conv.ROW_CLASSES}
+BETWEEN_CLASSES: conv.ModuleClasses = {nn.Dropout: ShardedDropout, **conv.BETWEEN_CLASSES}
 CHANNEL_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
@@ -129,11 +106,11 @@ class _TensorParallelizer:
         """
         module = self.modules[name]
         if is_gpt2_conv1d(module):
-            is_fused = fused > 1
-            gpt2_class = FusedColumnParallelGPT2Conv1D if is_fused else ColumnParallelGPT2Conv1D
-            return self.swap_class(name, gpt2_class, {"weight": 1, "bias": 0})
-        new_class = FusedColumnParallelLinear if fused > 1 else COLUMN_CLASSES[type(module)]
-        return self.swap_class(name, new_class, {"weight": 0, "bias": 0})
+            column = self.swap_class(name, ColumnParallelGPT2Conv1D, {"weight": 1, "bias": 0})
+        else:
+            column = self.swap_class(name, COLUMN_CLASSES[type(module)], {"weight": 0, "bias": 0})
+        column.parts = fused
+        return column
 
     def shard_row(self, name: str) -> Any:
         """Make a layer row parallel and return it. Its bias is replicated."""

@@ -10,7 +10,6 @@ pytorch#186129).
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -18,47 +17,35 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import reduce_from_region
+from shoal.strategies.tensor.candidates import CONVOLUTIONS
 from shoal.strategies.tensor.region import (
     Region,
-    between_outside,
-    column_outside,
     local_part,
     local_shard,
-    shard_outside,
 )
+
+ModuleClasses = dict[type[nn.Module], type[nn.Module]]
 
 
 class _ColumnParallelConv:
+    """Computes this rank's shard of the channels."""
+
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        weight, bias = local_shard(self.weight), local_shard(self.bias)
-        if self.region.is_outside():
-            dim = -1 - len(self.kernel_size)
-            convolve = partial(self._conv_forward, weight=weight, bias=bias)
-            return column_outside(convolve, x, self.region.axis, dim)
-        y: Tensor = self._conv_forward(self.region.enter(x).full, weight, bias)
+        y: Tensor = self._conv_forward(
+            self.region.enter(x).full, local_shard(self.weight), local_shard(self.bias)
+        )
         return y
 
 
-class ColumnParallelConv1d(_ColumnParallelConv, nn.Conv1d):
-    """Computes this rank's shard of the channels."""
-
-
-class ColumnParallelConv2d(_ColumnParallelConv, nn.Conv2d):
-    """Computes this rank's shard of the channels."""
-
-
-class ColumnParallelConv3d(_ColumnParallelConv, nn.Conv3d):
-    """Computes this rank's shard of the channels."""
-
-
 class _RowParallelConv:
+    """Takes this rank's shard of the channels; the output is replicated."""
+
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if self.region.is_outside():
-            x = shard_outside(x, self.region.axis, -1 - len(self.kernel_size))
+        self.region.check_inside()
         partial_sum = self._conv_forward(x, local_shard(self.weight), None)
         y = reduce_from_region(partial_sum, self.region.axis)
         if self.bias is None:
@@ -69,55 +56,25 @@ class _RowParallelConv:
         return output
 
 
-class RowParallelConv1d(_RowParallelConv, nn.Conv1d):
-    """Takes this rank's shard of the channels; the output is replicated."""
-
-
-class RowParallelConv2d(_RowParallelConv, nn.Conv2d):
-    """Takes this rank's shard of the channels; the output is replicated."""
-
-
-class RowParallelConv3d(_RowParallelConv, nn.Conv3d):
-    """Takes this rank's shard of the channels; the output is replicated."""
-
-
 class _GroupedConv:
     """Convolution in groups of channels, such as a depthwise one; each rank has some groups."""
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        if self.region.is_outside():
-            return between_outside(self._on_shard, x, self)
-        y: Tensor = self._on_shard(x)
-        return y
+    region: Region
 
-    def _on_shard(self: Any, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.region.check_inside()
         y: Tensor = self._conv_forward(x, local_shard(self.weight), local_shard(self.bias))
         return y
-
-
-class ShardedGroupedConv1d(_GroupedConv, nn.Conv1d):
-    """Takes and computes this rank's shard of the channels."""
-
-
-class ShardedGroupedConv2d(_GroupedConv, nn.Conv2d):
-    """Takes and computes this rank's shard of the channels."""
-
-
-class ShardedGroupedConv3d(_GroupedConv, nn.Conv3d):
-    """Takes and computes this rank's shard of the channels."""
 
 
 class _ShardedBatchNorm:
     """torch's BatchNorm on DTensors; the steps are those of nn.modules.batchnorm._BatchNorm."""
 
+    region: Region
+
     def forward(self: Any, x: Tensor) -> Tensor:
         self._check_input_dim(x)
-        if self.region.is_outside():
-            return between_outside(self._on_shard, x, self)
-        y: Tensor = self._on_shard(x)
-        return y
-
-    def _on_shard(self: Any, x: Tensor) -> Tensor:
+        self.region.check_inside()
         # torch replaces None by an average of all batches: 1 / their number.
         factor = 0.0 if self.momentum is None else self.momentum
         updates_statistics = self.training and self.track_running_stats
@@ -142,31 +99,29 @@ class _ShardedBatchNorm:
         )
 
 
-class ShardedBatchNorm1d(_ShardedBatchNorm, nn.BatchNorm1d):
-    """Normalizes this rank's shard of the channels."""
-
-
-class ShardedBatchNorm2d(_ShardedBatchNorm, nn.BatchNorm2d):
-    """Normalizes this rank's shard of the channels."""
-
-
-class ShardedBatchNorm3d(_ShardedBatchNorm, nn.BatchNorm3d):
-    """Normalizes this rank's shard of the channels."""
-
-
 class ShardedGroupNorm(nn.GroupNorm):
     """Normalizes this rank's shard of the groups of channels."""
 
     axis: Axis
-    dim: int
     region: Region
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.region.is_outside():
-            return between_outside(self._on_shard, x, self)
-        return self._on_shard(x)
-
-    def _on_shard(self, x: Tensor) -> Tensor:
+        self.region.check_inside()
         local_groups = self.num_groups // self.axis.size
         weight = local_shard(self.weight)
         return F.group_norm(x, local_groups, weight, local_shard(self.bias), self.eps)
+
+
+def _classes(mixin: type, *kinds: type[nn.Module]) -> ModuleClasses:
+    """Return for each kind of module a class that computes as `mixin` says."""
+    name = mixin.__name__.removeprefix("_")
+    return {kind: type(f"{name} of {kind.__name__}", (mixin, kind), {}) for kind in kinds}
+
+
+COLUMN_CLASSES = _classes(_ColumnParallelConv, *CONVOLUTIONS)
+ROW_CLASSES = _classes(_RowParallelConv, *CONVOLUTIONS)
+BETWEEN_CLASSES: ModuleClasses = {
+    **_classes(_GroupedConv, *CONVOLUTIONS),
+    **_classes(_ShardedBatchNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    nn.GroupNorm: ShardedGroupNorm,
+}

@@ -1,15 +1,15 @@
-"""Parameters in slices that are used directly: the user's code gets the full tensor.
+"""Parameters in slices that are used directly, outside of their layers: an error.
 
       penalty = sum(p.abs().sum() for p in model.parameters())
       scores = F.linear(x, model.embedding.weight)
 
-Every rank of a tensor group computes such a term alike, from the full tensor. So each has the full
-gradient, and its slice of it is that of its shard: no sum is needed.
+On each rank they would be the slice. Layers of Shoal's own read their slices as `to_local()`, which
+is no function of torch's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,9 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import gather_from_region
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
-from shoal.platform.torch_private.tensor_state import in_backward_pass, version
-from shoal.strategies.tensor.lazy_gather import (
-    METADATA_FUNCTIONS,
-    LazyGatherTensor,
-    shares_memory,
-)
+from shoal.platform.torch_private.pytree import tree_leaves
+from shoal.platform.torch_private.tensor_state import in_backward_pass
+from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS, LazyGatherTensor
 
 TENSOR_PROPERTIES = {
     getattr(Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")
@@ -40,114 +36,50 @@ UNCHANGED_METHODS = {
 """Names of methods that are called on the parameter itself."""
 
 
-class GatherParameters(TorchFunctionMode):
-    """Inside, each function of a parameter in slices gets the full tensor, gathered. Collective.
+class RefuseSlices(TorchFunctionMode):
+    """Inside, no function may take a parameter in slices.
 
-    Layers of Shoal's own read their slices as `to_local()`, which is no function of torch's. A
-    write into `p.data` goes into the slices.
+    A backward pass that computes layers again does so as the forward pass did.
 
     Args:
         module: the module of this rank, in which parameters are looked up by name.
         axis: the tensor axis.
-        own: ids of the parameters that this strategy has made.
-        in_backward: active only where a backward pass computes a forward pass again.
     """
 
-    def __init__(
-        self, module: nn.Module, axis: Axis, own: Set[int], in_backward: bool = False
-    ) -> None:
+    def __init__(self, module: nn.Module, axis: Axis) -> None:
         super().__init__()
         self.module = module
         self.axis = axis
-        self.own = own
-        self.in_backward = in_backward
-        self.exposed: list[tuple[Tensor, int, str]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         if func is torch.autograd.grad:
             _check_differentiated(args, options)
-        if not _has_sliced_tensor(args, options) or not self._is_active():
-            return func(*args, **options)
+        if _has_sliced_tensor(args, options) and not in_backward_pass():
+            self._check_use(func, args, options)
+        return func(*args, **options)
+
+    def _check_use(self, func: Any, args: Any, options: Any) -> None:
+        """Check that a function of a parameter in slices looks at no values of it.
+
+        Raises:
+            StrategyRefused: its result would be that of a slice.
+        """
         name = getattr(func, "__name__", str(func))
         if _concerns_tensor_itself(func, name):
-            return func(*args, **options)
+            return
         used = next(leaf for leaf in tree_leaves((args, options)) if is_tensor_sharded(leaf))
         # Of a buffer, or of `p.data`, a copy may be kept and put back, as recomputation does.
         keeps_slices = _is_write(name) or name in ("detach", "clone")
         if keeps_slices and not isinstance(used, nn.Parameter):
-            return func(*args, **options)
-        self._check_use(used, func, name)
-        gathered: list[tuple[Tensor, DTensor]] = []
-
-        def gather(tensor: DTensor) -> Tensor:
-            if not is_tensor_sharded(tensor):
-                return tensor
-            full = gathered_parameter(tensor, self.axis)
-            gathered.append((full, tensor))
-            return full
-
-        args, options = tree_map_only(DTensor, gather, (args, options))
-        result = func(*args, **options)
-        self.exposed += [
-            (full, version(full), self._name(tensor))
-            for full, tensor in gathered
-            if any(shares_memory(leaf, full) for leaf in tree_leaves(result))
-        ]
-        return result
-
-    def check_writes(self) -> None:
-        """Check that nobody wrote into a gathered parameter. Called after the forward pass.
-
-        Raises:
-            StrategyRefused: a write, which the slices would not follow.
-        """
-        exposed, self.exposed = self.exposed, []
-        for full, known_version, name in exposed:
-            if version(full) != known_version:
-                raise StrategyRefused(self._write_message(name))
-
-    def _is_active(self) -> bool:
-        if not in_backward_pass():
-            return not self.in_backward
-        return self.in_backward and torch.is_grad_enabled()
-
-    def _check_use(self, used: Tensor, func: Any, name: str) -> None:
-        """Check that a function may get the full tensor instead of `used`.
-
-        Raises:
-            StrategyRefused: its result would not be that of one device.
-        """
-        if func is torch.autograd.grad:
-            raise StrategyRefused(
-                f"tensor: compute_loss asks for the gradient of {self._name(used)}, of which each "
-                "rank has a slice: torch.autograd.grad would find that of no slice. Use ddp or "
-                f"single, or keep the layer whole: {self._whole_option(self._name(used))}."
-            )
-        if _is_write(name):
-            raise StrategyRefused(self._write_message(self._name(used)))
-        # FSDP replaces parameters by its own, and reduces the gradient of one as soon as the module
-        # around it has been passed: that of another use could come too late.
-        if any(id(parameter) not in self.own for parameter in self.module.parameters()):
-            raise StrategyRefused(
-                f"tensor: compute_loss uses {self._name(used)} outside of its layer, and zero has "
-                "divided it over the data ranks too. Use ddp instead of zero1, zero2 or zero3, or "
-                "leave out tensor."
-            )
-
-    def _write_message(self, name: str) -> str:
-        return (
-            f"tensor: compute_loss writes into {name}, of which each rank has a slice that would "
-            "not follow. Write after the step, or keep the layer whole: "
-            f"{self._whole_option(name)}."
-        )
-
-    def _name(self, used: Tensor) -> str:
+            return
         names = (name for name, each in self.module.named_parameters() if each is used)
-        return next(names, f"a parameter {tuple(used.shape)}")
-
-    def _whole_option(self, name: str) -> str:
-        return f"tensor={self.axis.size},whole={name.rpartition('.')[0] or '...'}"
+        path = next(names, f"a parameter {tuple(used.shape)}")
+        whole = f"tensor={self.axis.size},whole={path.rpartition('.')[0] or '...'}"
+        raise StrategyRefused(
+            f"tensor: compute_loss uses {path} outside of its layer, in {name}, and each rank has "
+            f"a slice of it. Keep the layer whole: {whole}; or use ddp."
+        )
 
 
 def _check_differentiated(args: Any, options: Any) -> None:

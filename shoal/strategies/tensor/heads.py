@@ -69,8 +69,6 @@ class HeadsRegion(Region):
             the output the dim along which it is a shard, None if it is replicated.
     """
 
-    may_run_outside = False  # numbers of heads are those of this rank, outside too
-
     def __init__(
         self,
         module: nn.Module,

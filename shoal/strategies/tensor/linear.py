@@ -25,7 +25,7 @@ Source: Shoeybi et al., arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,44 +37,33 @@ from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.region import (
     Region,
-    column_outside,
     local_part,
     local_shard,
     reduce_scatter_sequence,
-    shard_outside,
 )
 
 
-class ColumnParallelLinear(nn.Linear):
-    """Computes this rank's shard of the outputs."""
-
-    region: Region
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = local_shard(self.weight), local_shard(self.bias)
-        if self.region.is_outside():
-            return column_outside(lambda x: F.linear(x, weight, bias), x, self.region.axis, -1)
-        return self.region.enter(x).linear(weight, bias)
-
-
-class FusedColumnParallelLinear(nn.Linear):
-    """Column parallel layer of several matrices, one below the other.
+class _ColumnParallel:
+    """Computes this rank's shard of the outputs.
 
     Attributes:
-        parts: the number of matrices.
+        parts: matrices in one: 3 where query, key and value stand one below the other.
     """
 
     region: Region
     parts: int
+    is_transposed: ClassVar[bool] = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self.region.axis
-        weight = regroup_qkv(local_shard(self.weight), axis, self.parts)
-        bias = None if self.bias is None else regroup_qkv(local_shard(self.bias), axis, self.parts)
-        return self.region.enter(x).linear(weight, bias)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        weight, bias = _oriented(self), local_shard(self.bias)
+        if self.parts > 1:
+            weight = regroup_qkv(weight, self.region.axis, self.parts)
+            bias = None if bias is None else regroup_qkv(bias, self.region.axis, self.parts)
+        y: Tensor = self.region.enter(x).linear(weight, bias)
+        return y
 
 
-class RowParallelLinear(nn.Linear):
+class _RowParallel:
     """Takes this rank's shard of the inputs; the sum over ranks is the output.
 
     Attributes:
@@ -83,63 +72,38 @@ class RowParallelLinear(nn.Linear):
 
     region: Region
     shard_dim: int | None
+    is_transposed: ClassVar[bool] = False
 
-    def forward(self, x: Tensor) -> Tensor:
-        return row_parallel_linear(x, local_shard(self.weight), self)
-
-
-class ColumnParallelGPT2Conv1D(nn.Module):
-    """ColumnParallelLinear for GPT-2's `Conv1D`."""
-
-    region: Region
-    weight: Tensor
-    bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, bias = local_shard(self.weight).t(), local_shard(self.bias)
-        if self.region.is_outside():
-            return column_outside(lambda x: F.linear(x, weight, bias), x, self.region.axis, -1)
-        return self.region.enter(x).linear(weight, bias)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.region.check_inside()
+        y = row_parallel_matmul(x, _oriented(self), self.region.axis, self.shard_dim)
+        return add_bias(y, self.bias)
 
 
-class FusedColumnParallelGPT2Conv1D(nn.Module):
-    """FusedColumnParallelLinear for GPT-2's `Conv1D`; its matrices stand side by side."""
-
-    region: Region
-    parts: int
-    weight: Tensor
-    bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        axis = self.region.axis
-        weight = regroup_qkv(local_shard(self.weight).t(), axis, self.parts)
-        bias = regroup_qkv(local_shard(self.bias), axis, self.parts)
-        return self.region.enter(x).linear(weight, bias)
+def _oriented(layer: Any) -> Tensor:
+    """Return this rank's shard of a weight as (out, in)."""
+    weight: Tensor = local_shard(layer.weight)
+    return weight.t() if layer.is_transposed else weight
 
 
-class RowParallelGPT2Conv1D(nn.Module):
-    """RowParallelLinear for GPT-2's `Conv1D`."""
-
-    region: Region
-    shard_dim: int | None
-    weight: Tensor
-    bias: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        return row_parallel_linear(x, local_shard(self.weight).t(), self)
+class ColumnParallelLinear(_ColumnParallel, nn.Linear):
+    """Column parallel nn.Linear."""
 
 
-def row_parallel_linear(x: Tensor, weight: Tensor, layer: Any) -> Tensor:
-    """Return the output of a row parallel layer. Collective.
+class RowParallelLinear(_RowParallel, nn.Linear):
+    """Row parallel nn.Linear."""
 
-    Args:
-        x: (..., in/T), this rank's shard; (..., in) outside of the layer's region.
-        weight: (out, in/T), this rank's shard.
-    """
-    axis, shard_dim = layer.region.axis, layer.shard_dim
-    if layer.region.is_outside():
-        x, shard_dim = shard_outside(x, axis, -1), None
-    return add_bias(row_parallel_matmul(x, weight, axis, shard_dim), layer.bias)
+
+class ColumnParallelGPT2Conv1D(_ColumnParallel, nn.Module):
+    """Column parallel `Conv1D` of GPT-2; of a fused one the matrices stand side by side."""
+
+    is_transposed = True
+
+
+class RowParallelGPT2Conv1D(_RowParallel, nn.Module):
+    """Row parallel `Conv1D` of GPT-2."""
+
+    is_transposed = True
 
 
 def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | None) -> Tensor:
@@ -176,8 +140,7 @@ class ShardedDropout(nn.Dropout):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:
             return x
-        if self.region.is_outside():
-            return F.dropout(x, self.p)
+        self.region.check_inside()
         shape = list(x.shape)
         shape[self.dim] *= self.axis.size
         factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)

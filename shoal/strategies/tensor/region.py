@@ -17,7 +17,6 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,9 +28,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.mappings import (
     all_gather_dim,
     copy_to_region,
-    gather_from_region,
     reduce_scatter_dim,
-    slice_to_region,
 )
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import in_memory_order
@@ -42,7 +39,7 @@ from shoal.platform.torch_private.tensor_state import (
 )
 from shoal.strategies.tensor.derivatives import check_first_derivative
 from shoal.strategies.tensor.narrowed_input import full_inputs
-from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
+from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 
 class Region:
@@ -56,11 +53,7 @@ class Region:
     Attributes:
         depth: forward passes of the module that run now; 0 outside.
         entered: the last inputs of column layers: tensor, its state, and what was made of it.
-        was_outside: True once a layer has run outside of the forward pass.
     """
-
-    may_run_outside = True
-    """Layers that a method of the user's calls outside of the forward pass give full outputs."""
 
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
         self.module = module
@@ -68,7 +61,6 @@ class Region:
         self.axis = axis
         self.depth = 0
         self.entered: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
-        self.was_outside = False
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         self.depth += 1
@@ -79,28 +71,19 @@ class Region:
             if not self.depth:
                 self.entered = []
 
-    def is_outside(self) -> bool:
-        """Return True if a layer that runs now must give a full output, and take a full input.
-
-        A method of the user's may call it, as in `model.encode(x)`, outside of the forward pass in
-        which nothing but layers of the pair gets slices.
+    def check_inside(self) -> None:
+        """Check that a layer runs in the forward pass of the region.
 
         Raises:
-            UsageError: activation checkpointing computes a layer again, which may have run inside
-                or outside.
+            UsageError: the layer was called from outside of the region.
         """
-        if self.depth or not self.may_run_outside:
-            return False
-        if in_backward_pass():
-            if self.was_outside:
-                raise UsageError(
-                    f"activation checkpointing computes a layer of {self.name or 'the model'} "
-                    "again, which is cut along the tensor axis and is called by itself as well as "
-                    "in the forward pass. Keep the layer whole: see the strategy's option `whole`."
-                )
-            return False
-        self.was_outside = True
-        return True
+        if not self.depth and not in_backward_pass():
+            raise UsageError(
+                f"a layer of {self.name or 'the model'} that is cut along the tensor axis was "
+                "called from outside of it, where its slice of the output would be taken for the "
+                f"whole. Call {self.name or 'the model'}, or keep the layer whole: see the "
+                "strategy's option `whole`."
+            )
 
     def enter(self, x: Tensor) -> ColumnInput:
         """Return `x` as the input of a column layer.
@@ -111,16 +94,10 @@ class Region:
             UsageError: the layer was called from outside of the region.
         """
         x = full_inputs(x)
-        if not self.depth:
-            if in_backward_pass():  # activation checkpointing computes the layer again, alone
-                return to_column_input(x, self.axis)
-            raise UsageError(
-                f"a layer of {self.name or 'the model'} that is cut along the tensor axis was "
-                "called from outside of it, where its slice of the output would be taken for the "
-                f"whole. Call {self.name or 'the model'}, or keep the layer whole: see the "
-                "strategy's option `whole`."
-            )
-        if x.is_inference():  # such a tensor counts no writes, and there is no backward pass
+        self.check_inside()
+        # Activation checkpointing computes the layer again, alone. A tensor of inference mode
+        # counts no writes, and there is no backward pass.
+        if not self.depth or x.is_inference():
             return to_column_input(x, self.axis)
         state = (version(x), torch.is_grad_enabled())
         for source, source_state, column_input in self.entered:
@@ -131,37 +108,6 @@ class Region:
         # pairs must not live until its end.
         self.entered = [*self.entered[-1:], (x, state, column_input)]
         return column_input
-
-
-def column_outside(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return the full output of a column parallel layer. Collective.
-
-    Args:
-        compute: returns this rank's shard of the output.
-        x: the full input.
-        dim: the dimension of the outputs.
-    """
-    return gather_from_region(compute(to_column_input(x, axis).full), axis, dim)
-
-
-def shard_outside(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's shard of a full tensor, for a layer that takes shards. Collective.
-
-    Its gradient is gathered in the backward pass.
-    """
-    return slice_to_region(full_tensor(x), axis, dim)
-
-
-def between_outside(compute: Callable[[Tensor], Tensor], x: Tensor, layer: Any) -> Tensor:
-    """Return the full output of a layer that takes and gives shards. Collective.
-
-    Args:
-        compute: returns this rank's shard of the output.
-        x: the full input.
-        layer: knows its region and the dimension of the shards.
-    """
-    axis = layer.region.axis
-    return gather_from_region(compute(shard_outside(x, axis, layer.dim)), axis, layer.dim)
 
 
 class ColumnInput(NamedTuple):

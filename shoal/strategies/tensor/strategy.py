@@ -59,7 +59,7 @@ from shoal.strategies.full_model import Colocation, FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.cost import cost
-from shoal.strategies.tensor.gathered_parameters import GatherParameters, is_tensor_sharded
+from shoal.strategies.tensor.gathered_parameters import RefuseSlices, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 
@@ -276,7 +276,6 @@ class TensorParallelStep:
     """A step of which the ranks of a tensor group compute replicated values alike.
 
     Attributes:
-        own: ids of the parameters as this strategy has made them.
         checked: True after the first step, in which replicated gradients are compared.
     """
 
@@ -284,7 +283,6 @@ class TensorParallelStep:
         self.model = model
         self.axis = mesh.tensor
         self.checked = False
-        self.own = {id(parameter) for parameter in model.module.parameters()}
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run a forward pass. A stop request of one rank becomes one of the group. Collective.
@@ -292,29 +290,20 @@ class TensorParallelStep:
         That happens before the data axis sums the totals, for each rank of the group is on
         another data axis.
         """
-        output: ForwardOutput = self._with_full_parameters(self.model.forward, batch)
+        with RefuseSlices(self.model.module, self.axis):
+            output = self.model.forward(batch)
         if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function of the models outside of a step. Collective over the tensor axis."""
-        return self._with_full_parameters(self.model.outside_step.call, function, *args, **kwargs)
-
-    def _with_full_parameters(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function that may use parameters directly."""
-        mode = GatherParameters(self.model.module, self.axis, self.own)
-        with mode:
-            result = function(*args, **kwargs)
-        mode.check_writes()
-        return result
+        with RefuseSlices(self.model.module, self.axis):
+            return self.model.outside_step.call(function, *args, **kwargs)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
-        # With recomputation the user's code runs in the backward pass, too.
-        recomputing = GatherParameters(self.model.module, self.axis, self.own, in_backward=True)
-        with recomputing:
-            result = self.model.run(forward, batch)
+        result = self.model.run(forward, batch)
         if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
             self.axis.all_reduce_max(result.step_totals[STOP])
         return result
