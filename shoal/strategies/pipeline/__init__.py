@@ -6,9 +6,8 @@
    function on a sample with them, `unit_profile.py` measures each call.
 2. Partition: `plan.py` chooses the cuts; `stage_map.py` says which call is whose.
 3. Walk: `walk.py` runs the function for one stage. Other stages' values are absent: `absent.py`,
-   `meta_call.py`. `dry_run.py` finds what crosses each cut, `division.py` puts
-   these together, `stage_trial.py` tries all stages before the first step, and
-   `random_streams.py` makes random numbers independent of stages.
+   `meta_call.py`. `dry_run.py` finds what crosses each cut, `division.py` puts these together,
+   and `random_streams.py` makes random numbers independent of stages.
 4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
 6. Send: `stage_messages.py` says which message follows from which action, and has its header;

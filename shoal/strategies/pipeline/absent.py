@@ -82,6 +82,31 @@ def absence_explained() -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def own_functions_refused() -> Iterator[None]:
+    """Raise WalkRefusal in this context for an autograd.Function of an absent value.
+
+    No gradient would find its way from the function's result to what is received for the value.
+    """
+    function: Any = torch.autograd.Function
+    apply = vars(function)["apply"]
+
+    def checked(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(absent_of(tensor) is not None for tensor in tensors_in((args, kwargs))):
+            raise WalkRefusal(
+                f"pipeline: {cls.__name__}, an autograd.Function, is called between blocks, with "
+                "what another rank computes. Call it inside a block that has parameters; for a "
+                "checkpoint around blocks, use use_reentrant=False."
+            )
+        return apply.__func__(cls, *args, **kwargs)
+
+    function.apply = classmethod(checked)
+    try:
+        yield
+    finally:
+        function.apply = apply
+
+
 class ReceivedValues:
     """The values that one stage has received for a micro-batch, by name.
 

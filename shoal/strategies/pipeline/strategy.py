@@ -28,16 +28,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import nn
 
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import ExampleBatch, LocalBatch, LocalModel, Strategy
+from shoal.platform.torch_private.module_state import has_backward_hooks
+from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
-from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.model_parallel_options import PipelineOptions
 from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.pipeline.agreement import (
@@ -56,7 +56,6 @@ from shoal.strategies.pipeline.routed_calls import route_calls
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
-from shoal.strategies.pipeline.stage_trial import has_gradient_hooks, try_stages
 from shoal.strategies.pipeline.ties import Ties
 
 GRADS_NOT_READY = "a pipeline adds up the gradients of its micro-batches."
@@ -146,10 +145,7 @@ class Pipeline(PipelineOptions, Strategy):
         users = agreed(mesh, partial(parameter_users, observed, stage_map, function))
         users = users_on_any_rank(mesh, users)
         divided = DividedModel(observed.units, observed.forms, stage_map, users)
-        # All stages in turn, against one whole run: what differs is refused before it trains.
-        sample = (example.args, example.kwargs)
-        loss_of = partial(_loss, example)
-        found = agreed(mesh, partial(try_stages, divided, function, loss_of, sample))
+        found = observed.profile.mutated_buffers
         buffers = [*module.named_buffers(remove_duplicate=False)]
         names = names_on_any_rank(mesh, (name for name, buffer in buffers if id(buffer) in found))
         mutated = {id(buffer) for name, buffer in buffers if name in names}
@@ -160,7 +156,10 @@ class Pipeline(PipelineOptions, Strategy):
         self, schedule: ScheduleTable, observed: ObservedUnits, module: nn.Module
     ) -> None:
         in_halves = any(action.kind == "W" for row in schedule.rows for action in row)
-        if in_halves and has_gradient_hooks(module, observed.profile.registers_hooks):
+        has_hooks = observed.profile.registers_hooks or any(
+            has_backward_hooks(inner) for inner in module.modules()
+        )
+        if in_halves and has_hooks:
             raise StrategyRefused(
                 f"pipeline: schedule={self.schedule} takes backward passes in halves, and hooks on "
                 "gradients that modules of the model have or register would act in both. Use "
@@ -175,14 +174,6 @@ class Pipeline(PipelineOptions, Strategy):
             self.schedule, self.ranks, num_samples
         )
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
-
-
-def _loss(example: ExampleBatch, result: Any) -> Any:
-    """Return the scalar that a step would differentiate."""
-    batch = LocalBatch(
-        example.compute_loss, example.args, example.kwargs, example.num_samples, example.num_samples
-    )
-    return weighted_loss(result, batch).loss
 
 
 def describe_stages(

@@ -21,6 +21,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.module_snapshot import uncompiled
+from shoal.strategies.pipeline.absent import own_functions_refused
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -100,7 +101,7 @@ class Units:
             for name, module in self.modules.items():
                 replaced.append((module, vars(module).get("forward")))
                 vars(module)["forward"] = partial(self._called, name, module.forward)
-            with uncompiled():
+            with uncompiled(), own_functions_refused():
                 yield
         finally:
             self.is_watching = False

@@ -103,7 +103,6 @@ class Walk(TorchFunctionMode):
             if stage > 0:
                 names = crossing.names[stage - 1]
                 self.received.by_name = dict(zip(names, received, strict=True))
-        self._grad_at_start = torch.is_grad_enabled()
         self._path = 0
         self._inside = 0
         self._is_done = False
@@ -244,7 +243,6 @@ class Walk(TorchFunctionMode):
         self._event(name, leaves)
         seed = self._draw_seed()
         if self.is_computing:
-            self._check_gradients(name, leaves)
             with self._aside():
                 out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
         else:
@@ -279,19 +277,6 @@ class Walk(TorchFunctionMode):
     def _absent_results(self, name: str, args: Any, kwargs: Any) -> Any:
         with self._aside():
             return self.forms.results(name, args, kwargs, self._make_absent, self.units.device)
-
-    def _check_gradients(self, name: str, leaves: Sequence[Any]) -> None:
-        """Raise WalkRefusal if a unit is called without autograd on what has gradients.
-
-        A reentrant checkpoint does so: it knows of no gradient of an absent value.
-        """
-        if not self._grad_at_start or torch.is_grad_enabled():
-            return
-        if any(filled(x).requires_grad for x in leaves if absent_of(x) is not None):
-            raise WalkRefusal(
-                f"pipeline: {name} receives what has gradients and is called without: "
-                "checkpoint(..., use_reentrant=True)? Use use_reentrant=False."
-            )
 
     def _draw_seed(self) -> int:
         self.num_seeds += 1

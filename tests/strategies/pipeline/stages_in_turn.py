@@ -15,7 +15,6 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.plan import parameter_users, plan
-from shoal.strategies.pipeline.stage_trial import try_stages
 from shoal.strategies.pipeline.strategy import describe_stages
 
 DEVICE = torch.device("cpu")
@@ -65,7 +64,7 @@ def divided(
     cuts: str = "",
     by: str = "parameters",
 ) -> DividedModel:
-    """Plan the stages of a model, and try them."""
+    """Plan the stages of a model."""
     request = PlanRequest(num_stages, by, cuts)
 
     def call() -> Any:
@@ -75,9 +74,7 @@ def divided(
     made = plan(OneRank(), observed, request, call, FullModel(model, {}, 0, []))
     stage_map = observed.stage_map(made.stage_starts)
     users = parameter_users(observed, stage_map, call)
-    found = DividedModel(observed.units, observed.forms, stage_map, users)
-    try_stages(found, call, lambda loss: loss, args)
-    return found
+    return DividedModel(observed.units, observed.forms, stage_map, users)
 
 
 def difference(
