@@ -12,7 +12,7 @@ forward pass is compared with that of the full model: see `heads.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -66,11 +66,6 @@ HEAD_WIDTHS = (
     *("head_dim", "head_width", "attention_head_size", "key_value_proj_dim", "head_size"),
     *("d_k", "d_head", "dim_head"),
 )
-EMBEDDING_WIDTHS = (
-    *("n_embd", "n_embed", "embed_dim", "emb_dim", "embedding_dim", "embed_size", "hidden_size"),
-    *("hidden_dim", "d_model", "dim", "d_out", "width", "model_dim"),
-)
-"""Names of attributes that may be used as the width of all heads, if they are equal to it."""
 BIAS_OF_HEADS = "position_bias"
 """Argument of T5's attention: its first layer makes this bias and passes it to all others."""
 
@@ -86,7 +81,6 @@ class AttentionPlan:
         owner: name of the module with the attributes `counts`.
         counts: attributes that are 1/T on a rank: numbers of heads, the width of all heads.
         fused: matrices in each column layer: 3 where it holds query, key and value.
-        widths: other attributes of `owner` that are equal to the width of all heads.
     """
 
     name: str
@@ -95,34 +89,6 @@ class AttentionPlan:
     owner: str
     counts: tuple[str, ...]
     fused: int
-    widths: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class HeadLayout:
-    """One way to run attention on this rank's heads. None changes what a rank stores.
-
-    Which numbers of the script must be 1/T is not told by names:
-
-          self.n_head   x.size(-1), self.n_embd     the script
-          1/T           full                        views by n_head and a width of a head
-          1/T           1/T                         C // self.n_head; split(self.n_embd)
-
-    Args:
-        is_narrowed: attributes that equal the width of all heads are 1/T, and inputs look as wide
-            as this rank's heads.
-        parts: matrices in a fused column layer: 3 for query, key and value one after the other, 1
-            where those of each head stand together.
-    """
-
-    is_narrowed: bool
-    parts: int
-
-
-def head_layouts(attention: AttentionPlan) -> list[HeadLayout]:
-    """Return the layouts that may be tried, the usual ones first."""
-    parts = (3, 1) if attention.fused == 3 else (1,)
-    return [HeadLayout(is_narrowed, each) for each in parts for is_narrowed in (False, True)]
 
 
 def find_attention(model: nn.Module, candidates: Candidates) -> Iterator[AttentionPlan]:
@@ -169,15 +135,13 @@ def _plan_attention(
         candidates.reasons[name] = reason
         return None
     prefix = f"{name}." if name else ""
-    counts = head_count_attributes(owner, width)
     return AttentionPlan(
         name,
         columns=tuple(prefix + column for column in columns),
         row=prefix + row,
         owner=(prefix + owner_path).rstrip("."),
-        counts=counts,
+        counts=head_count_attributes(owner, width),
         fused=fused,
-        widths=width_attributes(owner, width, counts),
     )
 
 
@@ -244,13 +208,3 @@ def _int_attribute(module: nn.Module, names: tuple[str, ...]) -> int | None:
         if isinstance(value, int):
             return value
     return None
-
-
-def width_attributes(owner: nn.Module, width: int, counts: Sequence[str]) -> tuple[str, ...]:
-    """Return attributes of a module that are equal to the width of all heads, beside `counts`."""
-    return tuple(
-        key
-        for key in EMBEDDING_WIDTHS
-        if key not in counts and type(getattr(owner, key, None)) is int
-        if getattr(owner, key) == width
-    )

@@ -2,9 +2,11 @@
 
 `find_attention.py` knows the layers of attention by their names only. The code between these
 layers is not examined. So the first forward pass in training,
-and the first in evaluation, is also computed on every rank with the full parameters. The first
-layout of the heads that gives the same output is used (`HeadLayout`). Where none does, every
-rank gathers the layers in each forward pass and computes all heads.
+and the first in evaluation, is also computed on every rank with the full parameters. A fused
+layer may hold query, key and value one after the other, or those of each head together: the first
+of both that gives the same output is used. Where none does, as where a script takes the width of a
+head from its input (`C // self.n_head`), every rank gathers the layers in each forward pass and
+computes all heads.
 
       full      weights of heads 0 1 2 3 ─┐
                                           ├─ compared: equal, or this rank's shard along one dim
@@ -36,12 +38,10 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.strategies.module_snapshot import restored_modules
-from shoal.strategies.tensor.candidates import width_in
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
-from shoal.strategies.tensor.find_attention import AttentionPlan, HeadLayout, head_layouts
+from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.gathered_parameters import gathered_parameter
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
-from shoal.strategies.tensor.narrowed_input import full_inputs, narrowed_inputs
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.sequence import gather_all
 
@@ -59,12 +59,11 @@ class HeadsRegion(Region):
     Args:
         owner: the module with the numbers of heads.
         layers: the column and row parallel layers.
-        attention: the plan. Where no layout of heads gives the output, the layers are gathered in
-            each forward pass, and every rank computes all heads.
+        attention: the plan.
 
     Attributes:
-        chosen: for training and for evaluation, after the first pass: the layout that is used;
-            None where the layers are gathered.
+        chosen: for training and for evaluation, after the first pass: the number of matrices in
+            a column layer, one below the other; None where the layers are gathered.
         output_dims: for training and for evaluation, after the first pass: for each tensor of
             the output the dim along which it is a shard, None if it is replicated.
     """
@@ -81,12 +80,10 @@ class HeadsRegion(Region):
         self.owner = owner
         self.layers = layers
         self.attention = attention
-        self.layouts = head_layouts(attention)
-        keys = (*attention.counts, *attention.widths)
-        self.full_values: dict[str, int] = {key: getattr(owner, key) for key in keys}
-        self.chosen: dict[bool, HeadLayout | None] = {}
+        self.full_counts: dict[str, int] = {key: getattr(owner, key) for key in attention.counts}
+        self.chosen: dict[bool, int | None] = {}
         self.output_dims: dict[bool, list[int | None]] = {}
-        self.set_layout(self.layouts[0])
+        self.set_parts(attention.fused)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self.depth:  # its forward pass calls itself
@@ -94,29 +91,26 @@ class HeadsRegion(Region):
         is_training = self.module.training
         is_first = is_training not in self.output_dims
         if is_first:
-            expected = self._choose_layout(inputs, options)
-        layout = self.chosen[is_training]
-        if layout is None:
+            expected = self._choose_parts(inputs, options)
+        parts = self.chosen[is_training]
+        if parts is None:
             return self._forward_full(*gather_all(inputs), **gather_all(options))
-        output = self._forward_sharded(layout, inputs, options)
+        output = self._forward_sharded(parts, inputs, options)
         if is_first:
             self.output_dims[is_training] = self._compare(output, expected)
         return self._wrap_outputs(output)
 
-    def set_layout(self, layout: HeadLayout | None) -> None:
-        """Give each number its value for this rank's heads; for all heads if `layout` is None."""
-        divided: tuple[str, ...] = ()
-        if layout is not None:
-            widths = self.attention.widths if layout.is_narrowed else ()
-            divided = (*self.attention.counts, *widths)
-        for key, value in self.full_values.items():
-            setattr(self.owner, key, value // self.axis.size if key in divided else value)
-        if layout is not None:
+    def set_parts(self, parts: int | None) -> None:
+        """Let each count be that of this rank's heads; of all heads if `parts` is None."""
+        divisor = 1 if parts is None else self.axis.size
+        for key, value in self.full_counts.items():
+            setattr(self.owner, key, value // divisor)
+        if parts is not None:
             for layer in self.layers:
-                layer.parts = layout.parts
+                layer.parts = parts
 
-    def _choose_layout(self, inputs: Any, options: Any) -> Any:
-        """Choose the layout of this mode, and return the output of the full model. Collective.
+    def _choose_parts(self, inputs: Any, options: Any) -> Any:
+        """Choose the parts for this mode, and return the output of the full model. Collective.
 
         A forward pass may write into its inputs, into a cache say, or change its modules. So each
         pass that is only compared gets copies, and what it has changed is restored.
@@ -124,14 +118,14 @@ class HeadsRegion(Region):
         is_training = self.module.training
         expected = self._attempt(self._forward_full, inputs, options)
         errors: list[StrategyRefused] = []
-        for layout in self.layouts:
+        for parts in sorted({self.attention.fused, 1}, reverse=True):
             try:
-                forward = partial(self._forward_layout, layout)
+                forward = partial(self._forward_parts, parts)
                 self._compare(self._attempt(forward, inputs, options), expected)
             except StrategyRefused as error:
                 errors.append(error)
             else:
-                self.chosen[is_training] = layout
+                self.chosen[is_training] = parts
                 return expected
         self.chosen[is_training] = None
         self.output_dims[is_training] = []
@@ -145,42 +139,39 @@ class HeadsRegion(Region):
         with torch.no_grad(), restored_modules(self.module):
             return forward(*inputs, **options)
 
-    def _forward_layout(self, layout: HeadLayout, *inputs: Any, **options: Any) -> Any:
+    def _forward_parts(self, parts: int, *inputs: Any, **options: Any) -> Any:
         try:
-            return self._forward_sharded(layout, inputs, options)
+            return self._forward_sharded(parts, inputs, options)
         except (RuntimeError, ValueError, AssertionError, TypeError, IndexError) as error:
             raise StrategyRefused(
                 f"{self._error_head()}its forward pass fails: {error}. {self._suggestion()}"
             ) from error
 
-    def _forward_sharded(self, layout: HeadLayout, inputs: Any, options: Any) -> Any:
-        self.set_layout(layout)
+    def _forward_sharded(self, parts: int, inputs: Any, options: Any) -> Any:
+        self.set_parts(parts)
         # An output that was wrapped may come back as an input: a cache of keys and values, say.
         # The heads of this rank need their shard of it only.
         inputs, options = tree_map_only(
             HeadShardedTensor, lambda x: x if x.written else x.local, (inputs, options)
         )
-        if layout.is_narrowed:
-            width = width_in(self.layers[0])
-            inputs, options = narrowed_inputs((inputs, options), width, self.axis.size)
         with GlobalDropout(self.axis) if self.module.training else nullcontext():
-            return full_inputs(super().__call__(*inputs, **options))
+            return super().__call__(*inputs, **options)
 
     def _forward_full(self, *inputs: Any, **options: Any) -> Any:
         """Compute with the full parameters, and put the shards back. Collective."""
         sharded_classes = [type(layer) for layer in self.layers]
         sharded_parameters = [dict(own_parameters(layer)) for layer in self.layers]
-        layout = self.chosen.get(self.module.training, self.layouts[0])
+        parts = self.chosen.get(self.module.training, self.attention.fused)
         for layer in self.layers:
             layer.__class__ = layer.full_class
             _gather_parameters(layer, self.axis)
-        self.set_layout(None)
+        self.set_parts(None)
         self.depth += 1
         try:
             return type(self.module).forward(self.module, *inputs, **options)
         finally:
             self.depth -= 1
-            self.set_layout(layout)
+            self.set_parts(parts)
             for layer, sharded_class, parameters in zip(
                 self.layers, sharded_classes, sharded_parameters, strict=True
             ):

@@ -38,7 +38,6 @@ from shoal.platform.torch_private.tensor_state import (
     version,
 )
 from shoal.strategies.tensor.derivatives import check_first_derivative
-from shoal.strategies.tensor.narrowed_input import full_inputs
 from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 
@@ -93,7 +92,6 @@ class Region:
         Raises:
             UsageError: the layer was called from outside of the region.
         """
-        x = full_inputs(x)
         self.check_inside()
         # Activation checkpointing computes the layer again, alone. A tensor of inference mode
         # counts no writes, and there is no backward pass.

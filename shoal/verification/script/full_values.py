@@ -23,7 +23,6 @@ from shoal.run.inspection import (
 )
 from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
-from shoal.strategies.tensor.narrowed_input import NarrowedInput
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -37,7 +36,7 @@ def local_part(tensor: Tensor) -> Tensor | None:
 
     A copy: the next layer may write into its input.
     """
-    if isinstance(tensor, AbsentTensor | NarrowedInput):
+    if isinstance(tensor, AbsentTensor):
         return None
     if isinstance(tensor, LazyGatherTensor):
         tensor = tensor.local

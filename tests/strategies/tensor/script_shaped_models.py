@@ -226,14 +226,14 @@ class InterleavedAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.query_key_value, self.dense = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.num_attention_heads, self.hidden_size = HEADS, WIDTH
+        self.num_attention_heads = HEADS
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, _ = x.shape
         qkv = self.query_key_value(x).view(b, t, self.num_attention_heads, -1)
         q, k, v = qkv.transpose(1, 2).chunk(3, dim=-1)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.dense(y.transpose(1, 2).reshape(b, t, self.hidden_size))
+        out: Tensor = self.dense(y.transpose(1, 2).flatten(2))
         return out
 
 
