@@ -12,8 +12,7 @@
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
 6. Send: `stage_messages.py` says which message follows from which action, and has its header;
    `p2p.py` sends it, over a `p2p_link.py`.
-7. Finish: `ties.py` sums tied gradients, `deferred_batchnorm.py` updates statistics,
-   `executor.py` tells all ranks what the last stage has.
+7. Finish: `ties.py` sums tied gradients, `executor.py` tells all ranks what the last stage has.
 
 `schedule_timing.py` shows a table without running it.
 """

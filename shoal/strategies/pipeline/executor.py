@@ -36,7 +36,6 @@ from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Summed
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.call_planner import CallPlanner, PlannedCall, StageCall
-from shoal.strategies.pipeline.deferred_batchnorm import DeferredBatchNorm
 from shoal.strategies.pipeline.division import (
     DividedModel,
     StageRun,
@@ -95,11 +94,6 @@ class PipelineExecutor:
         self.model = divided.units.model
         self.stages = table.stages_of(axis.rank)
         self.last_stage = table.num_stages - 1
-        # One micro-batch is the batch: a BatchNorm updates its statistics itself.
-        stages = self.stages if table.num_microbatches > 1 else []
-        modules = [module for stage in stages for module in divided.modules(stage)]
-        self.batchnorm = DeferredBatchNorm(modules, set(map(id, divided.units.modules.values())))
-        divided.units.on_run = self.batchnorm.on_call
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
         self._planned: PlannedCall | None = None
@@ -138,8 +132,7 @@ class PipelineExecutor:
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:
             micro = microbatches[microbatch]
             self._planned = planned[microbatch]
-            with self.batchnorm.counting(micro.num_samples, stage):
-                output = forward(micro._replace(stage=stage, values=values))
+            output = forward(micro._replace(stage=stage, values=values))
             if stage != self.last_stage:
                 return StageOutput(output.values)
             # Keep the totals, and let go of the loss with its graph.
@@ -154,7 +147,6 @@ class PipelineExecutor:
                 pass
             check_host_draws(host)
         self._planned = None
-        self.batchnorm.commit()
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
         return self._reduce_totals(outputs, batch)

@@ -51,8 +51,8 @@ def _numeric_notes(model: nn.Module, num_microbatches: int) -> list[str]:
     if norms and num_microbatches > 1:
         notes.append(
             f"note: BatchNorm ({norms[0]} and {len(norms) - 1} more) normalises over one "
-            "micro-batch at a time, so gradients differ from one device by design; GroupNorm has "
-            "no such difference. Its running statistics are those of the whole batch."
+            "micro-batch at a time, so gradients differ from one device by design, and its running "
+            "statistics take an update from each; GroupNorm has no such difference."
         )
     dropouts = [name for name, m in model.named_modules() if has_dropout(m)]
     if dropouts:

@@ -56,7 +56,6 @@ class Units:
     Attributes:
         modules: name -> unit, in the order of the model.
         observer: receives the calls of units; None to let them run as they are.
-        on_run: is told the units that run, with their positional arguments; None for nobody.
         is_watching: calls of units are reported.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
         given_up: those of parameters of which this rank keeps no values, and a script may.
@@ -75,7 +74,6 @@ class Units:
         self.given_up: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
         self.is_watching = False
-        self.on_run: Callable[[nn.Module, tuple[Any, ...]], None] | None = None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -122,8 +120,6 @@ class Units:
 
     def run(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any, seed: int) -> Any:
         """Run a unit, with random numbers of its own."""
-        if self.on_run is not None:
-            self.on_run(self.modules[name], args)
         with seeded(seed, self.device):
             return forward(*args, **kwargs)
 

@@ -108,11 +108,7 @@ def alike(one: RankResult, other: RankResult) -> None:
         torch.testing.assert_close(weight, other.weights[name], rtol=1e-9, atol=1e-11, msg=name)
 
 
-def statistics(
-    strategy: str,
-    experiment: Experiment = matrix_cases.EXPERIMENTS["cnn with BatchNorm"],
-    prefix: str = "stem.1.",
-) -> dict[str, Tensor]:
+def statistics(strategy: str, experiment: Experiment, prefix: str) -> dict[str, Tensor]:
     """Return the running statistics of the first BatchNorm after one step, all channels."""
     run = init_with_place(strategy, precision="fp64", announce=lambda _: None)
     model = experiment.model_fn().double()
