@@ -11,7 +11,7 @@
 4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
 6. Send: `stage_messages.py` says which message follows from which action, and has its header;
-   `p2p.py` sends it, over a `p2p_link.py`.
+   `p2p.py` sends it.
 7. Finish: `ties.py` sums tied gradients, `executor.py` tells all ranks what the last stage has.
 
 `schedule_timing.py` shows a table without running it.

@@ -48,8 +48,7 @@ from shoal.strategies.pipeline.engine import (
     StageOutput,
     is_reached_by_others,
 )
-from shoal.strategies.pipeline.p2p import StageComm
-from shoal.strategies.pipeline.p2p_link import P2PLink, downward_group
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm, downward_group
 from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed
 from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before

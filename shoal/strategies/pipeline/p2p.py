@@ -2,54 +2,149 @@
 
       stage 1 on rank 1   ── header ─ x ─ shortcut ──>   stage 2 on rank 2     first of a shape
                           ── x ─ shortcut ───────────>                         all others
-                          <─ gradient of x ─ gradient of shortcut ──
+                          <─ gradient of x ─ gradient of shortcut ──           with headers alike
 
 `StageComm` moves the messages of one step (`stage_messages.py`), over a `P2PLink` that moves single
 tensors and lives as long as the run.
 
-[1] *Headers.* The header of activations has their dtypes and shapes. It is sent once for each shape
-    of the model's inputs. All ranks of a pipeline see the same inputs, so sender and receiver agree
-    on when a header comes.
-[2] *Masks.* Gradients have the shapes of the activations, so their header is only a mask: which
-    activations have a gradient. Where there is none, none is sent. A zero gradient would be wrong:
-    momentum and weight decay would still change the weight.
+[1] *Headers* have dtypes and shapes. One is sent once for each shape of the model's inputs, forward
+    and backward. All ranks of a pipeline see the same inputs, so sender and receiver agree on when
+    a header comes.
+[2] *Missing gradients.* Where an activation has no gradient, none is sent, which the header tells.
+    A zero gradient would be wrong: momentum and weight decay would still change the weight.
 [3] *Contiguous.* Every tensor is made contiguous before it is sent. A `batch_first` LSTM returns a
     transposed tensor, for example, which Gloo refuses and NCCL may corrupt (pytorch#62283).
-[4] *Release.* A message also shows that its sender has received what was sent before
-    (`acknowledged`). Those tensors are freed then.
+[4] *Release.* A tensor must stay alive until its send is complete. Gloo reports a send as complete
+    only after `wait()`, and an early `wait()` would block. A message also shows that its sender has
+    received what was sent before (`acknowledged`), so the wait is over at once; the tensors are
+    freed then. Without this, a rank would keep the activations of all micro-batches until the end
+    of the step.
+[5] *Directions.* NCCL runs all messages of two ranks of a group one after the other, in the order
+    in which each of them has started its own. A rank that has begun to receive a gradient could not
+    send activations before it came, and its peer may wait for these. So on GPUs messages to lower
+    ranks have a group of their own, and in each group two ranks start the same messages in the same
+    order.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.axis import Axis, new_group
 from shoal.errors import UsageError
-from shoal.strategies.pipeline.p2p_link import HeaderKey, P2PLink, PendingRecv
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.stage_messages import (
     HEADER_LENGTH,
-    GradMask,
+    NO_GRADIENT,
     Message,
     TensorMeta,
     TensorMetas,
     acknowledged,
-    decode_mask,
     decode_metas,
-    describe_mask,
     describe_metas,
-    encode_mask,
+    describe_present,
     encode_metas,
     messages,
     receiver_of,
     sender_of,
 )
+from shoal.trace.recorder import Recorder
 
-Header = TypeVar("Header", TensorMetas, GradMask)
+HeaderKey = tuple[str, int, Hashable]
+"""A header is sent once for each key: forward or backward, the stage, and what determines the
+shapes of its values.
+"""
+
+
+class PendingRecv(NamedTuple):
+    """A posted receive: `tensor` is filled when `work` is complete."""
+
+    work: dist.Work
+    tensor: Tensor
+
+
+class P2PLink:
+    """One rank's connections to the other ranks of its pipeline, for the whole run.
+
+    Args:
+        axis: the pipeline axis.
+        recorder: records the messages in a trace.
+        downward: the group for messages to lower ranks [5]; None for the group of the axis.
+
+    Attributes:
+        sent_headers, received_headers: of earlier messages.
+    """
+
+    def __init__(
+        self, axis: Axis, recorder: Recorder, downward: dist.ProcessGroup | None = None
+    ) -> None:
+        self.axis = axis
+        self._downward = downward
+        self.recorder = recorder
+        self.sent_headers: dict[HeaderKey, TensorMetas] = {}
+        self.received_headers: dict[HeaderKey, TensorMetas] = {}
+        self._num_sent: Counter[int] = Counter()
+        self._in_flight: dict[int, deque[tuple[dist.Work, Tensor]]] = defaultdict(deque)
+
+    def send(self, tensor: Tensor, receiver: int) -> int:
+        """Start a send and return at once. Do not write into `tensor` afterwards.
+
+        Returns: how many tensors were sent to `receiver` in this run, for `release`.
+        """
+        tensor = tensor.detach().contiguous()
+        work = dist.isend(tensor, group=self._group(self.axis.rank, receiver), group_dst=receiver)
+        assert work is not None
+        in_flight = self._in_flight[receiver]
+        in_flight.append((work, tensor))
+        self._num_sent[receiver] += 1
+        while in_flight and in_flight[0][0].is_completed():
+            in_flight.popleft()[0].wait()
+        return self._num_sent[receiver]
+
+    def release(self, receiver: int, count: int) -> None:
+        """Free the first `count` tensors that were sent to `receiver`; it must have received
+        them.
+        """
+        in_flight = self._in_flight[receiver]
+        while in_flight and self._num_sent[receiver] - len(in_flight) < count:
+            in_flight.popleft()[0].wait()
+
+    def post_recv(self, meta: TensorMeta, sender: int) -> PendingRecv:
+        """Post a receive of one tensor and return at once."""
+        tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.axis.device)
+        work = dist.irecv(tensor, group=self._group(sender, self.axis.rank), group_src=sender)
+        assert work is not None
+        return PendingRecv(work, tensor)
+
+    def recv_header(self, sender: int) -> TensorMetas:
+        """Receive a header. Blocks."""
+        pending = self.post_recv(TensorMeta(torch.int64, (HEADER_LENGTH,), False), sender)
+        pending.work.wait()
+        return decode_metas(pending.tensor)
+
+    def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
+        """Return the group in which `sender` sends to `receiver` [5]."""
+        return self.axis.group if sender < receiver else self._downward or self.axis.group
+
+    def flush(self) -> None:
+        """Wait until all sends are complete."""
+        for in_flight in self._in_flight.values():
+            while in_flight:
+                in_flight.popleft()[0].wait()
+
+
+def downward_group(axis: Axis) -> dist.ProcessGroup | None:
+    """Make the group for messages to lower ranks [5]; None on the CPU, which needs none.
+
+    Collective over the world.
+    """
+    return new_group(axis.all_groups) if axis.device.type == "cuda" else None
 
 
 class StageComm:
@@ -84,7 +179,7 @@ class StageComm:
         }
         self._posted: dict[Message, list[PendingRecv]] = {}
         self._handed_over: dict[Message, list[Tensor | None]] = {}
-        self._metas: dict[Message, TensorMetas] = {}
+        self._handed_metas: dict[Message, TensorMetas] = {}
         # Message -> how many tensors had been sent to its receiver when it was sent.
         self._sent_until: dict[Message, int] = {}
 
@@ -94,34 +189,30 @@ class StageComm:
         Raises: UsageError: dtypes or shapes differ from those of an earlier message, though the
             inputs have the same shapes.
         """
-        receiver = receiver_of(self.table, message)
         metas = tuple(TensorMeta(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
-        self._metas[message] = metas
-        if receiver != self.rank:
-            self._send_metas(message, metas, receiver)
-        self._send(message, values, receiver)
+        self._send(message, metas, values)
 
     def send_backward(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
         """Send gradients to the stage before; None for a value that has no gradient.
 
         Raises: UsageError: other values have a gradient than in an earlier message.
         """
-        receiver = receiver_of(self.table, message)
-        if receiver != self.rank and gradients:
-            mask = tuple(gradient is not None for gradient in gradients)
-            self._send_mask(message, mask, receiver)
-        self._send(message, gradients, receiver)
+        metas = tuple(
+            NO_GRADIENT if g is None else TensorMeta(g.dtype, tuple(g.shape), True)
+            for g in gradients
+        )
+        self._send(message, metas, gradients)
 
     def recv_forward(self, message: Message) -> tuple[list[Tensor], TensorMetas]:
         """Receive activations. Blocks."""
-        tensors = [tensor for tensor in self._receive(message) if tensor is not None]
-        return tensors, self._activation_metas(message)
+        tensors, metas = self._receive(message)
+        return [tensor for tensor in tensors if tensor is not None], metas
 
     def recv_backward(self, message: Message) -> list[Tensor | None]:
         """Receive gradients, one for each value that can have one; None where it has none.
         Blocks.
         """
-        return self._receive(message)
+        return self._receive(message)[0]
 
     def post_recv(self, message: Message) -> None:
         """Post the receives of a message, and of all messages that its sender sends before it."""
@@ -131,7 +222,7 @@ class StageComm:
         while message not in self._posted:
             following = self._unposted[sender].popleft()
             with self.link.recorder.tagged(f"{following.kind}{following.microbatch}"):
-                metas = self._expected_metas(following, sender)
+                metas = _sent(following, self._header(following, sender))
                 self._posted[following] = [self.link.post_recv(meta, sender) for meta in metas]
 
     def can_post_recv(self, message: Message) -> bool:
@@ -140,33 +231,28 @@ class StageComm:
         if sender == self.rank or message in self._posted:
             return False
         for following in self._unposted[sender]:
-            if not self._is_header_known(following):
+            if self._key(following) not in self.link.received_headers:
                 return False
             if following == message:
                 return True
         return False
 
-    def _is_header_known(self, message: Message) -> bool:
-        if message.kind == "F":
-            return self._key(message) in self.link.received_metas
-        if message._replace(kind="F") not in self._metas:
-            return False
-        has_mask = self._key(message) in self.link.received_masks
-        return has_mask or not self._differentiable_metas(message)
-
-    def _send(self, message: Message, values: Sequence[Tensor | None], receiver: int) -> None:
+    def _send(self, message: Message, metas: TensorMetas, values: Sequence[Tensor | None]) -> None:
+        receiver = receiver_of(self.table, message)
         if receiver == self.rank:
             detached = [None if value is None else value.detach() for value in values]
             self._handed_over[message] = detached
+            self._handed_metas[message] = metas
             return
+        self._send_header(message, metas, receiver)
         with self.link.recorder.tagged(f"{message.kind}{message.microbatch}"):
             for value in values:
                 if value is not None:
                     self._sent_until[message] = self.link.send(value, receiver)
 
-    def _receive(self, message: Message) -> list[Tensor | None]:
+    def _receive(self, message: Message) -> tuple[list[Tensor | None], TensorMetas]:
         if message in self._handed_over:
-            return self._handed_over.pop(message)
+            return self._handed_over.pop(message), self._handed_metas.pop(message)
         if message not in self._posted:
             self.post_recv(message)
         tensors = []
@@ -175,10 +261,11 @@ class StageComm:
             tensors.append(pending.tensor)
         if tensors:  # a message without a tensor has not arrived: it was never sent
             self._release_acknowledged(message)
+        metas = self.link.received_headers[self._key(message)]
         if message.kind == "F":
-            return [*tensors]
+            return [*tensors], metas
         gradients = iter(tensors)
-        return [next(gradients) if present else None for present in self._grad_mask(message)]
+        return [next(gradients) if meta.has_gradient else None for meta in metas], metas
 
     def _release_acknowledged(self, message: Message) -> None:
         """[4] Free the tensors of which the arrival of `message` shows that its sender has them."""
@@ -189,69 +276,39 @@ class StageComm:
 
     # --- headers
 
-    def _send_metas(self, message: Message, metas: TensorMetas, receiver: int) -> None:
+    def _send_header(self, message: Message, metas: TensorMetas, receiver: int) -> None:
         """[1] Send a header unless it is known; check that it is still true."""
-        known = self._send_header(self.link.sent_metas, message, metas, encode_metas, receiver)
-        if known != metas:
+        key = self._key(message)
+        known = self.link.sent_headers.get(key)
+        if known is None:
+            self.link.sent_headers[key] = metas
+            self.link.send(encode_metas(metas, self.link.axis.device), receiver)
+        elif known != metas and message.kind == "F":
             raise UsageError(
                 f"pipeline: stage {message.stage} gave {describe_metas(metas)} where for inputs of "
                 f"the same shape it gave {describe_metas(known)} before. What crosses a cut must "
                 "follow from the shapes of the model's inputs; put the cut elsewhere with "
                 "cuts=NAME."
             )
-
-    def _send_mask(self, message: Message, mask: GradMask, receiver: int) -> None:
-        """[2] Send a mask unless it is known; check that it is still true."""
-        known = self._send_header(self.link.sent_masks, message, mask, encode_mask, receiver)
-        if known != mask:
+        elif known != metas:
             raise UsageError(
-                f"pipeline: of the {len(mask)} values that cross from stage {message.stage} to "
-                f"the next, the loss depended on {describe_mask(known)} before and depends on "
-                f"{describe_mask(mask)} now. Keep every part in the loss, and multiply by zero "
+                f"pipeline: of the {len(metas)} values that cross from stage {message.stage} to "
+                f"the next, the loss depended on {describe_present(known)} before and depends on "
+                f"{describe_present(metas)} now. Keep every part in the loss, and multiply by zero "
                 "what is not to count for a while."
             )
 
-    def _send_header(
-        self,
-        sent: dict[HeaderKey, Header],
-        message: Message,
-        header: Header,
-        encode: Callable[[Header, torch.device], Tensor],
-        receiver: int,
-    ) -> Header:
-        """Send the header of the first message of its key. Return that of the first message."""
+    def _header(self, message: Message, sender: int) -> TensorMetas:
+        """Return the header of a message; receive it if it is unknown."""
         key = self._key(message)
-        if key not in sent:
-            sent[key] = header
-            self.link.send(encode(header, self.link.axis.device), receiver)
-        return sent[key]
-
-    def _expected_metas(self, message: Message, sender: int) -> TensorMetas:
-        """Return the metas of the tensors of a message; receive its header if it is unknown."""
-        key = self._key(message)
-        if message.kind == "F":
-            if key not in self.link.received_metas:
-                header = self.link.recv_header(HEADER_LENGTH, sender)
-                self.link.received_metas[key] = decode_metas(header)
-            self._metas[message] = self.link.received_metas[key]
-            return self._metas[message]
-        candidates = self._differentiable_metas(message)
-        if candidates and key not in self.link.received_masks:
-            header = self.link.recv_header(len(candidates), sender)
-            self.link.received_masks[key] = decode_mask(header)
-        pairs = zip(candidates, self._grad_mask(message), strict=True)
-        return tuple(meta for meta, present in pairs if present)
-
-    def _activation_metas(self, message: Message) -> TensorMetas:
-        return self._metas[message._replace(kind="F")]
-
-    def _differentiable_metas(self, message: Message) -> TensorMetas:
-        return tuple(meta for meta in self._activation_metas(message) if meta.has_gradient)
-
-    def _grad_mask(self, message: Message) -> GradMask:
-        if not self._differentiable_metas(message):
-            return ()
-        return self.link.received_masks[self._key(message)]
+        if key not in self.link.received_headers:
+            self.link.received_headers[key] = self.link.recv_header(sender)
+        return self.link.received_headers[key]
 
     def _key(self, message: Message) -> HeaderKey:
-        return message.stage, self.key_of(message.microbatch)
+        return message.kind, message.stage, self.key_of(message.microbatch)
+
+
+def _sent(message: Message, metas: TensorMetas) -> list[TensorMeta]:
+    """Return the metas of the tensors that a message sends [2]."""
+    return [meta for meta in metas if message.kind == "F" or meta.has_gradient]

@@ -7,10 +7,9 @@ Every rank knows the whole table, so every rank knows which messages it gets fro
 order. Messages therefore need no label: a rank receives from each sender in the order of sending.
 
 What the table does not tell stands in headers: number, dtypes and shapes of a message's tensors,
-and which of them have a gradient.
+and which of them have a gradient, or are one.
 
-      activations   n │ dtype  has_gradient  dims  shape ... │ dtype  ...     256 numbers
-      gradients     1 │ 0 │ 1 │ ...                                           one for each value
+      n │ dtype  has_gradient  dims  shape ... │ dtype  ...     256 numbers
 
 Headers are int64 tensors, so they travel as every other message does.
 """
@@ -106,13 +105,13 @@ def _sending_action(table: ScheduleTable, message: Message) -> Action:
 
 
 HEADER_LENGTH = 256
-"""Numbers in a header of activations. The length is fixed, since the receiver does not know how
+"""Numbers in a header. The length is fixed, since the receiver does not know how
 many tensors come."""
 
 
 class TensorMeta(NamedTuple):
-    """The dtype and shape of a tensor, and whether the loss is differentiated with respect to
-    it.
+    """The dtype and shape of a tensor; whether the loss is differentiated with respect to it, or,
+    of a gradient, whether there is one.
     """
 
     dtype: torch.dtype
@@ -121,12 +120,11 @@ class TensorMeta(NamedTuple):
 
 
 TensorMetas = tuple[TensorMeta, ...]
-GradMask = tuple[bool, ...]
-"""For each value that can have a gradient: whether it has one."""
+NO_GRADIENT = TensorMeta(torch.float32, (), False)
 
 
 def encode_metas(metas: TensorMetas, device: torch.device) -> Tensor:
-    """Return the header of activations: (HEADER_LENGTH,), int64.
+    """Return a header: (HEADER_LENGTH,), int64.
 
     Raises: UsageError: the tensors are too many for one header.
     """
@@ -155,16 +153,6 @@ def decode_metas(header: Tensor) -> TensorMetas:
     return tuple(metas)
 
 
-def encode_mask(mask: GradMask, device: torch.device) -> Tensor:
-    """Return the header of gradients: (len(mask),), int64."""
-    return torch.tensor(mask, dtype=torch.int64, device=device)
-
-
-def decode_mask(header: Tensor) -> GradMask:
-    """Return what `encode_mask` has encoded."""
-    return tuple(bool(value) for value in header.tolist())
-
-
 def describe_metas(metas: TensorMetas) -> str:
     """Describe tensors for an error message."""
     return ", ".join(
@@ -173,7 +161,7 @@ def describe_metas(metas: TensorMetas) -> str:
     )
 
 
-def describe_mask(mask: GradMask) -> str:
+def describe_present(metas: TensorMetas) -> str:
     """Name the values that have a gradient, for an error message."""
-    present = [f"number {index}" for index, has_gradient in enumerate(mask) if has_gradient]
+    present = [f"number {index}" for index, meta in enumerate(metas) if meta.has_gradient]
     return ", ".join(present) or "none"

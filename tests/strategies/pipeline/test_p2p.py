@@ -7,8 +7,7 @@ import torch.distributed as dist
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.p2p import StageComm
-from shoal.strategies.pipeline.p2p_link import P2PLink
+from shoal.strategies.pipeline.p2p import P2PLink, StageComm
 from shoal.strategies.pipeline.schedule_table import topological_order
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
 from shoal.strategies.pipeline.stage_messages import (

@@ -15,7 +15,12 @@ from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedules import table
-from shoal.strategies.pipeline.stage_messages import Message
+from shoal.strategies.pipeline.stage_messages import (
+    NO_GRADIENT,
+    Message,
+    TensorMeta,
+    decode_metas,
+)
 from shoal.testing import world
 from shoal.verification.matrix_cases import image_loader
 
@@ -170,7 +175,7 @@ class Unconnected:
 
     def __init__(self) -> None:
         self.axis, self.rank, self.size, self.device = self, 1, 2, torch.device("cpu")
-        self.sent_masks: dict[Any, Any] = {}
+        self.sent_headers: dict[Any, Any] = {}
         self.sent: list[Tensor] = []
 
     def send(self, tensor: Tensor, receiver: int) -> int:
@@ -181,10 +186,11 @@ class Unconnected:
 def test_a_loss_that_depends_on_other_parts_of_the_output_later_is_refused() -> None:
     link = Unconnected()
     comm = StageComm(link, table("1f1b", 2, 3), lambda _: "")  # type: ignore[arg-type]
-    comm._send_mask(Message("B", 0, 0), (True, False), 0)
-    comm._send_mask(Message("B", 0, 1), (True, False), 0)
-    assert [tensor.tolist() for tensor in link.sent] == [[1, 0]]
+    one, none = TensorMeta(torch.float32, (2,), True), NO_GRADIENT
+    comm._send_header(Message("B", 0, 0), (one, none), 0)
+    comm._send_header(Message("B", 0, 1), (one, none), 0)
+    assert [decode_metas(tensor) for tensor in link.sent] == [(one, none)]
     with pytest.raises(
         UsageError, match="depended on number 0 before and depends on number 0, number 1 now"
     ):
-        comm._send_mask(Message("B", 0, 2), (True, True), 0)
+        comm._send_header(Message("B", 0, 2), (one, one), 0)
