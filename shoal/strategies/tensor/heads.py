@@ -9,11 +9,10 @@ head from its input (`C // self.n_head`), every rank gathers the layers in each 
 computes all heads.
 
       full      weights of heads 0 1 2 3 ─┐
-                                          ├─ compared: equal, or this rank's shard along one dim
+                                          ├─ compared: equal, or gathered from now on
       rank 0    weights of heads 0 1 ─────┘
 
-An output that is a shard, such as the attention weights of this rank's heads, becomes a tensor
-that is gathered where somebody uses it (`lazy_gather.py`).
+So is attention that returns something of its heads, such as their weights.
 """
 
 from __future__ import annotations
@@ -32,25 +31,19 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import all_gather_dim
 from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
-from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
+from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.module_snapshot import restored_modules
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.gathered_parameters import gathered_parameter
-from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.sequence import gather_all
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest relative difference; 0.1 for shorter dtypes. A wrong plan differs in the first digit."""
-
-
-class HeadShardedTensor(LazyGatherTensor):
-    """An output of which each rank has a shard for its heads, such as attention weights."""
 
 
 class HeadsRegion(Region):
@@ -64,8 +57,7 @@ class HeadsRegion(Region):
     Attributes:
         chosen: for training and for evaluation, after the first pass: the number of matrices in
             a column layer, one below the other; None where the layers are gathered.
-        output_dims: for training and for evaluation, after the first pass: for each tensor of
-            the output the dim along which it is a shard, None if it is replicated.
+        num_outputs: for training and for evaluation, after the first pass: tensors of its output.
     """
 
     def __init__(
@@ -82,23 +74,25 @@ class HeadsRegion(Region):
         self.attention = attention
         self.full_counts: dict[str, int] = {key: getattr(owner, key) for key in attention.counts}
         self.chosen: dict[bool, int | None] = {}
-        self.output_dims: dict[bool, list[int | None]] = {}
+        self.num_outputs: dict[bool, int] = {}
         self.set_parts(attention.fused)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self.depth:  # its forward pass calls itself
             return super().__call__(*inputs, **options)
         is_training = self.module.training
-        is_first = is_training not in self.output_dims
-        if is_first:
-            expected = self._choose_parts(inputs, options)
+        if is_training not in self.num_outputs:
+            self._choose_parts(inputs, options)
         parts = self.chosen[is_training]
         if parts is None:
             return self._forward_full(*gather_all(inputs), **gather_all(options))
         output = self._forward_sharded(parts, inputs, options)
-        if is_first:
-            self.output_dims[is_training] = self._compare(output, expected)
-        return self._wrap_outputs(output)
+        if sum(_tensor_mask(output)) != self.num_outputs[is_training]:
+            raise StrategyRefused(
+                f"{self._error_head()}its output has other parts than in its first forward pass, "
+                f"which were not compared with those of the whole. {self._suggestion()}"
+            )
+        return output
 
     def set_parts(self, parts: int | None) -> None:
         """Let each count be that of this rank's heads; of all heads if `parts` is None."""
@@ -109,14 +103,15 @@ class HeadsRegion(Region):
             for layer in self.layers:
                 layer.parts = parts
 
-    def _choose_parts(self, inputs: Any, options: Any) -> Any:
-        """Choose the parts for this mode, and return the output of the full model. Collective.
+    def _choose_parts(self, inputs: Any, options: Any) -> None:
+        """Choose the parts for this mode, by the output of the full model. Collective.
 
         A forward pass may write into its inputs, into a cache say, or change its modules. So each
         pass that is only compared gets copies, and what it has changed is restored.
         """
         is_training = self.module.training
         expected = self._attempt(self._forward_full, inputs, options)
+        self.num_outputs[is_training] = sum(_tensor_mask(expected))
         errors: list[StrategyRefused] = []
         for parts in sorted({self.attention.fused, 1}, reverse=True):
             try:
@@ -126,12 +121,10 @@ class HeadsRegion(Region):
                 errors.append(error)
             else:
                 self.chosen[is_training] = parts
-                return expected
+                return
         self.chosen[is_training] = None
-        self.output_dims[is_training] = []
         if self.axis.rank == 0:
             warnings.warn(self._gathered_note(errors[0]), stacklevel=2)
-        return expected
 
     def _attempt(self, forward: Callable[..., Any], inputs: Any, options: Any) -> Any:
         """Run a forward pass of copies that leaves no trace. Collective."""
@@ -149,11 +142,6 @@ class HeadsRegion(Region):
 
     def _forward_sharded(self, parts: int, inputs: Any, options: Any) -> Any:
         self.set_parts(parts)
-        # An output that was wrapped may come back as an input: a cache of keys and values, say.
-        # The heads of this rank need their shard of it only.
-        inputs, options = tree_map_only(
-            HeadShardedTensor, lambda x: x if x.written else x.local, (inputs, options)
-        )
         with GlobalDropout(self.axis) if self.module.training else nullcontext():
             return super().__call__(*inputs, **options)
 
@@ -178,68 +166,27 @@ class HeadsRegion(Region):
                 layer.__class__ = sharded_class
                 own_parameters(layer).update(parameters)
 
-    def _compare(self, output: Any, expected: Any) -> list[int | None]:
-        """Return for each tensor of the output the dim along which this rank has a shard.
+    def _compare(self, output: Any, expected: Any) -> None:
+        """Check that an output is that of the full model.
 
         Raises:
-            StrategyRefused: the output is neither that of the full model nor a shard of it.
+            StrategyRefused: it is another one, or that of this rank's heads.
         """
-        leaf_pairs = zip(tree_leaves(output), tree_leaves(expected), strict=False)
-        tensor_pairs = [
-            (actual, full)
-            for actual, full in leaf_pairs
-            if isinstance(actual, Tensor) and isinstance(full, Tensor)
-        ]
-        if _tensor_mask(output) != _tensor_mask(expected) or not tensor_pairs:
+        if _tensor_mask(output) != _tensor_mask(expected) or not any(_tensor_mask(output)):
             raise StrategyRefused(
                 f"{self._error_head()}its output has other parts than that of the whole. "
                 f"{self._suggestion()}"
             )
-        return [self._compare_tensor(actual.detach(), full) for actual, full in tensor_pairs]
-
-    def _compare_tensor(self, actual: Tensor, expected: Tensor) -> int | None:
-        """Return the dim along which `actual` is a shard of `expected`; None for equal tensors."""
-        shard_dim = self._find_shard_dim(actual, expected)
-        if shard_dim is not None:
-            actual = all_gather_dim(actual, self.axis, shard_dim, expected.shape[shard_dim])
-        is_same_shape = actual.shape == expected.shape
-        error = _relative_error(actual, expected) if is_same_shape else torch.inf
-        if not error <= TOLERANCES.get(actual.dtype, 0.1):
-            raise StrategyRefused(
-                f"{self._error_head()}its output is not that of the whole (relative difference "
-                f"{error:.1e}). {self._suggestion()}"
-            )
-        return shard_dim
-
-    def _find_shard_dim(self, actual: Tensor, expected: Tensor) -> int | None:
-        """Return the one dim in which `actual` is 1/T of `expected`, if there is exactly one."""
-        if actual.dim() != expected.dim():
-            return None
-        differing = [dim for dim in range(actual.dim()) if actual.shape[dim] != expected.shape[dim]]
-        if len(differing) != 1:
-            return None
-        (dim,) = differing
-        return dim if actual.shape[dim] * self.axis.size == expected.shape[dim] else None
-
-    def _wrap_outputs(self, output: Any) -> Any:
-        """Return the output, with each shard in it wrapped as a HeadShardedTensor."""
-        dims = self.output_dims[self.module.training]
-        if sum(isinstance(leaf, Tensor) for leaf in tree_leaves(output)) != len(dims):
-            raise StrategyRefused(
-                f"{self._error_head()}its output has other parts than in its first forward pass, "
-                f"which were not compared with those of the whole. {self._suggestion()}"
-            )
-        if all(dim is None for dim in dims):
-            return output
-        remaining_dims = iter(dims)
-
-        def wrap(tensor: Tensor) -> Tensor:
-            dim = next(remaining_dims)
-            if dim is None:
-                return tensor
-            return HeadShardedTensor.from_local(tensor, self.axis, dim)
-
-        return tree_map_only(Tensor, wrap, output)
+        for actual, full in zip(tree_leaves(output), tree_leaves(expected), strict=True):
+            if not isinstance(actual, Tensor):
+                continue
+            is_same_shape = actual.shape == full.shape
+            error = _relative_error(actual.detach(), full) if is_same_shape else torch.inf
+            if not error <= TOLERANCES.get(actual.dtype, 0.1):
+                raise StrategyRefused(
+                    f"{self._error_head()}its output is not that of the whole (relative difference "
+                    f"{error:.1e}). {self._suggestion()}"
+                )
 
     def _gathered_note(self, error: StrategyRefused) -> str:
         name = re.sub(r"\d+", "*", self.name) or "the model"

@@ -4,8 +4,8 @@
                                     ├─> full [ a b c d ]         on `local`; any other function
       rank 1     local [ . . c d ] ─┘                            gets `full`, gathered once
 
-It has the shape of the full tensor and gives the same numbers. Logits of words, attention weights
-of heads (`heads.py`) and slices of the sequence (`sequence.py`) are such tensors.
+It has the shape of the full tensor and gives the same numbers. Logits of words (`vocabulary.py`)
+and slices of the sequence (`sequence.py`) are such tensors.
 
 A write goes into the gathered full tensor, which counts from then on. Other tensors may be views
 of the same shards. They would not see this write, so it is refused.

@@ -162,7 +162,7 @@ class Attention(nn.Module):
 
 
 class WeightsAreRead(nn.Module):
-    """Tokens that attend to no other; attention weights that are read, and passed on."""
+    """Tokens that attend to no other; weights of attention, which is whole then, that are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,6 +193,7 @@ def loss_that_reads_all_logits(logits: Tensor, target: Tensor) -> Counted:
     return counted(total + 0.1 * (logits.logsumexp(-1).square() * counts).sum(), counts.sum())
 
 
+@pytest.mark.filterwarnings("ignore:.*every rank gathers and computes all of it")
 def test_what_is_seen_of_slices_is_the_whole() -> None:
     check_strategy(
         "tensor=2", 2, Experiment(WeightsAreRead, token_loader, loss_that_reads_all_logits, steps=2)
