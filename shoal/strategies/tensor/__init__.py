@@ -7,7 +7,8 @@ Decide   `plan.py` makes the plan. It asks `find_attention.py`, `find_vocabulary
          `candidates.py` knows the layers that may be divided, and the reasons against others.
 Execute  `apply.py` replaces classes and parameters by those of `linear.py`, `conv.py`,
          `multihead.py`, `heads.py` and `vocabulary.py`. `region.py` is their way in and out;
-         `dropout_rng.py` draws as one device does.
-Tensors  `lazy_gather.py` becomes full when needed: logits of `vocabulary.py`, weights of
-         `heads.py`, and `sequence.py`, which is divided along the tokens.
+         `dropout_rng.py` draws as one device does, and `sliced_parameters.py` refuses parameters
+         in slices that code of the user takes.
+Tensors  `lazy_gather.py` becomes full when needed: logits of `vocabulary.py`, and `sequence.py`,
+         which is divided along the tokens.
 """

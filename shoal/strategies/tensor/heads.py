@@ -38,9 +38,9 @@ from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.module_snapshot import restored_modules
 from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.find_attention import AttentionPlan
-from shoal.strategies.tensor.gathered_parameters import gathered_parameter
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.sequence import gather_all
+from shoal.strategies.tensor.sliced_parameters import gathered_parameter
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 """Largest relative difference; 0.1 for shorter dtypes. A wrong plan differs in the first digit."""

@@ -59,9 +59,9 @@ from shoal.strategies.full_model import Colocation, FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.cost import cost
-from shoal.strategies.tensor.gathered_parameters import RefuseSlices, is_tensor_sharded
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
+from shoal.strategies.tensor.sliced_parameters import RefuseSlices, is_tensor_sharded
 
 PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "

@@ -5,7 +5,7 @@ branch of the model depends on the samples, ranks use different units, and the g
 would be added to that of another. So ranks compare what they run, and another unit is refused.
 
       first pass    unit 1 ── unit 2 ── unit 3 ── end      ranks compare each of them
-      later ones    unit 1 ── unit 2 ── unit 3 ── end      ranks compare the first one only
+      later ones    unit 1 ── unit 2 ── unit 3 ── end      ranks compare function and first unit
 
 [1] *Forward.* A pass of a function that begins with another unit has another order. The first pass
     of an order records it, and later ones follow it: a rank that leaves it says so before it
@@ -38,6 +38,7 @@ all that was computed later than the unit began, because autograd goes backward 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -226,7 +227,10 @@ class Lockstep:
         Raises: StrategyRefused: another rank does another one, or this one did in an earlier pass.
         """
         assert self.order is not None
-        if self.position < len(self.order):
+        if self.position == 0:
+            function = zlib.crc32(repr(self._key).encode()) % 2**29
+            is_same = self._is_same_on_all_ranks(2 * END_OF_STEP * function + run)
+        elif self.position < len(self.order):
             is_same = self.order[self.position] == run
         else:
             is_same = self._is_same_on_all_ranks(run)

@@ -166,6 +166,21 @@ def test_a_step_that_leaves_the_order_is_refused_with_the_cure() -> None:
         world.run(2, one_function_for_two_tasks, "zero3")
 
 
+def another_function_on_each_rank() -> None:
+    run, model, _, batches = prepared("zero3", Later())
+    x, y = next(iter(batches))
+    losses = (
+        (lambda x, y: F.cross_entropy(model(x, 0), y)),
+        (lambda x, y: F.cross_entropy(model(x, 0) + model(x, 1), y)),
+    )
+    run.forward_backward(losses[torch.distributed.get_rank()], x, y)
+
+
+def test_ranks_that_compute_other_functions_are_refused() -> None:
+    with pytest.raises(LaunchError, match=r"comes where other blocks of the model come"):
+        world.run(2, another_function_on_each_rank)
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
 def test_ranks_whose_samples_take_different_branches_are_refused(strategy: str) -> None:
     with pytest.raises(
