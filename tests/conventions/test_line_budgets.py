@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_500,
+    "shoal/cli": 2_620,
     "shoal/comm": 3_330,
     "shoal/config": 1_980,
     "shoal/costs": 1_820,
@@ -23,8 +23,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
-    "shoal/planner": 1_700,
-    "shoal/platform": 1_760,
+    "shoal/planner": 2_280,
+    "shoal/platform": 1_830,
     "shoal/plotting": 410,
     "shoal/run": 9_660,
     "shoal/shm_backend": 2_860,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 1_950,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 68_780,
+    "tests": 69_400,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
