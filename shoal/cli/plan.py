@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli import argument_types, job_options
-from shoal.errors import ConfigError, raise_problems
+from shoal.cli.script_check import check_script
+from shoal.errors import ConfigError, UsageError, raise_problems
 
 if TYPE_CHECKING:
     from shoal.config.job import Job
     from shoal.costs.cluster import Cluster
     from shoal.costs.machine import Machine
-    from shoal.strategies import StrategyLine
+    from shoal.planner.script_workload import FirstRun
+    from shoal.planner.smallest_change import Command
+    from shoal.planner.strategy_search import Workload
 
 HELP = "predict the fastest strategy of a job, its memory and its time, without running it"
 EXAMPLES = """\
@@ -26,6 +30,7 @@ EXAMPLES = """\
   shoal plan my.yaml -n 8 --servers               how many parameter servers
   shoal plan my.yaml -n 8 --mtbf 5000h            how often to save
   shoal plan my.yaml -n 8 --machine h100          on a machine known by its datasheet
+  shoal plan train.py -n 4 --memory 16GiB         your own script; its own words after --
 
 Speeds are those of `shoal calibrate`; without one, it is asked for. docs/plan.md says how to read a
 plan, and how far plans were from what was measured.
@@ -60,18 +65,58 @@ class _Numbers(NamedTuple):
     restart: float
 
 
+class _PlanOptions(NamedTuple):
+    """Ranks and machine of a plan, and the form of the answer."""
+
+    machine: Machine
+    cluster: Cluster
+    numbers: _Numbers
+    servers: bool
+    json: bool
+
+
+class _PlannedSource(NamedTuple):
+    """Source of a workload: a job, or a script.
+
+    Attributes:
+        command: that trains it.
+        strategy: the one that was asked for; None for all.
+        answer: returns the text of the plans, and the exit status.
+    """
+
+    command: Command
+    strategy: str | None
+    answer: Callable[[_PlanOptions, _PlannedSource], tuple[str, int]]
+
+
 def run(options: argparse.Namespace) -> int:
     """Print the plans. Exit status 1 if nothing fits.
 
     Raises: ConfigError: with all problems of the options, the files and the job.
     """
+    problems: list[str] = []
+    request = _request(options, problems)
+    is_script = len(options.source) == 1 and options.source[0].endswith(".py")
+    try:
+        source = _script(options) if is_script else _job(options, request.cluster.ranks)
+    except ConfigError as error:
+        problems += error.problems
+    except UsageError as error:
+        problems.append(str(error))
+    raise_problems(problems)
+    text, status = source.answer(request, source)
+    print(text)
+    return status
+
+
+def _request(options: argparse.Namespace, problems: list[str]) -> _PlanOptions:
+    """Return what the options ask for, whatever is planned; add their problems."""
     from shoal.costs import cluster as clusters
     from shoal.costs.find_machine import find_machine, one_machine
-    from shoal.train import job_precheck
+    from shoal.costs.machine import UNKNOWN_CPU
 
-    problems: list[str] = []
     numbers = _numbers(options, problems)
-    cluster, machine = None, None
+    cluster, machine = None, UNKNOWN_CPU
     try:
         cluster = clusters.load(options.cluster) if options.cluster is not None else None
         machine = find_machine(options.machine or (cluster.machine if cluster else ""))
@@ -82,16 +127,53 @@ def run(options: argparse.Namespace) -> int:
         problems.append(f"-n {processes}: there must be at least one process")
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
-    ranks = cluster.ranks if cluster is not None else max(processes, 1)
-    try:
-        settings, line, _ = job_options.settings(options, ranks)
-        problems += job_precheck.problems(settings.job)
-    except ConfigError as error:
-        problems += error.problems
-    raise_problems(problems)
-    assert machine is not None
-    cluster = cluster or one_machine(machine, ranks)
-    return _print_plans(options, settings.job, line, cluster, machine, numbers)
+    cluster = cluster or one_machine(machine, max(processes, 1))
+    return _PlanOptions(machine, cluster, numbers, options.servers, options.json)
+
+
+def _job(options: argparse.Namespace, ranks: int) -> _PlannedSource:
+    from shoal.planner.smallest_change import Command
+    from shoal.train import job_precheck
+
+    if options.script_arguments:
+        raise UsageError("words after --: only for a script, as in `shoal plan train.py -- ...`")
+    settings, line, _ = job_options.settings(options, ranks)
+    raise_problems(job_precheck.problems(settings.job))
+    words = [f"--{name}={text}" for name, text in options.settings if name != "strategy"]
+    asked = any(name == "strategy" for name, _ in options.settings) or options.allreduce
+    return _PlannedSource(
+        Command(("shoal", "train", *options.source, *words), (), "--train.accumulate"),
+        line.text if asked else None,
+        partial(_plans_of_job, settings.job),
+    )
+
+
+def _plans_of_job(job: Job, request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
+    from shoal.planner.job_workload import job_workload
+
+    return _plans(job_workload(job), request, source)
+
+
+def _script(options: argparse.Namespace) -> _PlannedSource:
+    from shoal.planner.smallest_change import Command
+    from shoal.strategies import add_allreduce_option, parse_line
+
+    name = options.source[0]
+    check_script("plan", name)
+    others = [key for key, _ in options.settings if key != "strategy"]
+    if others:
+        raise UsageError(
+            f"--{others[0]}: no option of `shoal plan` for a script. The script's own words come "
+            f"after --: shoal plan {name} -- --{others[0]} ..."
+        )
+    strategy = dict(options.settings).get("strategy")
+    if strategy is not None or options.allreduce is not None:
+        line = parse_line(strategy or "ddp")
+        if options.allreduce is not None:
+            line = add_allreduce_option(line, options.allreduce)
+        strategy = line.text
+    words = (name, *options.script_arguments)
+    return _PlannedSource(Command(words=words), strategy, _plans_of_script)
 
 
 def _numbers(options: argparse.Namespace, problems: list[str]) -> _Numbers:
@@ -115,36 +197,71 @@ def _numbers(options: argparse.Namespace, problems: list[str]) -> _Numbers:
     )
 
 
-def _print_plans(
-    options: argparse.Namespace,
-    job: Job,
-    line: StrategyLine,
-    cluster: Cluster,
-    machine: Machine,
-    numbers: _Numbers,
-) -> int:
+def _plans_of_script(request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
+    """Return the text and the exit status for a script, which runs in processes of its own.
+
+    Raises: UsageError: it cannot be followed.
+    """
+    from shoal.launch import preload
+    from shoal.launch.start import start
+    from shoal.testing.world import World
+
+    found: FirstRun | tuple[str, int] | UsageError | None = None
+    variables = {"OMP_NUM_THREADS": "1", "SHOAL_STRATEGY": "single", "TORCHDYNAMO_DISABLE": "1"}
+    for _ in range(2):
+        ranks = start(
+            _follow,
+            (request, source, found),
+            1,
+            variables,
+            "lines",
+            preload=preload.TRAINING,
+            wants_values=True,
+        )
+        with World(ranks, timeout_s=600.0) as world:
+            [found] = world.results()
+        if isinstance(found, UsageError):
+            raise found
+        if isinstance(found, tuple):
+            return found
+    raise AssertionError("the second run answers")
+
+
+def _follow(
+    request: _PlanOptions, source: _PlannedSource, first: FirstRun | None
+) -> FirstRun | tuple[str, int] | UsageError:
+    """Follow a script, and plan it in its process, which has its model."""
+    from shoal.planner.script_workload import FirstRun, script_workload
+
+    path, *arguments = source.command.words
+    try:
+        found = script_workload(path, arguments, first, request.cluster.ranks)
+        return found if isinstance(found, FirstRun) else _plans(found, request, source)
+    except UsageError as error:
+        return error
+
+
+def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
+    """Return the text of the plans, and the exit status."""
     from shoal.planner import plan_report, server_report
-    from shoal.planner.job_workload import job_workload
     from shoal.planner.strategy_search import Planner
 
-    planner = Planner(job_workload(job), machine, cluster, numbers.memory)
-    if options.servers:
-        print(server_report.servers_text(planner))
-        return 0
-    asked = any(name == "strategy" for name, _ in options.settings) or options.allreduce
-    if asked and not options.json:
-        plan = planner.plan(line.text)
-        print(plan_report.explain(planner, plan))
-        return int(plan.missing_bytes > 0)
-    plans = planner.search([line.text] if asked else None)
-    if options.json:
-        print(json.dumps(plan_report.as_json(planner, plans)))
-        return int(not plans.fitting)
-    words = " ".join([*options.source, *(f"--{name} {text}" for name, text in options.settings)])
-    print(plan_report.report(planner, plans, f"shoal train {words} -n {cluster.ranks}"))
-    mtbf_s = numbers.mtbf or cluster.mtbf_s
+    numbers = request.numbers
+    planner = Planner(workload, request.machine, request.cluster, numbers.memory)
+    if request.servers:
+        return server_report.servers_text(planner), 0
+    strategy = source.strategy
+    if strategy is not None and not request.json:
+        plan = planner.plan(strategy)
+        return plan_report.explain(planner, plan, source.command), int(plan.missing_bytes > 0)
+    plans = planner.search([strategy] if strategy is not None else None)
+    status = int(not plans.fitting)
+    if request.json:
+        return json.dumps(plan_report.as_json(planner, plans)), status
+    text = plan_report.report(planner, plans, source.command)
+    mtbf_s = numbers.mtbf or request.cluster.mtbf_s
     if mtbf_s < inf:
         step_s = plans.best.seconds if plans.best else inf
-        save_s, restart_s = numbers.save, numbers.restart
-        print(server_report.failures_text(mtbf_s, cluster.ranks, save_s, restart_s, step_s))
-    return int(not plans.fitting)
+        times = numbers.save, numbers.restart, step_s
+        text += "\n" + server_report.failures_text(mtbf_s, request.cluster.ranks, *times)
+    return text, status

@@ -74,6 +74,8 @@ VERBS: dict[str, Verb] = {
 }
 # Verbs that accept settings as flags, such as --optimizer.lr 0.1.
 TAKES_SETTINGS = ("train", "import", "config", "verify", "plan", "plan-tensor")
+# Verbs that accept a script too, whose own words come after --.
+TAKES_SCRIPT = ("verify", "plan")
 
 
 HIDDEN = ("agent",)
@@ -176,7 +178,7 @@ def _run(words: list[str]) -> int:
     settings: list[tuple[str, str]] = []
     script_arguments: list[str] = []
     typed_words = list(words)
-    if words and words[0] == "verify" and "--" in words:
+    if words and words[0] in TAKES_SCRIPT and "--" in words:
         end = words.index("--")
         words, script_arguments = words[:end], words[end + 1 :]
     if words and words[0] in TAKES_SETTINGS:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import sys
-import tokenize
 import traceback
-from pathlib import Path
 
 from shoal.cli import argument_types, job_options
-from shoal.config.setting_fields import is_path
+from shoal.cli.script_check import check_script
 from shoal.errors import ConfigError, ShoalError, UsageError, printable
 
 HELP = "prove that a strategy trains as one process does, in float64"
@@ -107,7 +104,7 @@ def _script_verdict(options: argparse.Namespace) -> int:
             f"--{others[0]}: no option of `shoal verify` for a script. The script's own words come "
             f"after --: shoal verify {options.source[0]} -- --{others[0]} ..."
         )
-    _check_script(options.source[0])
+    check_script("verify", options.source[0])
     strategy = dict(options.settings).get("strategy")
     if options.allreduce is not None:
         from shoal.strategies import add_allreduce_option, parse_line
@@ -127,14 +124,3 @@ def _script_verdict(options: argparse.Namespace) -> int:
     )
     print(json.dumps(report.to_json()) if options.json else report)
     return report.exit_code
-
-
-def _check_script(name: str) -> None:
-    """Raise UsageError, before any process starts, if a script is no Python file."""
-    if not is_path(name) or not Path(name).is_file():
-        raise UsageError(f"verify: there is no script {name}. Give the path of a Python file.")
-    try:
-        with tokenize.open(name) as file:
-            ast.parse(file.read(), name)
-    except (SyntaxError, ValueError, RecursionError, OSError) as error:
-        raise UsageError(f"verify: {name} is no Python file: {error}") from error

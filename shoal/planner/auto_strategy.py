@@ -11,7 +11,8 @@ from shoal.config.job import Job
 from shoal.costs.find_machine import find_machine, one_machine
 from shoal.errors import StrategyRefused
 from shoal.planner.job_workload import job_workload
-from shoal.planner.plan_report import bytes_text, machine_text, seconds_text
+from shoal.planner.plan_report import machine_text
+from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.strategy_search import Planner
 from shoal.train.run_directory import CONFIG, job_of
 

@@ -13,6 +13,7 @@ from shoal.costs import cluster as clusters
 from shoal.costs.find_machine import find_machine, one_machine
 from shoal.errors import ConfigError
 from shoal.planner.plan_report import report
+from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import Plan, Planner, Plans, Workload
 from shoal.planner.trace_model import trace_model
 
@@ -36,7 +37,7 @@ class PlanResult:
         return self.plans.best
 
     def __str__(self) -> str:
-        return report(self.planner, self.plans, f"shoal launch -n {self.planner.cluster.ranks}")
+        return report(self.planner, self.plans, Command(words=("train.py",)))
 
 
 def plan(

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from shoal.costs.machine import Machine
+from shoal.planner.quantity_text import bytes_text, seconds_text
+from shoal.planner.smallest_change import Command, smallest_changes
 from shoal.planner.strategy_search import Plan, Planner, Plans, complexity
 from shoal.strategies import parse_line
 
@@ -14,26 +16,10 @@ ROWS = 12
 """Plans in the table; --json has all."""
 
 
-def bytes_text(size: float) -> str:
-    """Return a size in the unit that suits it."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    return f"{size:,.1f} TiB"
-
-
-def seconds_text(seconds: float) -> str:
-    """Return a time in the unit that suits it."""
-    if seconds < 0.01:
-        return f"{seconds * 1e3:.2f} ms"
-    return f"{seconds * 1e3:.0f} ms" if seconds < 1 else f"{seconds:,.2f} s"
-
-
-def report(planner: Planner, plans: Plans, command: str) -> str:
+def report(planner: Planner, plans: Plans, command: Command) -> str:
     """Return the table of plans, best first, and why others are none.
 
-    Args: command: with which the best is run, without its strategy.
+    Args: command: with which the best is run.
     """
     lines = [*_head(planner), ""]
     shown = _worth_showing(plans.fitting)[:ROWS]
@@ -182,43 +168,36 @@ def _wrapped(text: str, indent: str) -> list[str]:
     return [*lines, text]
 
 
-def _next(planner: Planner, plans: Plans, command: str) -> Iterator[str]:
+def _next(planner: Planner, plans: Plans, command: Command) -> Iterator[str]:
     best = plans.best
     if best is not None:
         if best is not plans.fitting[0]:
             yield f"{best.strategy} is as fast as a prediction can tell, and simpler or exact:"
-        yield f"{command} --strategy {best.strategy}"
-        return
-    if plans.too_large:
-        nearest = plans.too_large[0]
-        yield (
-            f"nothing fits; the least needs {bytes_text(nearest.memory.total)} a rank: "
-            f"{nearest.strategy}"
-        )
-        yield smallest_change(planner, nearest)
-        return
-    yield "no strategy runs this job on these ranks"
+        yield from filter(None, [planner.workload.note])
+        yield command.line(planner, best.strategy)
+    elif plans.too_large:
+        yield from does_not_fit(planner, plans.too_large[0], command)
+    else:
+        yield "no strategy runs this job on these ranks"
 
 
-def smallest_change(planner: Planner, nearest: Plan) -> str:
-    """Return what would make the nearest plan fit: a smaller batch, or more memory."""
-    held = nearest.memory
-    states = held.parameters + held.gradients + held.optimizer + held.gathered
-    free = nearest.memory_limit - states
-    if free <= 0:
-        return (
-            f"its states alone take {bytes_text(states)}: more ranks, or "
-            f"{bytes_text(states - nearest.memory_limit)} more memory on each"
-        )
-    times = -(-held.activations // free)
-    return (
-        f"smallest change: micro-batches, --train.accumulate "
-        f"{planner.workload.accumulate * int(times)}, or {bytes_text(nearest.missing_bytes)} more"
-    )
+def does_not_fit(planner: Planner, nearest: Plan, command: Command) -> Iterator[str]:
+    """Yield what the plan lacks that comes nearest, and what would make the job fit."""
+    size = bytes_text(nearest.missing_bytes)
+    yield f"nothing fits; {nearest.strategy} comes nearest, and lacks {size} on each rank"
+    yield from change_lines(planner, command)
 
 
-def explain(planner: Planner, plan: Plan) -> str:
-    """Return one plan in detail: memory by kind, and where the time goes."""
+def change_lines(planner: Planner, command: Command) -> Iterator[str]:
+    """Yield the smallest changes that make the workload fit."""
+    changes = list(smallest_changes(planner, command))
+    yield from filter(None, [planner.workload.note])
+    yield "the smallest changes that make it fit:" if changes else "no change makes it fit"
+    yield from (f"  {change}" for change in changes)
+
+
+def explain(planner: Planner, plan: Plan, command: Command) -> str:
+    """Return one plan in detail: memory by kind, and where the time goes, or what makes it fit."""
     held = plan.memory
     lines = [*_head(planner), "", f"{plan.strategy}", ""]
     lines.append("memory of the fullest rank at its fullest moment")
@@ -235,6 +214,8 @@ def explain(planner: Planner, plan: Plan) -> str:
     )
     if plan.time is not None:
         lines += ["", *_time_lines(plan)]
+    else:
+        lines += ["", *change_lines(planner, command)]
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import ceil, inf
 
 from shoal.costs import goodput, server_count
-from shoal.planner.plan_report import bytes_text, seconds_text
+from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.strategy_search import Planner
 from shoal.strategies.server_options import ServerOptions
 

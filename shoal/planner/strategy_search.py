@@ -31,6 +31,8 @@ TURNS_BAND = 0.66
 """Share by which times of more ranks than cores were off at most: benchmarks/plan."""
 DATASHEET_BAND = 0.85
 """Share for numbers of datasheets, for which nothing was measured: no less than any other."""
+IN_ONE_PROCESS = ("single", "dataparallel")
+"""Ways that share out no batch among ranks. The second is there for comparison."""
 ALIKE = 0.05
 """Share by which times differ that a prediction tells apart."""
 
@@ -42,12 +44,14 @@ class Workload:
     Attributes:
         module: the model; its tensors may have no memory.
         accumulate: micro-batches of each rank's share.
+        note: what must be done before a command of the plan can run; empty for nothing.
     """
 
     model: ModelWork
     module: Any
     global_batch: int
     accumulate: int = 1
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -209,24 +213,28 @@ def candidate_lines(ranks: int) -> Iterator[str]:
     """Yield the strategy lines that are worth a comparison on so many ranks.
 
     Each strategy says which of its variants these are. Strategies that divide the model or the
-    work stand alone or together, before each way to share out the batch.
+    work stand alone or together, before each way to share out the batch. Where one rank has all of
+    the batch, there is nothing to share out.
     """
     dividing = [
         ["", *entry.options.variants(name, ranks)]
         for name, entry in STRATEGIES.items()
         if name not in DATA
     ]
-    sharing = [text for name in DATA for text in STRATEGIES[name].options.variants(name, ranks)]
-    for parts in product(*dividing, sharing):
-        # ddp is what a line means that names no way to share out the batch.
-        line = ",".join(part for part in parts if part).removesuffix(",ddp")
-        degrees = [degree for part in parts if part for degree in _degrees(part)]
-        if ranks % prod(degrees) == 0:
-            yield line
+    names = [name for name in DATA if name not in IN_ONE_PROCESS]
+    sharing = [text for name in names for text in STRATEGIES[name].options.variants(name, ranks)]
+    for parts in product(*dividing):
+        words = [part for part in parts if part]
+        data_ranks, rest = divmod(ranks, prod(map(_degree, words)))
+        if rest == 0:
+            for shared in sharing if data_ranks > 1 else ["ddp"]:
+                # ddp is what a line means that names no way to share out the batch.
+                line = ",".join([*words, shared]).removesuffix(",ddp")
+                yield line if ranks > 1 or words else "single"
 
 
 @cache
-def _degrees(text: str) -> list[int]:
-    """Return the sizes of the axes that a part of a line spans beside the data axis."""
+def _degree(text: str) -> int:
+    """Return the product of the axes that a part of a line spans beside the data axis."""
     options = [spec.options for spec in parse_line(text).specs if spec.options is not None]
-    return [size for axis, size in mesh_sizes(options).items() if axis != "dp_shard"]
+    return prod(size for axis, size in mesh_sizes(options).items() if axis != "dp_shard")

@@ -11,39 +11,46 @@ seen and not assumed. No weights are needed: a model of 70 billion parameters ta
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.costs.work import Affine, ModelWork, OpWork, ParameterWork, SegmentWork
+from shoal.costs.work import Affine, ModelWork, ParameterWork, SegmentWork
 from shoal.errors import ShoalError, UsageError
+from shoal.planner.counted_ops import (
+    CountedOp,
+    affine,
+    affine_ops,
+    num_bytes,
+    storage_key,
+    tensors_of,
+)
+from shoal.planner.optimizer_work import optimizer_work
 from shoal.platform.torch_private.fake_tensors import (
     VALUE_NEEDED,
     attention_flops,
     fake_tensors,
 )
-from shoal.platform.torch_private.pytree import tree_leaves, tree_map
-from shoal.platform.torch_private.subclasses import DispatchMode, disable_dispatch_modes
-from shoal.strategies.loss_terms import Counted
+from shoal.platform.torch_private.pytree import tree_map
+from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.strategies.loss_terms import split_result
 
 SAMPLES = (2, 4)
 """Numbers of samples of the two steps. One sample takes other ways in some models."""
 
+NEEDS_VALUE = (
+    "asks for the value of a tensor ({error}), and a plan is made without values. Leave out "
+    ".item(), bool() and nonzero() in the forward pass."
+)
 Loss = Callable[..., Any]
-MakeOptimizer = Callable[[nn.Module], Optimizer]
-
-
-class _CountedOp(NamedTuple):
-    kind: str
-    flops: float
-    moved_bytes: float
+MakeOptimizer = Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
+"""Returns the optimizer of a model; several where they step different parameters."""
 
 
 @dataclass(eq=False)
@@ -61,9 +68,18 @@ class _TracedSegment:
     backward_most: float = float("-inf")
     gradient_most: float = float("-inf")
     output_bytes: float = 0.0
-    forward: list[_CountedOp] = field(default_factory=list)
-    backward: list[_CountedOp] = field(default_factory=list)
+    forward: list[CountedOp] = field(default_factory=list)
+    backward: list[CountedOp] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CountedStep:
+    """The operations of a forward and a backward pass with so many samples."""
+
+    segments: list[_TracedSegment]
+    input_bytes: float
+    samples: int
 
 
 def trace_model(
@@ -78,30 +94,42 @@ def trace_model(
 
     Raises: UsageError: the model cannot run without values.
     """
-    counted = []
+    with fake_tensors(), without_memory(model):
+        # Activations scale with the batch, so the difference of two steps is their slope.
+        low, high = (
+            _count(model, compute_loss, _resized(batch, samples), samples) for samples in SAMPLES
+        )
+    return work_of_steps(model, make_optimizer, low, high, name)
+
+
+def work_of_steps(
+    model: nn.Module, make_optimizer: MakeOptimizer, low: CountedStep, high: CountedStep, name: str
+) -> ModelWork:
+    """Return the work of a model from two counted steps with different numbers of samples.
+
+    Raises: UsageError: the steps differ in more than their samples; the optimizer has other
+        parameters.
+    """
     # An optimizer may hold the parameters as they were before.
     names = {id(p): parameter_name for parameter_name, p in model.named_parameters()}
-    with fake_tensors(), _without_memory(model):
-        # Activations scale with the batch, so the difference of two steps is their slope.
-        for samples in SAMPLES:
-            counted.append(_count(model, compute_loss, _resized(batch, samples)))
-        segments = _affine_segments(*counted)
-        parameters, buffers = _tensors_of(model)
+    with fake_tensors(), without_memory(model):
         names |= {id(p): parameter_name for parameter_name, p in model.named_parameters()}
-        optimizer = _optimizer_work(make_optimizer(model), names)
+        parameters, buffers = _tensors_of(model)
+        optimizer = optimizer_work(make_optimizer(model), names)
+    samples = (low.samples, high.samples)
     return ModelWork(
         name or type(model).__name__,
-        segments,
+        _affine_segments(low.segments, high.segments, samples),
         tuple(replace(p, optimizer_bytes=optimizer.states.get(p.name, 0.0)) for p in parameters),
         buffers,
-        _affine(*(_num_bytes(_resized(batch, samples, "meta")) for samples in SAMPLES)),
+        affine(low.input_bytes, high.input_bytes, samples),
         optimizer.ops,
         optimizer.extra,
     )
 
 
 @contextmanager
-def _without_memory(model: nn.Module) -> Iterator[None]:
+def without_memory(model: nn.Module) -> Iterator[None]:
     """Let parameters and buffers be tensors without memory, inside this context."""
     replaced: list[tuple[nn.Module, str, Tensor]] = []
     fakes: dict[int, Tensor] = {}
@@ -132,46 +160,31 @@ def _fake_like(tensor: Tensor) -> Tensor:
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def _resized(batch: Any, samples: int, device: str | None = None) -> Any:
+def _resized(batch: Any, samples: int) -> Any:
     """Return tensors of the same shapes for another number of samples."""
 
     def resize(value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         shape = (samples, *value.shape[1:])
-        return torch.empty(shape, dtype=value.dtype, device=device or value.device)
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
 
     return tree_map(resize, batch)
 
 
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
-
-
-def _num_bytes(nest: Any) -> float:
-    return float(sum(tensor.nbytes for tensor in _tensors(nest)))
-
-
-def _count(model: nn.Module, compute_loss: Loss, batch: Any) -> list[_TracedSegment]:
-    """Run one forward and backward pass, and return its segments."""
-    counter = FlopCounterMode(display=False, custom_mapping=dict(attention_flops()))
-    tracer = _StepTracer(model, counter)
+def _count(model: nn.Module, compute_loss: Loss, batch: Any, samples: int) -> CountedStep:
+    """Run one forward and backward pass, and return its operations."""
+    size = num_bytes(batch)
     try:
-        with counter, tracer, tracer.watching():
-            loss = compute_loss(*batch)
-            loss = loss[0] if isinstance(loss, tuple) and not hasattr(loss, "_fields") else loss
-            if isinstance(loss, Counted):
-                loss = sum(term.value for term in loss.terms)
+        with counting(model) as tracer:
+            terms, _ = split_result(compute_loss(*batch))
             del batch
             tracer.begin_backward()
-            loss.backward()
+            torch.autograd.backward(sum(term.value for term in terms))  # type: ignore[arg-type]
     except ShoalError:
         raise
     except VALUE_NEEDED as error:
-        raise UsageError(
-            f"the model or its loss asks for the value of a tensor ({error}), and a plan is made "
-            "without values. Leave out .item(), bool() and nonzero() in the forward pass."
-        ) from error
+        raise UsageError(f"the model or its loss {NEEDS_VALUE.format(error=error)}") from error
     except Exception as error:
         raise UsageError(
             f"the model cannot be counted: its step on tensors without values fails with "
@@ -180,10 +193,19 @@ def _count(model: nn.Module, compute_loss: Loss, batch: Any) -> list[_TracedSegm
     finally:
         for parameter in model.parameters():
             parameter.grad = None
-    return tracer.segments
+    return CountedStep(tracer.segments, size, samples)
 
 
-class _StepTracer(DispatchMode):
+@contextmanager
+def counting(model: nn.Module) -> Iterator[StepTracer]:
+    """Count the operations inside this context; call `begin_backward` between both passes."""
+    counter = FlopCounterMode(display=False, custom_mapping=dict(attention_flops()))
+    tracer = StepTracer(model, counter)
+    with counter, tracer, tracer.watching():
+        yield tracer
+
+
+class StepTracer(DispatchMode):
     """Notes every operation of a step, and the bytes that are alive after it.
 
     Attributes:
@@ -207,11 +229,11 @@ class _StepTracer(DispatchMode):
         self._storages: dict[int, float] = {}
         self._behind: list[float] = []
         tensors = [*model.parameters(), *model.buffers()]
-        self._not_activations = {_key(tensor) for tensor in tensors}
+        self._not_activations = {storage_key(tensor) for tensor in tensors}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+        inputs, outputs = tensors_of((args, kwargs)), tensors_of(result)
         if not outputs:
             return result
         segment = self._segment()
@@ -279,7 +301,7 @@ class _StepTracer(DispatchMode):
 
     def _notice(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = _key(tensor)
+        key = storage_key(tensor)
         if key in self._not_activations or key in self._storages:
             return
         self._storages[key] = float(storage.nbytes())
@@ -295,24 +317,24 @@ class _StepTracer(DispatchMode):
     def _accumulated(self, parameter: Tensor) -> None:
         """Count a gradient as such, from when it is accumulated."""
         assert parameter.grad is not None
-        key = _key(parameter.grad)
+        key = storage_key(parameter.grad)
         if (size := self._storages.pop(key, None)) is not None:
             self.alive -= size
             self.gradients += size
             self._not_activations.add(key)
 
-    def _op(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> _CountedOp:
+    def _op(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> CountedOp:
         total = self._counter.get_total_flops()
         flops, self._flops = total - self._flops, total
         written_in_place = any(output is tensor for output in outputs for tensor in inputs)
-        known = {_key(tensor) for tensor in inputs}
-        if not written_in_place and all(_key(output) in known for output in outputs):
-            return _CountedOp("view", 0.0, 0.0)
+        known = {storage_key(tensor) for tensor in inputs}
+        if not written_in_place and all(storage_key(output) in known for output in outputs):
+            return CountedOp("view", 0.0, 0.0)
         kind = "memory"
         if flops:
             kind = "conv" if "conv" in str(func) else "matmul"
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-        return _CountedOp(kind, float(flops), float(moved))
+        return CountedOp(kind, float(flops), float(moved))
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))
@@ -320,7 +342,7 @@ class _StepTracer(DispatchMode):
     def _leave(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._stack.pop()
         if self._current is not None and not self._is_backward:
-            self._current.output_bytes = _num_bytes(output)
+            self._current.output_bytes = num_bytes(output)
 
     def _pack(self, tensor: Tensor) -> tuple[int, Tensor]:
         return len(self.segments) - 1, tensor
@@ -333,55 +355,33 @@ class _StepTracer(DispatchMode):
         return tensor
 
 
-def _key(tensor: Tensor) -> int:
-    """Return a number that tells the memory of a tensor from that of others."""
-    return id(tensor.untyped_storage())
-
-
 def _affine_segments(
-    first: Sequence[_TracedSegment], second: Sequence[_TracedSegment]
+    first: Sequence[_TracedSegment], second: Sequence[_TracedSegment], samples: tuple[int, int]
 ) -> tuple[SegmentWork, ...]:
     if [segment.path for segment in first] != [segment.path for segment in second]:
         raise UsageError(
             "the model takes other ways for other numbers of samples, so its cost for a share of "
             "the batch is not known."
         )
-    return tuple(_affine_segment(a, b) for a, b in zip(first, second, strict=True))
+    return tuple(_affine_segment(a, b, samples) for a, b in zip(first, second, strict=True))
 
 
-def _affine_segment(a: _TracedSegment, b: _TracedSegment) -> SegmentWork:
-    def relative(value: float) -> float:
-        return value if value > float("-inf") else 0.0
+def _affine_segment(a: _TracedSegment, b: _TracedSegment, samples: tuple[int, int]) -> SegmentWork:
+    def line(first: float, second: float) -> Affine:
+        low, high = (value if value > float("-inf") else 0.0 for value in (first, second))
+        return affine(low, high, samples)
 
     return SegmentWork(
         a.path,
-        _affine_ops(a.forward, b.forward),
-        _affine_ops(a.backward, b.backward),
-        _affine(a.end - a.start, b.end - b.start),
-        _affine(a.forward_most, b.forward_most),
-        _affine(relative(a.backward_most), relative(b.backward_most)),
-        _affine(relative(a.gradient_most), relative(b.gradient_most)),
-        _affine(a.output_bytes, b.output_bytes),
+        affine_ops(a.forward, b.forward, samples),
+        affine_ops(a.backward, b.backward, samples),
+        line(a.end - a.start, b.end - b.start),
+        line(a.forward_most, b.forward_most),
+        line(a.backward_most, b.backward_most),
+        line(a.gradient_most, b.gradient_most),
+        line(a.output_bytes, b.output_bytes),
         tuple(a.parameters),
     )
-
-
-def _affine(first: float, second: float) -> Affine:
-    """Return the line through the values of two numbers of samples."""
-    low, high = SAMPLES
-    slope = (second - first) / (high - low)
-    return Affine(first - slope * low, slope)
-
-
-def _affine_ops(first: Sequence[_CountedOp], second: Sequence[_CountedOp]) -> tuple[OpWork, ...]:
-    """Return the operations of a segment, equal ones together."""
-    if [op.kind for op in first] != [op.kind for op in second]:
-        second = [op._replace(flops=2 * op.flops, moved_bytes=2 * op.moved_bytes) for op in first]
-    counts = Counter(
-        (a.kind, _affine(a.flops, b.flops), _affine(a.moved_bytes, b.moved_bytes))
-        for a, b in zip(first, second, strict=True)
-    )
-    return tuple(OpWork(*key, count) for key, count in counts.items())
 
 
 def _tensors_of(model: nn.Module) -> tuple[list[ParameterWork], float]:
@@ -390,95 +390,3 @@ def _tensors_of(model: nn.Module) -> tuple[list[ParameterWork], float]:
         for name, p in model.named_parameters()
     ]
     return parameters, float(sum(buffer.nbytes for buffer in model.buffers()))
-
-
-class _StepCounter(DispatchMode):
-    """Notes the operations of an optimizer's step, and the most bytes that it holds at once."""
-
-    def __init__(self, known: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.ops: list[_CountedOp] = []
-        self.most = 0.0
-        self._alive: dict[int, float] = {}
-        self._known = {_key(tensor) for tensor in known}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        outputs = _tensors(result)
-        if not outputs:
-            return result
-        self.ops.append(_CountedOp("memory", 0.0, _num_bytes((args, kwargs, result))))
-        for output in outputs:
-            key, storage = _key(output), output.untyped_storage()
-            if key not in self._known and key not in self._alive:
-                self._alive[key] = float(storage.nbytes())
-                weakref.finalize(storage, self._alive.pop, key, None).atexit = False
-        self.most = max(self.most, sum(self._alive.values()))
-        return result
-
-
-class _OptimizerWork(NamedTuple):
-    """The step of an optimizer.
-
-    Attributes:
-        states: bytes of the state of each parameter, by name.
-        ops: of all parameters.
-        extra: the most bytes held at once besides the states, as a share of the parameter.
-    """
-
-    states: dict[str, float]
-    ops: tuple[OpWork, ...]
-    extra: float
-
-
-def _optimizer_work(optimizer: Optimizer, names: dict[int, str]) -> _OptimizerWork:
-    """Count a step of one parameter of each shape, and put it together for all parameters.
-
-    Args: names: name of each parameter, by its id.
-
-    Raises: UsageError: a parameter is not the model's.
-    """
-    counted: dict[Any, tuple[float, tuple[OpWork, ...], float]] = {}
-    states: dict[str, float] = {}
-    ops: Counter[OpWork] = Counter()
-    for number, group in enumerate(optimizer.param_groups):
-        options = {name: value for name, value in group.items() if name != "params"}
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise UsageError(
-                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} that is not "
-                    "the model's. Make it with model.parameters()."
-                )
-            key = (number, tuple(parameter.shape), parameter.dtype)
-            if key not in counted:
-                counted[key] = _step_of_one(type(optimizer), options, parameter)
-            size, ops_of_one, _ = counted[key]
-            states[names[id(parameter)]] = size
-            ops.update({op._replace(number=1): op.number for op in ops_of_one})
-    merged = tuple(op._replace(number=number) for op, number in ops.items())
-    return _OptimizerWork(states, merged, max((c[2] for c in counted.values()), default=0.0))
-
-
-def _step_of_one(
-    kind: Any, options: dict[str, Any], like: Tensor
-) -> tuple[float, tuple[OpWork, ...], float]:
-    """Return the state's bytes, the operations and the extra share of one parameter's step."""
-    try:
-        return _count_step(kind, options, like)
-    except VALUE_NEEDED:  # some optimizers read values, and tensors without memory have none
-        with disable_dispatch_modes():
-            return _count_step(kind, options, like)
-
-
-def _count_step(
-    kind: Any, options: dict[str, Any], like: Tensor
-) -> tuple[float, tuple[OpWork, ...], float]:
-    parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
-    parameter.grad = torch.zeros(like.shape, dtype=like.dtype)
-    optimizer = kind([{**options, "params": [parameter]}])
-    optimizer.step()  # makes the state
-    state = [value for value in optimizer.state[parameter].values() if isinstance(value, Tensor)]
-    with _StepCounter([parameter, parameter.grad, *state]) as counter:
-        optimizer.step()
-    ops = _affine_ops(counter.ops, counter.ops)
-    return _num_bytes(state), ops, counter.most / max(parameter.nbytes, 1)

@@ -29,7 +29,7 @@ def test_the_screen_ends_with_the_command_to_run(capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert "NOT CALIBRATED" in "\n".join(lines)
-    assert lines[-1].startswith("shoal train digits --model.options")
+    assert lines[-1].startswith("shoal train digits '--model.options={widths: [8, 16]}' -n 2 ")
     assert " -n 2 --strategy " in lines[-1]
 
 
@@ -51,11 +51,22 @@ def test_one_strategy_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_does_not_fit_exits_with_1_and_names_the_smallest_change(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert shoal("plan", "digits", "-n", "2", "--memory", "100KiB", *SMALL) == 1
-    out = capsys.readouterr().out
-    assert "does not fit by" in out
-    assert "nothing fits; the least needs" in out
-    assert "smallest change" in out or "states alone" in out
+    words = ("--memory", "700KiB", "--train.batch_size=64", *SMALL)
+    assert shoal("plan", "digits", "-n", "1", *words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "does not fit by" in "".join(lines)
+    at = lines.index("the smallest changes that make it fit:")
+    assert lines[at - 1].startswith("nothing fits; recompute comes nearest, and lacks ")
+    run = "  shoal train digits --train.batch_size=64 '--model.options={widths: [8, 16]}' -n"
+    fewer, more = lines[at + 1 :]
+    assert fewer.startswith(f"{run} 1 --train.accumulate 2 --strategy single    # ")
+    assert more.startswith(f"{run} 2 --strategy ddp    # ")
+
+
+def test_what_no_change_makes_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--memory", "1KiB", "--train.batch_size=2", "--strategy", "single", *SMALL)
+    assert shoal("plan", "digits", *words) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "no change makes it fit"
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.costs.cluster import one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.planner.plan_report import as_json, explain, report
+from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import Planner, Workload, candidate_lines
 from shoal.planner.trace_model import trace_model
 from shoal.strategies import parse_line
@@ -53,7 +54,9 @@ def test_every_candidate_is_a_strategy_line_that_the_ranks_can_have(ranks: int) 
     assert len(lines) == len({*lines})
     for line in lines:
         parse_line(line)
-    assert "ddp" in lines
+    assert ("ddp" in lines) == (ranks > 1)
+    assert ("single" in lines) == (ranks == 1)
+    assert not any("tensor=2," in line and "zero" in line for line in lines) or ranks > 2
     assert not any("pipeline=4" in line for line in lines) or ranks == 8
 
 
@@ -80,11 +83,11 @@ def test_what_does_not_fit_is_told_by_how_much(workload: Workload) -> None:
     (ddp,) = (plan for plan in plans.too_large if plan.strategy == "ddp")
     assert ddp.missing_bytes == ddp.memory.total - memory > 0
     assert ddp.time is None
-    assert "does not fit by" in report(tight, plans, "shoal train x")
+    assert "does not fit by" in report(tight, plans, Command())
 
 
 def test_refusals_are_told_in_the_strategys_own_words(workload: Workload) -> None:
-    plans = planner(workload, 2).search()
+    plans = planner(workload, 2).search(["single"])
     assert plans.refused["single"].endswith("Use ddp, or start one process.")
 
 
@@ -96,10 +99,10 @@ def test_more_ranks_than_samples_are_refused(workload: Workload) -> None:
 
 def test_lines_of_a_report_fit_a_screen(workload: Workload) -> None:
     made = planner(workload, 4)
-    text = report(made, made.search(), "shoal train blocks -n 4")
+    text = report(made, made.search(), Command())
     assert max(map(len, text.splitlines())) <= 100
-    assert text.splitlines()[-1].startswith("shoal train blocks -n 4 --strategy ")
-    detail = explain(made, made.plan("pipeline=2,zero1"))
+    assert text.splitlines()[-1].startswith("shoal launch -n 4 --strategy ")
+    detail = explain(made, made.plan("pipeline=2,zero1"), Command())
     assert max(map(len, detail.splitlines())) <= 100
     assert "fits" in detail
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 # Why: operators on `meta` choose other kernels than on the CPU (attention in particular), and so
@@ -17,12 +19,64 @@ VALUE_NEEDED = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of code that asks for a value of a tensor without memory."""
 
 
+@cache
 def fake_tensors() -> AbstractContextManager[Any]:
     """Return a context in which operators compute shapes, and no tensor that is made has memory.
+
+    It is one for the process, for tensors of two such contexts cannot meet.
 
     Why, without and checked: see VALUE_NEEDED.
     """
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@contextmanager
+def weights_without_memory() -> Iterator[None]:
+    """Let every parameter that a module registers in this context have no memory.
+
+    One that two modules share stays one. `Module.to` is replaced too, for torch would swap such
+    parameters with what they are converted to, and cannot where nothing changes.
+
+    Why: torch builds modules on `meta` from factory functions alone, and an initial value that is
+    computed of others then fails. Without: a plan of a script needs memory for its weights.
+    Checked: 2.11, 2.13.
+    """
+    register, apply = nn.Module.register_parameter, nn.Module._apply
+
+    def register_without(module: nn.Module, name: str, weight: Any) -> None:
+        if type(weight) is nn.Parameter and not isinstance(weight, FakeTensor):
+            with fake_tensors():
+                weight = _stand_in(weight, torch.empty_like(weight))
+        register(module, name, weight)
+
+    def convert(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            child._apply(function)
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                with torch.no_grad():
+                    converted = function(weight)
+                if (converted.dtype, converted.device) != (weight.dtype, weight.device):
+                    module._parameters[name] = _stand_in(weight, converted)
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else function(buffer)
+        return module
+
+    nn.Module.register_parameter = register_without  # type: ignore[method-assign,assignment]
+    nn.Module._apply = convert  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        nn.Module._apply = apply  # type: ignore[method-assign]
+
+
+def _stand_in(weight: Any, made: Tensor) -> nn.Parameter:
+    """Return what stands for a weight: one object, for all modules that have it."""
+    if not hasattr(weight, "_stand_in"):
+        weight._stand_in = nn.Parameter(made, weight.requires_grad)
+    found: nn.Parameter = weight._stand_in
+    return found
 
 
 def attention_flops() -> Mapping[Any, Callable[..., int]]:

@@ -80,11 +80,11 @@ class ScriptRecorder:
             register_optimizer_step_post_hook(self._after_step),
         ]
         self._undo = [self._calls.stop, *(hook.remove for hook in hooks)]
-        self._replace(torch.autograd, "backward", self._backward)
-        self._replace(Run, "forward_backward", self._forward_backward)
-        self._replace(Run, "backward", self._forward_backward)
-        self._replace(Run, "prepare", self._prepare)
-        self._replace(TrainingStep, "forward_backward", self._passes)
+        self._undo.append(replace(torch.autograd, "backward", self._backward))
+        self._undo.append(replace(Run, "forward_backward", self._forward_backward))
+        self._undo.append(replace(Run, "backward", self._forward_backward))
+        self._undo.append(replace(Run, "prepare", self._prepare))
+        self._undo.append(replace(TrainingStep, "forward_backward", self._passes))
 
     def stop(self) -> None:
         """End to record, and write the index."""
@@ -92,16 +92,6 @@ class ScriptRecorder:
             undo()
         self._undo = []
         self._writer.index(self.record)
-
-    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
-        """Let `owner.name` be a function that calls `make(original, ...)`."""
-        original = getattr(owner, name)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            return make(original, *args, **kwargs)
-
-        setattr(owner, name, replacement)
-        self._undo.append(lambda: setattr(owner, name, original))
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._run is None:
@@ -244,6 +234,17 @@ class ScriptRecorder:
         if self._run is not None:
             return self._run.buffers()
         return {name: whole(buffer) for name, buffer in self.names.buffers()}
+
+
+def replace(owner: Any, name: str, make: Callable[..., Any]) -> Callable[[], None]:
+    """Let `owner.name` be a function that calls `make(original, ...)`; return what ends that."""
+    original = getattr(owner, name)
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return make(original, *args, **kwargs)
+
+    setattr(owner, name, replacement)
+    return lambda: setattr(owner, name, original)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

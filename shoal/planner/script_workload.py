@@ -1,0 +1,320 @@
+"""A user's script as a workload: it runs to its first backward pass, with weights without memory.
+
+    nn.Module.register_parameter     weights without memory in the place of those of the script
+    run.prepare                      models and optimizers are noted, and left as they are
+    run.forward_backward(f, x, y)    ends the script: f is counted as by `shoal.plan`
+    run.backward, loss.backward()    ends it too: the loop itself was counted, from the model's call
+
+A loop cannot be called again with another number of samples. So its script runs twice, the second
+time with batches of twice as many rows. Nothing is stepped, and what the script saves is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, redirect_stdout
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from shoal.costs.work import ModelWork
+from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.tree_map import tensors_in, tree_map
+from shoal.errors import ShoalError, UsageError
+from shoal.launch.rank import script
+from shoal.planner.strategy_search import Workload
+from shoal.planner.trace_model import (
+    NEEDS_VALUE,
+    CountedStep,
+    StepTracer,
+    counting,
+    trace_model,
+    work_of_steps,
+)
+from shoal.platform.torch_private.fake_tensors import VALUE_NEEDED, weights_without_memory
+from shoal.run import Run
+from shoal.run.prepare_arguments import as_one_module, is_trained, named_models, sort_arguments
+from shoal.run.prepared import NOTHING_PREPARED
+from shoal.strategies.transforms.compile import Compile
+from shoal.verification.script.model_names import ModelNames
+from shoal.verification.script.script_recorder import EnoughSteps, replace
+
+CURE = "The model alone can be planned: shoal.plan(model, optimizer, batch, compute_loss, ranks=N)."
+WITHOUT_SHOAL = "the script has no shoal.init(), which a strategy needs (docs/start.md); with it:"
+SEVERAL_MODELS = (
+    f"the script trains several models, and its first backward pass is not all of its step. {CURE}"
+)
+
+
+@dataclass(frozen=True)
+class FirstRun:
+    """A loop that was counted once, and is to be counted again with more rows."""
+
+    step: CountedStep
+    shapes: list[tuple[int, ...]]
+
+
+def script_workload(
+    path: str, arguments: Sequence[str], first: FirstRun | None = None, ranks: int = 1
+) -> Workload | FirstRun:
+    """Run a script up to its first backward pass, and return its work. For a process of its own.
+
+    Args:
+        first: what the first run has returned; None for that run itself.
+        ranks: of the plan. The batches of a script that divides its work by itself are those of
+            one rank.
+
+    Returns: the workload; a `FirstRun` if the script must run once more.
+    Raises: UsageError: the script cannot be followed, with the reason and the cure.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    follower = _Follower(first, ranks)
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        follower.start(stack)
+        try:
+            script(path, list(arguments))
+        except BaseException as error:  # the script's own `finally` may have failed since
+            if follower.found is None and not isinstance(error, SystemExit):
+                raise _refusal(path, error) from error
+    if follower.found is None:
+        raise UsageError(
+            f"plan: {path} ended without a backward pass. Give it arguments with which it trains: "
+            f"shoal plan {path} -- ARGUMENTS"
+        )
+    return follower.found
+
+
+def _refusal(path: str, error: BaseException) -> UsageError:
+    """Return why a script cannot be followed, with the line and the cure."""
+    if isinstance(error, ShoalError):
+        return UsageError(f"plan: {path}: {error}")
+    reason = f"fails on weights without memory with {type(error).__name__}: {error}."
+    if isinstance(error, VALUE_NEEDED):
+        reason = NEEDS_VALUE.format(error=error)
+    return UsageError(f"plan: {path}{_line(error, path)} {reason} {CURE}")
+
+
+def _line(error: BaseException, path: str) -> str:
+    """Return the innermost line of the script in a traceback, as ":41"."""
+    file = os.path.realpath(path)
+    frames = traceback.extract_tb(error.__traceback__)
+    numbers = [frame.lineno for frame in frames if os.path.realpath(frame.filename) == file]
+    return f":{numbers[-1]}" if numbers else ""
+
+
+class _Passed(nn.Module):
+    """Stands for a model in DistributedDataParallel: the model alone, on one rank."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+    no_sync = nullcontext
+
+
+class _Follower:
+    """Watches the script of this process.
+
+    Attributes: found: the workload, or what the first of two runs has counted.
+    """
+
+    def __init__(self, first: FirstRun | None, ranks: int) -> None:
+        self.found: Workload | FirstRun | None = None
+        self._first = first
+        self._ranks = ranks
+        self._rows = 0 if first is None else 2 * first.step.samples
+        self._run: Run | None = None
+        self._models: list[nn.Module] = []
+        self._optimizers: list[Optimizer] = []
+        self._names = ModelNames()
+        self._passes = ExitStack()
+        self._tracer: StepTracer | None = None
+        self._depth = 0
+        self._model: nn.Module = nn.Module()
+        self._inputs: list[Tensor] = []
+        self._batch_bytes = 0.0
+
+    def start(self, stack: ExitStack) -> None:
+        """Begin to watch, until the end of a context."""
+        stack.enter_context(weights_without_memory())
+        stack.enter_context(self._passes)
+        for owner, name, make in (
+            (nn.Module, "__call__", self._call),
+            (Optimizer, "__init__", self._make_optimizer),
+            (torch.autograd, "backward", self._backward),
+            (Run, "prepare", self._prepare),
+            (Run, "forward_backward", self._forward_backward),
+            (Run, "backward", self._backward_of_run),
+            (DataLoader, "__iter__", self._iterate),
+            (ShardedLoader, "__iter__", self._iterate),
+            (torch, "save", _save_nothing),
+            (Run, "save", _save_nothing),
+            (torch.nn.parallel, "DistributedDataParallel", _passed),
+        ):
+            stack.callback(replace(owner, name, make))
+
+    def _make_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> None:
+        original(optimizer, *args, **kw)
+        self._optimizers.append(optimizer)
+
+    def _prepare(self, original: Any, run: Run, *things: Any) -> Any:
+        arguments = sort_arguments(things)
+        self._run = run
+        self._models += arguments.models
+        loaders = iter(())
+        if arguments.loaders:
+            made = original(run, *arguments.loaders)
+            loaders = iter([made] if len(arguments.loaders) == 1 else made)
+        results = [
+            next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
+            for thing in things
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _forward_backward(
+        self, original: Any, run: Run, compute_loss: Any, *batch: Any, **named: Any
+    ) -> None:
+        given = named.pop("rows", None)
+        named.pop("reduction", None)
+        tensors = [tensor for tensor in tensors_in((batch, named)) if tensor.dim()]
+        if not tensors:  # the function has its batch itself, as a loop has
+            result = compute_loss(*batch, **named)
+            self._backward_of_run(None, run, result[0] if isinstance(result, tuple) else result)
+        models = [model for model in self._models if is_trained(model)]
+        if not models:
+            raise UsageError(NOTHING_PREPARED)
+
+        def compute(batch: Any, named: Any) -> Any:
+            with self._precision():
+                return compute_loss(*batch, **named)
+
+        self._depth += 1  # these calls are no loop's
+        made = self._optimizers_of
+        work = trace_model(as_one_module(models), compute, made, (batch, named))
+        _check_all_used(work, models)
+        rows = int(given or len(tensors[0]))
+        self._end(Workload(work, as_one_module(models), rows, run._settings.accumulate))
+
+    def _precision(self) -> Any:
+        """Return the context in which the script's run computes its forward pass."""
+        if self._run is None:
+            return nullcontext()
+        if any(isinstance(each, Compile) for each in self._run._prepared._strategies):
+            raise UsageError(
+                "shoal.init(compile=True): what a compiled model costs is not known before it is "
+                "compiled. Plan without it."
+            )
+        dtype = self._run._settings.autocast
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    def _optimizers_of(self, _: nn.Module) -> list[Optimizer]:
+        """Return the optimizers of the script, which must all step the model."""
+        if not self._optimizers:
+            raise UsageError(f"the script has made no optimizer of torch.optim. {CURE}")
+        return self._optimizers
+
+    def _call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Call a module; the first call of a model with gradients begins the passes to count."""
+        if self._depth == 0 and torch.is_grad_enabled() and self._names.find(module) is not None:
+            model = next(m for m in self._names.roots if any(m is module for m in m.modules()))
+            if model.training and is_trained(model):
+                self._begin(model, [t for t in tensors_in((args, kwargs)) if t.dim()])
+        self._depth += 1
+        try:
+            return original(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def _begin(self, model: nn.Module, inputs: list[Tensor]) -> None:
+        if self._tracer is not None:
+            if model is not self._model:
+                raise UsageError(SEVERAL_MODELS)
+            return
+        self._model, self._inputs = model, inputs
+        self._passes.enter_context(self._precision())
+        self._tracer = self._passes.enter_context(counting(_unwrapped(model)))
+
+    def _backward_of_run(self, _: Any, run: Run, loss: Any, rows: int | None = None) -> None:
+        terms = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
+        self._backward(torch.autograd.backward, sum(terms))
+
+    def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
+        """Count the backward pass, and end the script."""
+        if self._tracer is None or not self._inputs:
+            original(tensors, *args, **kwargs)
+            return
+        tracer, self._tracer = self._tracer, None
+        tracer.begin_backward()
+        original(tensors, *args, **kwargs)
+        self._passes.close()
+        shapes = [tuple(tensor.shape) for tensor in self._inputs]
+        step = CountedStep(tracer.segments, self._batch_bytes, self._rows or shapes[0][0])
+        if self._first is None:
+            self._end(FirstRun(step, shapes))
+        if shapes == self._first.shapes:
+            raise UsageError(
+                "the script takes its batches from no torch.utils.data.DataLoader, so its loop "
+                f"cannot be counted with other numbers of samples. {CURE}"
+            )
+        model = _unwrapped(self._model)
+        work = work_of_steps(model, self._optimizers_of, self._first.step, step, "")
+        rows = self._first.step.samples * (1 if model is self._model else self._ranks)
+        accumulate = 1 if self._run is None else self._run._settings.accumulate
+        note = WITHOUT_SHOAL if self._run is None else ""
+        self._end(Workload(work, model, rows * accumulate, accumulate, note))
+
+    def _iterate(self, original: Any, loader: Any) -> Iterator[Any]:
+        """Yield batches with as many rows as this run counts; their rows come again and again."""
+
+        def resize(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return tree_map(value, resize)
+            if self._rows and value.dim() and 2 * len(value) == self._rows:
+                return value[torch.arange(self._rows) % len(value)]
+            return value
+
+        self._discard()
+        for batch in original(loader):
+            batch = resize(batch)
+            self._batch_bytes = float(sum(tensor.nbytes for tensor in tensors_in(batch)))
+            yield batch
+            self._discard()
+
+    def _discard(self) -> None:
+        """Forget what was counted since the last batch: an evaluation or a trial, and no step."""
+        self._tracer = None
+        self._passes.close()
+
+    def _end(self, found: Workload | FirstRun) -> NoReturn:
+        self._passes.close()
+        self.found = found
+        raise EnoughSteps
+
+
+def _check_all_used(work: ModelWork, models: list[nn.Module]) -> None:
+    used = [name for segment in work.segments for name in segment.parameters]
+    for prefix in named_models(models):
+        if not any(name.startswith(prefix) for name in used):
+            raise UsageError(SEVERAL_MODELS)
+
+
+def _passed(_: Any, module: nn.Module, *__: Any, **___: Any) -> nn.Module:
+    return _Passed(module)
+
+
+def _save_nothing(*_: Any, **__: Any) -> None:
+    """Stand for a function that writes a file."""
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, _Passed) else model

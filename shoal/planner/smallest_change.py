@@ -1,0 +1,101 @@
+"""The smallest changes that make a job fit, as commands: a strategy, micro-batches, more ranks."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from shoal.costs.find_machine import one_machine
+from shoal.costs.memory_peak import peak
+from shoal.errors import ConfigError, StrategyRefused
+from shoal.planner.quantity_text import bytes_text
+from shoal.planner.strategy_search import Planner, candidate_lines
+from shoal.strategies import parse_line
+
+MOST_TIMES = 16
+"""Times as many ranks that a change may have."""
+MOST_WORDS = 2
+"""Strategies and options of a line that is a small change."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """The command that runs a workload.
+
+    Attributes:
+        verb, words: what stands before and behind Shoal's own options.
+        accumulate: the option for micro-batches.
+    """
+
+    verb: Sequence[str] = ("shoal", "launch")
+    words: Sequence[str] = ()
+    accumulate: str = "--accumulate"
+
+    def line(self, planner: Planner, strategy: str, accumulate: int = 0) -> str:
+        """Return the command for a strategy. Args: accumulate: 0 for what the job has itself."""
+        options = ["-n", str(planner.cluster.ranks)]
+        options += [self.accumulate, str(accumulate)] if accumulate else []
+        return shlex.join([*self.verb, *options, "--strategy", strategy, *self.words])
+
+
+def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:
+    """Yield a command for each change that makes the workload fit, and what it needs then.
+
+    The fewest micro-batches on these ranks, and the fewest ranks with as few micro-batches as the
+    job has, else with more. Only strategies that compute the numbers of one device.
+    """
+    own = planner.workload.accumulate
+    found = next(_on_ranks(planner), None)
+    if found is not None:
+        yield _line(planner, command, *found)
+    ranks = planner.cluster.ranks
+    while found is None or found[1] > own:
+        ranks *= 2
+        if ranks > MOST_TIMES * planner.cluster.ranks or len(planner.cluster.hosts) > 1:
+            return
+        more = Planner(
+            planner.workload,
+            planner.machine,
+            one_machine(planner.machine, ranks),
+            planner.memory_limit,
+        )
+        few = next(_on_ranks(more, only_own=found is not None), None)
+        if few is not None:
+            yield _line(more, command, *few)
+            return
+
+
+def _on_ranks(planner: Planner, only_own: bool = False) -> Iterator[tuple[str, int, float]]:
+    """Yield (strategy, accumulate, bytes) of the simplest that fit, fewest micro-batches first."""
+    few = (line for line in candidate_lines(planner.cluster.ranks) if line.count(",") < MOST_WORDS)
+    lines = sorted(few, key=_complexity)
+    accumulate = planner.workload.accumulate
+    while accumulate <= planner.workload.global_batch:
+        workload = replace(planner.workload, accumulate=accumulate)
+        tried = Planner(workload, planner.machine, planner.cluster, planner.memory_limit)
+        for text in lines:
+            size = _bytes(tried, text)
+            if size is not None and size <= planner.memory_limit:
+                yield text, accumulate, size
+        if only_own:
+            return
+        accumulate *= 2
+
+
+def _bytes(planner: Planner, text: str) -> float | None:
+    """Return the bytes of a rank; None for a strategy that cannot run or is not exact."""
+    try:
+        step = planner.step_cost(text)
+    except (StrategyRefused, ConfigError):
+        return None
+    return peak(step).total if step.is_exact else None
+
+
+def _complexity(text: str) -> tuple[int, int]:
+    return len(parse_line(text).specs), len(text)
+
+
+def _line(planner: Planner, command: Command, text: str, accumulate: int, size: float) -> str:
+    given = 0 if accumulate == planner.workload.accumulate else accumulate
+    return f"{command.line(planner, text, given)}    # {bytes_text(size)} a rank"
