@@ -238,10 +238,16 @@ class Run(StatefulRun):
         return output.loss if output.extra is None else (output.loss, output.extra)
 
     def _try_new(self, batch: base.LocalBatch) -> None:
-        """Try a loss in its first step. One that gathers says itself that it couples samples."""
+        """Try a loss in its first step, and where a batch has news.
+
+        One that gathers says itself that it couples samples.
+        """
         compute_loss = batch.compute_loss
-        is_known = code_of(compute_loss) in self._trials.tried
-        if not is_known and not self._gathering.gathers_before(compute_loss):
+        if self._gathering.gathers_before(compute_loss):
+            return
+        if code_of(compute_loss) in self._trials.tried:
+            self._trials.later_step(batch)
+        else:
             self._trials.first_step(batch)
 
     def _step_of(self, batch: base.LocalBatch) -> TrainingStep:

@@ -1,7 +1,9 @@
-"""The trial of a loss, in the first step that it is given to: is it a mean over samples?
+"""The trial of a loss: is it a mean over samples?
 
-The loss is tried on parts of the batch, in the first step of a run before a strategy has divided
-the models. Ranks tell one another what they have found, and all of them raise before the passes.
+first step     the loss is tried on parts of the batch, in the first step of a run before a strategy
+               has divided the models. Ranks tell one another what they have found, and all raise
+later steps    a batch with news, such as a first padded sample, is tried by the rank that has it;
+               where models are divided, by all ranks in steps 2, 4, 8, ...
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.step_batch import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
+from shoal.trial.batch_news import BatchNews
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -41,6 +44,9 @@ class StepTrials:
         self._guards = guards
         self._announce = announce
         self.tried: set[object] = set()
+        self._news = BatchNews()
+        self._has_news = False
+        self._steps = 0
         self._noted: set[LossKind] = set()
 
     def first_step(self, batch: LocalBatch) -> None:
@@ -56,14 +62,49 @@ class StepTrials:
             if not batch.sizes_known and data.size > 1:
                 sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
         self.tried.add(code_of(batch.compute_loss))
+        self._news.found_in([batch.args, batch.kwargs])
+        self._tell(self._try(batch))
+
+    def later_step(self, batch: LocalBatch) -> None:
+        """Try a loss again if the batch has news. Collective where models are divided.
+
+        A loss that fails on parts of a batch is left alone: a run does not end in its middle.
+
+        Raises: UsageError: the loss is no mean over samples.
+        """
+        prepared = self._prepared
+        if not self._guards.enabled or prepared.mesh.pipeline.size > 1 or not self._parts > 1:
+            return
+        self._steps += 1
+        self._has_news |= self._news.found_in([batch.args, batch.kwargs])
+        if not is_divided(prepared.local_model()):
+            if self._has_news and batch.num_samples > 1:
+                self._has_news = False
+                with self._guards.in_step():
+                    verdict = self._judged(batch)
+                if verdict.kind in (LossKind.COUPLED, LossKind.SUM):
+                    raise UsageError(verdict.text())
+        elif self._steps & (self._steps + 1) == 0:  # the first step was one more
+            wants = torch.tensor(float(self._has_news), device=prepared.mesh.host_device)
+            if prepared.mesh.all_reduce_max(wants):
+                self._has_news = False
+                verdict = self._try(batch)
+                if verdict.kind not in (LossKind.COUPLED, LossKind.SUM):
+                    verdict = LossVerdict(LossKind.MEAN)
+                self._tell(verdict)
+
+    @property
+    def _parts(self) -> int:
+        """Parts that a global batch is computed in, on ranks and as micro-batches."""
+        return self._prepared.mesh.data.size * self._prepared.settings.accumulate
+
+    def _try(self, batch: LocalBatch) -> LossVerdict:
+        """Try the loss where this rank has the whole models, or can have them. Collective."""
         with self._guards.in_step(), self._whole_models() as are_whole:
             batch = self._with_rows_of_all_ranks(batch)
             if not are_whole:
-                verdict = LossVerdict(LossKind.NOT_TRIED, reason=DIVIDED)
-            else:
-                with own_progress().during(Phase.FORWARD):
-                    verdict = self._judged(batch)
-        self._tell(verdict)
+                return LossVerdict(LossKind.NOT_TRIED, reason=DIVIDED)
+            return self._judged(batch)
 
     def _judged(self, batch: LocalBatch) -> LossVerdict:
         """Judge the loss by running the models, which must be whole on this rank."""
@@ -73,14 +114,15 @@ class StepTrials:
         judge = partial(try_loss, *given, models, parameters)
         # Under servers a pass waits for values that a thread receives, which no child has.
         is_remote = self._prepared.local_model().remote_optimizer is not None
-        return judge() if is_remote else judged_in_child(judge)
+        with own_progress().during(Phase.FORWARD):
+            return judge() if is_remote else judged_in_child(judge)
 
     def _tell(self, verdict: LossVerdict) -> None:
         """Raise an objection of any rank, or note what this one has found. Collective."""
-        mesh, accumulate = self._prepared.mesh, self._prepared.settings.accumulate
+        mesh = self._prepared.mesh
         own = verdict.text() if verdict.objects else ""
         objections = [own, *mesh.all_gather_str(own)]
-        if any(objections) and (mesh.data.size * accumulate > 1 or mesh.pipeline.size > 1):
+        if any(objections) and (self._parts > 1 or mesh.pipeline.size > 1):
             raise UsageError(next(text for text in objections if text))
         if verdict.is_worth_a_note and verdict.kind not in self._noted:
             self._noted.add(verdict.kind)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
 
 
@@ -88,6 +88,33 @@ def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None
     assert last == ""
 
 
+def padded_later(strategy: str, compiled: bool = False) -> None:
+    """Four steps; labels are ignored from the second one on, on the last rank alone."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", compile=compiled, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    targets = torch.randint(4, (48,))
+    targets[[22, 23, 34, 35, 46, 47]] = -100
+    batches = DataLoader(TensorDataset(torch.randn(48, 6).double(), targets), batch_size=12)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, batches = run.prepare(model, optimizer, batches)
+    for x, y in batches:
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "compiled"),
+    [("ddp", False), ("zero3", False), pytest.param("ddp", True, marks=pytest.mark.slow)],
+)
+def test_a_later_batch_that_couples_samples_is_refused_when_it_comes(
+    strategy: str, compiled: bool
+) -> None:
+    with pytest.raises(LaunchError, match="compute_loss is no mean over samples"):
+        world.run(2, padded_later, strategy, compiled, timeout_s=170.0)
+
+
 def second_loss_is_coupled(strategy: str) -> tuple[int, str]:
     """Train by a mean and by a loss that is none, in turn. Returns the steps before the error."""
     torch.manual_seed(0)
@@ -114,7 +141,7 @@ def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> 
 
 
 class OwnLoss(nn.Module):
-    """Computes its own loss inside, of tied layers; rows of some ranks take another branch."""
+    """Computes its own loss inside, of tied layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,13 +155,8 @@ class OwnLoss(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         self.calls += 1
         hidden = self.embed(tokens)
-        for block in self.blocks[:2]:
+        for block in self.blocks:
             hidden = hidden + torch.tanh(block(hidden))
-        chosen = tokens[:, 0] == 5
-        if chosen.any():
-            more = torch.zeros_like(hidden)
-            more[chosen] = self.blocks[2](hidden[chosen])
-            hidden = hidden + more
         return F.cross_entropy(self.head(hidden * self.scale).transpose(1, 2), labels)
 
 
@@ -144,7 +166,6 @@ def own_losses(strategy: str, padded: bool) -> tuple[str, list[float], dict[str,
     run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     model = OwnLoss().double()
     tokens = torch.randint(0, 5, (10, 4))
-    tokens[8, 0] = 5  # on the last rank alone
     labels = tokens.roll(1, 1)
     if padded:
         labels[-1:, 1:] = -100
