@@ -48,8 +48,8 @@ of torch alone, on the scripts that make such calls, and in {servers} too.
 
 **Silent** are cells whose numbers then differ without a word; **worse** are cells that end in an
 error of torch, hang, or are refused where they were exact. **Better** are cells that only this
-check refuses or notes, and that are exact without it. A check without silent and worse cells looks for a
-fault that none of these scripts has: the tests beside it plant the fault.
+check refuses or notes, and that are exact without it. A check without silent and worse cells looks
+for a fault that none of these scripts has: the tests beside it plant the fault.
 
 {table}
 {missing}

@@ -270,6 +270,7 @@ SHARDS = REFUSED | {
     "product": r"mm \(test_bypasses.*a part of a parameter.*run\.weights",
     "weight_in_function": r"linear \(test_bypasses.*a part of a parameter.*run\.weights",
     "weights_of_groups": r"item\(\).*part of this number",
+    "scaled_by_hand": r"GradScaler \(.*a part of the gradients.*enabled=False.*bf16",
     "weights_listed": r"tolist\(\) \(optimizer_acts.*a part of this tensor.*run\.weights",
 }
 ADDS_WHOLE = torch.__version__ < (2, 12)
@@ -295,6 +296,7 @@ STAGES = REFUSED | {
         r"values of \d\.\w+ are on another rank.*run\.weights",
     ),
     "clipped_by_groups": ABSENT,
+    "scaled_by_hand": r"GradScaler \(.*a part of the gradients.*enabled=False.*bf16",
 }
 SERVERS = REFUSED | {
     **dict.fromkeys(READS, ABSENT),
