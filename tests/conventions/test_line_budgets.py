@@ -11,13 +11,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_620,
+    "shoal/cli": 2_680,
     "shoal/comm": 3_330,
     "shoal/config": 1_980,
     "shoal/costs": 1_820,
     "shoal/data": 3_760,
     "shoal/doctor": 550,
-    "shoal/integrations": 170,
+    "shoal/integrations": 260,
     "shoal/launch": 7_230,
     "shoal/loggers": 580,
     "shoal/models": 880,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 1_950,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_400,
+    "tests": 69_520,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
