@@ -31,10 +31,15 @@ EXAMPLES = """\
   shoal plan my.yaml -n 8 --mtbf 5000h            how often to save
   shoal plan my.yaml -n 8 --machine h100          on a machine known by its datasheet
   shoal plan train.py -n 4 --memory 16GiB         your own script; its own words after --
+  shoal plan hf:llama-70b -n 64 --seq 4096        a config.json of transformers, without weights
 
 Speeds are those of `shoal calibrate`; without one, it is asked for. docs/plan.md says how to read a
 plan, and how far plans were from what was measured.
 """
+HUB = "hf:"
+HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.precision", "optimizer.")
+SEQUENCE = 2048
+NO_SCRIPT = "words after --: only for a script, as in `shoal plan train.py -- ...`"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +53,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--servers", action="store_true", help="how many parameter servers, by the closed form"
+    )
+    parser.add_argument(
+        "--seq",
+        type=argument_types.integer(1, 1 << 24),
+        help=f"hf: tokens of a sample (default: {SEQUENCE})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     failures = parser.add_argument_group("failures", "how often to save, and what is lost")
@@ -96,9 +106,14 @@ def run(options: argparse.Namespace) -> int:
     """
     problems: list[str] = []
     request = _request(options, problems)
-    is_script = len(options.source) == 1 and options.source[0].endswith(".py")
+    word = options.source[0] if len(options.source) == 1 else ""
     try:
-        source = _script(options) if is_script else _job(options, request.cluster.ranks)
+        if word.endswith(".py"):
+            source = _script(options)
+        elif word.startswith(HUB):
+            source = _config_of_hub(options)
+        else:
+            source = _job(options, request.cluster.ranks)
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:
@@ -136,7 +151,9 @@ def _job(options: argparse.Namespace, ranks: int) -> _PlannedSource:
     from shoal.train import job_precheck
 
     if options.script_arguments:
-        raise UsageError("words after --: only for a script, as in `shoal plan train.py -- ...`")
+        raise UsageError(NO_SCRIPT)
+    if options.seq is not None:
+        raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
     settings, line, _ = job_options.settings(options, ranks)
     raise_problems(job_precheck.problems(settings.job))
     words = [f"--{name}={text}" for name, text in options.settings if name != "strategy"]
@@ -154,12 +171,44 @@ def _plans_of_job(job: Job, request: _PlanOptions, source: _PlannedSource) -> tu
     return _plans(job_workload(job), request, source)
 
 
+def _config_of_hub(options: argparse.Namespace) -> _PlannedSource:
+    from shoal import config
+    from shoal.planner.smallest_change import Command
+
+    if options.script_arguments:
+        raise UsageError(NO_SCRIPT)
+    others = [name for name, _ in options.settings if not name.startswith(HUB_SETTINGS)]
+    if others:
+        raise UsageError(
+            f"--{others[0]}: no setting of a model of transformers; those are --strategy, "
+            "--train.batch_size, --train.accumulate, --train.precision and --optimizer..."
+        )
+    flags = [("optimizer.name", "AdamW"), ("optimizer.lr", "1e-4"), *options.settings]
+    job = config.read(None, flags).job
+    asked = any(name == "strategy" for name, _ in options.settings)
+    return _PlannedSource(
+        Command(words=("train.py",)),
+        job.strategy if asked else None,
+        partial(_plans_of_config, options.source[0].removeprefix(HUB), job, options.seq),
+    )
+
+
+def _plans_of_config(
+    place: str, job: Job, length: int | None, request: _PlanOptions, source: _PlannedSource
+) -> tuple[str, int]:
+    from shoal.integrations.hub_config import config_workload
+
+    return _plans(config_workload(place, job, length or SEQUENCE), request, source)
+
+
 def _script(options: argparse.Namespace) -> _PlannedSource:
     from shoal.planner.smallest_change import Command
     from shoal.strategies import add_allreduce_option, parse_line
 
     name = options.source[0]
     check_script("plan", name)
+    if options.seq is not None:
+        raise UsageError(f"--seq: only for hf:DIRECTORY; {name} has its own batches.")
     others = [key for key, _ in options.settings if key != "strategy"]
     if others:
         raise UsageError(

@@ -49,7 +49,7 @@ def job_workload(job: Job) -> Workload:
     if job.train.precision == "fp64":
         model = model.double()
         batch = [x.double() if x.is_floating_point() else x for x in batch]
-    compute_loss = _in_precision(task.compute_loss(model), job.train.precision)
+    compute_loss = in_precision(task.compute_loss(model), job.train.precision)
 
     def make_optimizer(module: nn.Module) -> torch.optim.Optimizer:
         return job_optimizer.build(job.optimizer, module, job.train.batch_size)
@@ -58,7 +58,7 @@ def job_workload(job: Job) -> Workload:
     return Workload(work, model, job.train.batch_size, job.train.accumulate)
 
 
-def _in_precision(compute_loss: Callable[..., Any], precision: str) -> Callable[..., Any]:
+def in_precision(compute_loss: Callable[..., Any], precision: str) -> Callable[..., Any]:
     """Return the function as mixed precision runs it."""
     dtype = DTYPES.get(precision)
 

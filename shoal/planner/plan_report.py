@@ -8,7 +8,14 @@ from typing import Any
 from shoal.costs.machine import Machine
 from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.smallest_change import Command, smallest_changes
-from shoal.planner.strategy_search import Plan, Planner, Plans, complexity
+from shoal.planner.strategy_search import (
+    FEW_WORDS,
+    MANY_SEGMENTS,
+    Plan,
+    Planner,
+    Plans,
+    complexity,
+)
 from shoal.strategies import parse_line
 
 WIDTH = 100
@@ -31,6 +38,8 @@ def report(planner: Planner, plans: Plans, command: Command) -> str:
     inexact = [plan.strategy for plan in shown if not plan.step.is_exact]
     if inexact:
         lines += _wrapped(f"~ not the numbers of one device: {', '.join(inexact)}", "  ")
+    if len(planner.workload.model.segments) > MANY_SEGMENTS:
+        lines += [f"only lines of up to {FEW_WORDS} words were compared; --strategy plans any", ""]
     lines += [*_why_not(plans)]
     lines += _next(planner, plans, command)
     return "\n".join(lines)

@@ -10,13 +10,11 @@ from shoal.costs.find_machine import one_machine
 from shoal.costs.memory_peak import peak
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.planner.quantity_text import bytes_text
-from shoal.planner.strategy_search import Planner, candidate_lines
+from shoal.planner.strategy_search import Planner, short_lines
 from shoal.strategies import parse_line
 
 MOST_TIMES = 16
 """Times as many ranks that a change may have."""
-MOST_WORDS = 2
-"""Strategies and options of a line that is a small change."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,7 @@ def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:
 
 def _on_ranks(planner: Planner, only_own: bool = False) -> Iterator[tuple[str, int, float]]:
     """Yield (strategy, accumulate, bytes) of the simplest that fit, fewest micro-batches first."""
-    few = (line for line in candidate_lines(planner.cluster.ranks) if line.count(",") < MOST_WORDS)
-    lines = sorted(few, key=_complexity)
+    lines = sorted(short_lines(planner.cluster.ranks), key=_complexity)
     accumulate = planner.workload.accumulate
     while accumulate <= planner.workload.global_batch:
         workload = replace(planner.workload, accumulate=accumulate)

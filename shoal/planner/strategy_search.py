@@ -31,6 +31,9 @@ TURNS_BAND = 0.66
 """Share by which times of more ranks than cores were off at most: benchmarks/plan."""
 DATASHEET_BAND = 0.85
 """Share for numbers of datasheets, for which nothing was measured: no less than any other."""
+FEW_WORDS = 2
+"""Strategies and options of a line that is compared for a model of very many segments."""
+MANY_SEGMENTS = 500
 IN_ONE_PROCESS = ("single", "dataparallel")
 """Ways that share out no batch among ranks. The second is there for comparison."""
 ALIKE = 0.05
@@ -147,7 +150,9 @@ class Planner:
         """Return the plans of some strategy lines; None for all that are worth a comparison."""
         found: list[Plan] = []
         refused: dict[str, str] = {}
-        for text in lines or list(candidate_lines(self.cluster.ranks)):
+        many = len(self.workload.model.segments) > MANY_SEGMENTS
+        find = short_lines if many else candidate_lines
+        for text in lines or list(find(self.cluster.ranks)):
             try:
                 found.append(self.plan(text))
             except (StrategyRefused, ConfigError) as error:
@@ -207,6 +212,11 @@ class Planner:
                 self._steps[done] = strategy.cost(step)
             step = self._steps[done]
         return step
+
+
+def short_lines(ranks: int) -> Iterator[str]:
+    """Yield the candidate lines of few words."""
+    return (line for line in candidate_lines(ranks) if line.count(",") < FEW_WORDS)
 
 
 def candidate_lines(ranks: int) -> Iterator[str]:

@@ -138,7 +138,7 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         elif name == "auto":
             problems.append(
                 "auto stands alone, and `shoal train -n` chooses it; for a script, "
-                "shoal.plan(...) tells the line"
+                "`shoal plan train.py -n N` tells the line"
             )
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")
