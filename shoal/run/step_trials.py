@@ -3,7 +3,8 @@
 first step     the loss is tried on parts of the batch, in the first step of a run before a strategy
                has divided the models. Ranks tell one another what they have found, and all raise
 later steps    a batch with news, such as a first padded sample, is tried by the rank that has it;
-               where models are divided, by all ranks in steps 2, 4, 8, ...
+               where models are divided, by all ranks in steps 2, 4, 8, ...; in a pipeline, which
+               has no rank with all layers, a note tells of padding
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from shoal.trial.batch_news import BatchNews
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
+PADDING = (
+    "note: labels below 0 have come, and there were none when the loss was tried. Where a loss "
+    "leaves them out of its mean, micro-batches weigh wrongly: return shoal.counted(sum, count)."
+)
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
 
@@ -47,7 +52,7 @@ class StepTrials:
         self._news = BatchNews()
         self._has_news = False
         self._steps = 0
-        self._noted: set[LossKind] = set()
+        self._noted: set[object] = set()
 
     def first_step(self, batch: LocalBatch) -> None:
         """Try the loss of a batch. Collective.
@@ -73,7 +78,7 @@ class StepTrials:
         Raises: UsageError: the loss is no mean over samples.
         """
         prepared = self._prepared
-        if not self._guards.enabled or prepared.mesh.pipeline.size > 1 or not self._parts > 1:
+        if not self._guards.enabled or not self._has_parts:
             return
         self._steps += 1
         self._has_news |= self._news.found_in([batch.args, batch.kwargs])
@@ -85,18 +90,32 @@ class StepTrials:
                 if verdict.kind in (LossKind.COUPLED, LossKind.SUM):
                     raise UsageError(verdict.text())
         elif self._steps & (self._steps + 1) == 0:  # the first step was one more
-            wants = torch.tensor(float(self._has_news), device=prepared.mesh.host_device)
-            if prepared.mesh.all_reduce_max(wants):
-                self._has_news = False
-                verdict = self._try(batch)
-                if verdict.kind not in (LossKind.COUPLED, LossKind.SUM):
-                    verdict = LossVerdict(LossKind.MEAN)
-                self._tell(verdict)
+            self._try_together(batch)
+
+    def _try_together(self, batch: LocalBatch) -> None:
+        """Try a loss again if the batch of any rank has had news since the last time. Collective.
+
+        Raises: UsageError: on all ranks.
+        """
+        mesh = self._prepared.mesh
+        is_pipeline = mesh.pipeline.size > 1
+        wants = self._news.has_padding if is_pipeline else self._has_news
+        if not mesh.all_reduce_max(torch.tensor(float(wants), device=mesh.host_device)):
+            return
+        self._has_news = False
+        if not is_pipeline:
+            verdict = self._try(batch)
+            is_objection = verdict.kind in (LossKind.COUPLED, LossKind.SUM)
+            self._tell(verdict if is_objection else LossVerdict(LossKind.MEAN))
+        elif PADDING not in self._noted:
+            self._noted.add(PADDING)
+            self._announce(PADDING)
 
     @property
-    def _parts(self) -> int:
-        """Parts that a global batch is computed in, on ranks and as micro-batches."""
-        return self._prepared.mesh.data.size * self._prepared.settings.accumulate
+    def _has_parts(self) -> bool:
+        """True if a global batch is computed in parts, on ranks or as micro-batches."""
+        mesh, accumulate = self._prepared.mesh, self._prepared.settings.accumulate
+        return mesh.data.size * accumulate > 1 or mesh.pipeline.size > 1
 
     def _try(self, batch: LocalBatch) -> LossVerdict:
         """Try the loss where this rank has the whole models, or can have them. Collective."""
@@ -122,7 +141,7 @@ class StepTrials:
         mesh = self._prepared.mesh
         own = verdict.text() if verdict.objects else ""
         objections = [own, *mesh.all_gather_str(own)]
-        if any(objections) and (self._parts > 1 or mesh.pipeline.size > 1):
+        if any(objections) and self._has_parts:
             raise UsageError(next(text for text in objections if text))
         if verdict.is_worth_a_note and verdict.kind not in self._noted:
             self._noted.add(verdict.kind)

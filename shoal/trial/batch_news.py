@@ -22,13 +22,18 @@ MOST_LABELS = 1 << 16
 
 
 class BatchNews:
-    """Looks at the batches of a run."""
+    """Looks at the batches of a run.
+
+    Attributes: has_padding: a label is below 0, as -100 for what a loss leaves out; none was in the
+        first batch.
+    """
 
     def __init__(self) -> None:
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._extremes: dict[int, tuple[int, int]] = {}
         self._batches = 0
         self._news = 0
+        self.has_padding = False
 
     def found_in(self, batch: Any) -> bool:
         """Return True for a batch with a new shape, or a lower or higher label than any before."""
@@ -50,6 +55,7 @@ class BatchNews:
         lowest, highest = (int(extreme) for extreme in labels.aminmax())
         low, high = self._extremes.get(index, (lowest, highest))
         self._extremes[index] = min(low, lowest), max(high, highest)
+        self.has_padding |= lowest < 0 <= low
         return lowest < low or highest > high
 
 

@@ -84,6 +84,13 @@ CHECKS = {
         replaced(f"{RUN}.step_trials:StepTrials.first_step", _nothing),
         planted_in="trial/test_losses.py",
     ),
+    "trial of later batches": Check(
+        (f"{TRIAL}.batch_news",),
+        "a loss that is no mean over samples once padding comes",
+        replaced(f"{RUN}.step_trials:StepTrials.later_step", _nothing),
+        planted_in="trial/test_trial_ranks.py",
+        scripts="LatePadding",
+    ),
     "trial in float64": Check(
         (f"{TRIAL}.float64_models",),
         "rounding that looks like coupling",

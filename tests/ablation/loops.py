@@ -395,3 +395,49 @@ class CopiedByRankZero(Script):
             optimizer.step()
             losses.append(loss)
         return losses, run.weights()
+
+
+def padded_late():
+    """Return vectors and labels; two of the second batch are -100, which losses leave out."""
+    x, y = vectors()
+    y[[12, 13]] = -100
+    return x, y
+
+
+class LatePadding(Script):
+    """Leaves out padded labels in a mean; the first batch has none."""
+
+    follows = "token losses of packed batches"
+    needs = "KC"
+
+    @staticmethod
+    def plain():
+        model = mlp(6, 8, 4)
+        optimizer = sgd(model.parameters())
+        data = loader(*padded_late())
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        return losses, weights(model)
+
+    @staticmethod
+    def with_shoal(run):
+        model = mlp(6, 8, 4)
+        optimizer = sgd(model.parameters())
+        data = loader(*padded_late())
+        model, optimizer, data = run.prepare(model, optimizer, data)
+
+        def compute_loss(x, y):
+            return F.cross_entropy(model(x), y)
+
+        losses = []
+        for x, y in data:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, x, y)
+            optimizer.step()
+            losses.append(loss)
+        return losses, run.weights()

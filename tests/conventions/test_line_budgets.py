@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_280,
     "shoal/platform": 1_840,
     "shoal/plotting": 410,
-    "shoal/run": 9_990,
+    "shoal/run": 10_010,
     "shoal/shm_backend": 2_860,
     "shoal/strategies": 18_050,
     "shoal/testing": 230,

@@ -302,6 +302,8 @@ def announces(note: str, script: type[Script]) -> bool:
         return "B" in script.needs
     if "collate_fn has made rows" in note:
         return "V" in script.needs
+    if "labels below 0 have come" in note:
+        return "C" in script.needs
     return any(word in note for word in ("not exact", "by design", "differ", "stale"))
 
 
