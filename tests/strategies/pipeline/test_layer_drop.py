@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.errors import StrategyRefused
+from shoal.errors import LaunchError, StrategyRefused
 from shoal.testing import world
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -100,30 +101,40 @@ def trained(strategy: str, name: str, accumulate: int = 1) -> dict[str, Any]:
     return found
 
 
-def trained_all(strategy: str, accumulate: int = 1) -> list[dict[str, Any]]:
-    return [trained(strategy, name, accumulate) for name in NETS]
+def trained_all(
+    strategy: str, accumulate: int = 1, names: Sequence[str] = (*NETS,)
+) -> dict[str, dict[str, Any]]:
+    return {name: trained(strategy, name, accumulate) for name in names}
 
 
 @pytest.fixture(scope="module")
-def one_device() -> list[dict[str, Any]]:
+def one_device() -> dict[str, dict[str, Any]]:
     [found] = world.run(1, trained_all, "single")
     return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "accumulate"), [("zero3", 2), ("ddp", 1)])
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "names"),
+    [("zero3", 2, ("in blocks", "nowhere")), ("ddp", 1, (*NETS,))],
+)
 def test_layers_are_left_out_as_on_one_device(
-    one_device: list[dict[str, Any]], strategy: str, accumulate: int
+    one_device: dict[str, dict[str, Any]], strategy: str, accumulate: int, names: Sequence[str]
 ) -> None:
-    by_rank = world.run(2, trained_all, strategy, accumulate)
+    by_rank = world.run(2, trained_all, strategy, accumulate, names)
     for rank, of_rank in enumerate(by_rank):
-        for name, expected, found in zip(NETS, one_device, of_rank, strict=True):
+        for name, found in of_rank.items():
             assert found.pop("noted") == (rank == 0), name
-            for key, value in expected.items():
-                if key != "noted":
-                    torch.testing.assert_close(
-                        found[key], value, rtol=1e-10, atol=1e-10, msg=f"{name} {key}"
-                    )
+            for key, value in found.items():
+                expected = one_device[name][key]
+                torch.testing.assert_close(
+                    value, expected, rtol=1e-10, atol=1e-10, msg=f"{name} {key}"
+                )
+
+
+def test_whole_blocks_that_are_left_out_are_refused_under_zero() -> None:
+    with pytest.raises(LaunchError, match="comes where other blocks of the model come"):
+        world.run(2, trained, "zero3", "around")
 
 
 def refused_by_a_pipeline(name: str, draws_in_loss: bool, evaluates: bool) -> str:
