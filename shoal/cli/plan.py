@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli import argument_types, job_options
@@ -31,6 +32,7 @@ EXAMPLES = """\
   shoal plan my.yaml -n 8 --mtbf 5000h            how often to save
   shoal plan my.yaml -n 8 --machine h100          on a machine known by its datasheet
   shoal plan train.py -n 4 --memory 16GiB         your own script; its own words after --
+  shoal plan runs/digits                          beside the trace of a run, term by term
   shoal plan hf:llama-70b -n 64 --seq 4096        a config.json of transformers, without weights
 
 Speeds are those of `shoal calibrate`; without one, it is asked for. docs/plan.md says how to read a
@@ -112,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
             source = _script(options)
         elif word.startswith(HUB):
             source = _config_of_hub(options)
+        elif Path(word).is_dir() and word:
+            return _compare_with_trace(options, request, problems)
         else:
             source = _job(options, request.cluster.ranks)
     except ConfigError as error:
@@ -199,6 +203,34 @@ def _plans_of_config(
     from shoal.integrations.hub_config import config_workload
 
     return _plans(config_workload(place, job, length or SEQUENCE), request, source)
+
+
+def _compare_with_trace(
+    options: argparse.Namespace, request: _PlanOptions, problems: list[str]
+) -> int:
+    """Print the plan of a traced run beside its trace."""
+    from shoal.costs.find_machine import one_machine
+    from shoal.planner.job_workload import job_workload
+    from shoal.planner.plan_report import machine_text
+    from shoal.planner.strategy_search import Planner
+    from shoal.planner.trace_comparison import comparison_lines
+    from shoal.trace import chrome
+    from shoal.train.run_directory import job_of
+
+    name = options.source[0]
+    given = [key for key in ("processes", "servers", "seq", "json") if getattr(options, key)]
+    given += [key for key, _ in options.settings]
+    if given:
+        problems.append(f"--{given[0]}: a run is compared as it was. Leave it out.")
+    raise_problems(problems)
+    trace, job = chrome.read(Path(name)), job_of(Path(name))
+    cluster = request.cluster
+    if options.cluster is None:
+        cluster = one_machine(request.machine, len(trace.spans))
+    planner = Planner(job_workload(job), request.machine, cluster, inf)
+    print(f"{name}: {job.strategy} on {len(trace.spans)} ranks; {machine_text(request.machine)}\n")
+    print("\n".join(comparison_lines(planner.plan(job.strategy), trace.spans)))
+    return 0
 
 
 def _script(options: argparse.Namespace) -> _PlannedSource:
