@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_680,
+    "shoal/cli": 2_720,
     "shoal/comm": 3_330,
     "shoal/config": 1_980,
     "shoal/costs": 1_820,
@@ -25,7 +25,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/parameter_server": 7_210,
     "shoal/planner": 2_300,
     "shoal/platform": 1_830,
-    "shoal/plotting": 410,
+    "shoal/plotting": 505,
     "shoal/run": 10_700,
     "shoal/shm_backend": 2_860,
     "shoal/strategies": 19_260,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_420,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_620,
+    "tests": 69_640,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
