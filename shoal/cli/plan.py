@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from shoal.costs.machine import Machine
     from shoal.planner.script_workload import FirstRun
     from shoal.planner.smallest_change import Command
-    from shoal.planner.strategy_search import Workload
+    from shoal.planner.strategy_search import Plan, Workload
 
 HELP = "predict the fastest strategy of a job, its memory and its time, without running it"
 EXAMPLES = """\
@@ -32,6 +32,7 @@ EXAMPLES = """\
   shoal plan my.yaml -n 8 --mtbf 5000h            how often to save
   shoal plan my.yaml -n 8 --machine h100          on a machine known by its datasheet
   shoal plan train.py -n 4 --memory 16GiB         your own script; its own words after --
+  shoal plan digits -n 2 -o plan.png              timeline and memory as a picture
   shoal plan runs/digits                          beside the trace of a run, term by term
   shoal plan hf:llama-70b -n 64 --seq 4096        a config.json of transformers, without weights
 
@@ -62,6 +63,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"hf: tokens of a sample (default: {SEQUENCE})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=argument_types.path,
+        metavar="FILE",
+        help=".png or .svg: the timeline and the memory of the plan",
+    )
     failures = parser.add_argument_group("failures", "how often to save, and what is lost")
     failures.add_argument("--mtbf", metavar="TIME", help="between failures of one rank: 50000h")
     failures.add_argument("--save", metavar="TIME", help="that a save takes (default: 60s)")
@@ -85,6 +93,7 @@ class _PlanOptions(NamedTuple):
     numbers: _Numbers
     servers: bool
     json: bool
+    output: Path | None
 
 
 class _PlannedSource(NamedTuple):
@@ -108,6 +117,10 @@ def run(options: argparse.Namespace) -> int:
     """
     problems: list[str] = []
     request = _request(options, problems)
+    if options.output is not None:
+        from shoal.plotting.curves import check_can_draw
+
+        check_can_draw(options.output)
     word = options.source[0] if len(options.source) == 1 else ""
     try:
         if word.endswith(".py"):
@@ -147,7 +160,7 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _PlanOptions:
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
     cluster = cluster or one_machine(machine, max(processes, 1))
-    return _PlanOptions(machine, cluster, numbers, options.servers, options.json)
+    return _PlanOptions(machine, cluster, numbers, options.servers, options.json, options.output)
 
 
 def _job(options: argparse.Namespace, ranks: int) -> _PlannedSource:
@@ -218,7 +231,9 @@ def _compare_with_trace(
     from shoal.train.run_directory import job_of
 
     name = options.source[0]
-    given = [key for key in ("processes", "servers", "seq", "json") if getattr(options, key)]
+    given = [
+        key for key in ("processes", "servers", "seq", "json", "output") if getattr(options, key)
+    ]
     given += [key for key, _ in options.settings]
     if given:
         problems.append(f"--{given[0]}: a run is compared as it was. Leave it out.")
@@ -334,9 +349,12 @@ def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) ->
     strategy = source.strategy
     if strategy is not None and not request.json:
         plan = planner.plan(strategy)
+        _draw(plan, request.output)
         return plan_report.explain(planner, plan, source.command), int(plan.missing_bytes > 0)
     plans = planner.search([strategy] if strategy is not None else None)
     status = int(not plans.fitting)
+    if plans.best is not None:
+        _draw(plans.best, request.output)
     if request.json:
         return json.dumps(plan_report.as_json(planner, plans)), status
     text = plan_report.report(planner, plans, source.command)
@@ -346,3 +364,11 @@ def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) ->
         times = numbers.save, numbers.restart, step_s
         text += "\n" + server_report.failures_text(mtbf_s, request.cluster.ranks, *times)
     return text, status
+
+
+def _draw(plan: Plan, output: Path | None) -> None:
+    """Draw a plan that fits, if a file was asked for."""
+    if output is not None and plan.time is not None:
+        from shoal.plotting.plan_picture import plot_plan
+
+        plot_plan(plan, output)

@@ -63,7 +63,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     Raises:
         ConfigError: a directory is no run or holds no records yet, or the suffix is unknown.
     """
-    _check_can_draw(output)
+    check_can_draw(output)
     metrics = read_runs(runs)
     for run in metrics:
         if run.unreadable_lines:
@@ -75,7 +75,7 @@ def plot(runs: Sequence[Path], output: Path) -> None:
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        _write_figure(_draw(metrics), output)
+        write_figure(_draw(metrics), output)
 
 
 def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
@@ -86,7 +86,7 @@ def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
         note(f"no curves were drawn: {error}")
 
 
-def _check_can_draw(output: Path) -> None:
+def check_can_draw(output: Path) -> None:
     """Raise ConfigError if no figure can be drawn here, or not into this file."""
     if sentences := missing_for(f"-o {output}", ("matplotlib",)):
         raise ConfigError(sentences)
@@ -98,7 +98,7 @@ def _check_can_draw(output: Path) -> None:
         raise ConfigError([f"-o {output}: {output.parent} is no directory"])
 
 
-def _write_figure(figure: Figure, output: Path) -> None:
+def write_figure(figure: Figure, output: Path) -> None:
     """Write a figure in the format of the suffix, atomically. Equal figures give equal bytes."""
     data = io.BytesIO()
     # Without these entries, the files would contain the date.

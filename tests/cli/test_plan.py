@@ -9,6 +9,7 @@ import pytest
 
 from shoal.cli import program
 from shoal.costs.machine import PRESETS
+from shoal.platform.optional_packages import is_installed
 
 SMALL = ("--model.options", "{widths: [8, 16]}")
 
@@ -67,6 +68,35 @@ def test_what_no_change_makes_fit_is_told(capsys: pytest.CaptureFixture[str]) ->
     words = ("--memory", "1KiB", "--train.batch_size=2", "--strategy", "single", *SMALL)
     assert shoal("plan", "digits", *words) == 1
     assert capsys.readouterr().out.splitlines()[-1] == "no change makes it fit"
+
+
+@pytest.mark.skipif(not is_installed("matplotlib"), reason="pip install shoal[plots]")
+def test_a_plan_is_drawn(tmp_path: Path) -> None:
+    words = ("--strategy", "zero3", "-o", str(tmp_path / "plan.svg"), *SMALL)
+    assert shoal("plan", "digits", "-n", "2", *words) == 0
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert shoal("plan", "digits", "-n", "2", "--memory", "1KiB", *words[:2], *SMALL) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-o", "plan.doc"), "-o plan.doc: unknown suffix '.doc'; known: .png .svg .pdf"),
+        (("-o", "plan"), "-o plan: unknown suffix ''"),
+        (("-o", "FILE/plan.png"), "FILE is no directory"),
+        (("-o",), "expected one argument"),
+        (("-o", "plan.png", "--memory", "much"), "--memory much"),
+    ],
+    ids=["suffix", "no suffix", "no directory", "no file", "memory"],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "FILE").touch()
+    words = tuple(word.replace("FILE", str(tmp_path / "FILE")) for word in words)
+    assert shoal("plan", "digits", *SMALL, *words) == 2
+    assert message.replace("FILE", str(tmp_path / "FILE")) in capsys.readouterr().err
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
