@@ -151,20 +151,32 @@ def _answer(func: _Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         with DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
     label = getattr(func, "__name__", "")
-    if label not in _DRAWS:
-        if _is_in_place(label) and _is_absent(args[0]):
-            return args[0]  # the rank that holds it writes into it
-        if all(_is_absent(leaf) for leaf in leaves if isinstance(leaf, Tensor)):
-            with DisableTorchFunctionSubclass(), suppress(Exception):  # it needs values
-                result = func(*args, **kwargs)
-                if isinstance(result, Tensor) and result.is_meta:
-                    return _as_absent(result, absent.weight_name, absent.under)
+    answer = None if label in _DRAWS else _valueless(absent, func, label, args, kwargs)
+    if answer is not None:
+        return answer
     read = "" if label.startswith("__get") else label.strip("_")
     raise UsageError(
         f"{read}{call_site()}: the values of {absent.weight_name} are on another rank"
         f"{absent.under}. Take whole values from run.weights(), on all ranks, for an average of "
         "weights for example; or use ddp or zero1, where every rank holds whole parameters."
     )
+
+
+def _valueless(
+    absent: Any, func: _Function, label: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Tensor | None:
+    """Return the weight that a function writes into, which another rank does, or a result that is
+    absent too; None if it needs values.
+    """
+    if _is_in_place(label) and _is_absent(args[0]):
+        target: Tensor = args[0]
+        return target
+    if all(_is_absent(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)):
+        with DisableTorchFunctionSubclass(), suppress(Exception):  # torch's, without values
+            result = func(*args, **kwargs)
+            if isinstance(result, Tensor) and result.is_meta:
+                return _as_absent(result, absent.weight_name, absent.under)
+    return None
 
 
 def _is_absent(value: Any) -> bool:
