@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -43,6 +43,22 @@ def _knows_fake_tensors(is_fake: Callable[[Any], bool]) -> bool:
     return is_fake(fake) and not any(map(is_fake, (torch.ones(2), nn.Parameter(torch.ones(2)))))
 
 
+def _registers_without_memory(weights_without_memory: Callable[[], Any]) -> bool:
+    """A layer's weights have no memory, a tied one stays one, and conversions keep them."""
+    with weights_without_memory():
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        second.weight = first.weight
+        model = nn.Sequential(first, second).double()
+    weights = [model[0].weight, model[1].weight]
+    plain = nn.Linear(2, 2).weight
+    return (
+        weights[0] is weights[1]
+        and weights[0].dtype is torch.float64
+        and isinstance(weights[0], FakeTensor)
+        and not isinstance(plain, FakeTensor)
+    )
+
+
 def _makes_tensors_without_memory(fake_tensors: Callable[[], Any]) -> bool:
     with fake_tensors():
         return bool(torch.ones(1 << 40).sum().shape == ())
@@ -73,5 +89,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "dispatch_state.is_fake": _knows_fake_tensors,
     "fake_tensors.VALUE_NEEDED": _is_raised_for_values,
     "fake_tensors.fake_tensors": _makes_tensors_without_memory,
+    "fake_tensors.weights_without_memory": _registers_without_memory,
     "fake_tensors.attention_flops": _counts_attention,
 }

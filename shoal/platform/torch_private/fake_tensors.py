@@ -43,10 +43,17 @@ def weights_without_memory() -> Iterator[None]:
     """
     register, apply = nn.Module.register_parameter, nn.Module._apply
 
+    def stand_in(weight: Any, made: Tensor) -> nn.Parameter:
+        """Return what stands for a weight: one object, for all modules that have it."""
+        if not hasattr(weight, "_stand_in"):
+            weight._stand_in = nn.Parameter(made, weight.requires_grad)
+        found: nn.Parameter = weight._stand_in
+        return found
+
     def register_without(module: nn.Module, name: str, weight: Any) -> None:
         if type(weight) is nn.Parameter and not isinstance(weight, FakeTensor):
             with fake_tensors():
-                weight = _stand_in(weight, torch.empty_like(weight))
+                weight = stand_in(weight, torch.empty_like(weight))
         register(module, name, weight)
 
     def convert(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
@@ -57,7 +64,7 @@ def weights_without_memory() -> Iterator[None]:
                 with torch.no_grad():
                     converted = function(weight)
                 if (converted.dtype, converted.device) != (weight.dtype, weight.device):
-                    module._parameters[name] = _stand_in(weight, converted)
+                    module._parameters[name] = stand_in(weight, converted)
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else function(buffer)
         return module
@@ -69,14 +76,6 @@ def weights_without_memory() -> Iterator[None]:
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         nn.Module._apply = apply  # type: ignore[method-assign]
-
-
-def _stand_in(weight: Any, made: Tensor) -> nn.Parameter:
-    """Return what stands for a weight: one object, for all modules that have it."""
-    if not hasattr(weight, "_stand_in"):
-        weight._stand_in = nn.Parameter(made, weight.requires_grad)
-    found: nn.Parameter = weight._stand_in
-    return found
 
 
 def attention_flops() -> Mapping[Any, Callable[..., int]]:
