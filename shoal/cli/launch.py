@@ -36,6 +36,7 @@ HELP = "run your own script on several processes"
 EXAMPLES = """\
   shoal launch -n 4 train.py --epochs 3         words after the script are the script's own
   shoal launch -n 4 --strategy zero3 train.py   another strategy than the script's
+  shoal launch -n 4 --strategy auto train.py    the one that shoal plan would take
   shoal launch -n 4 -m package.train            a module
   shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
@@ -110,9 +111,11 @@ def run(options: argparse.Namespace) -> int:
     if hosts is not None and hosts.min_hosts is not None:
         raise UsageError("--min-hosts: shoal launch starts a script once. Leave it out")
     world = options.processes if hosts is None else hosts.processes
+    script = Script.of(options)
+    if options.strategy == job_options.AUTO:
+        options.strategy = _choose(options, script)
     # Errors in the options are raised here, once, and not in every rank.
     line = _strategy_line(options.strategy, options.allreduce)
-    script = Script.of(options)
     if problems := [*_problems(options, line, world), *script.problems]:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
@@ -126,6 +129,27 @@ def run(options: argparse.Namespace) -> int:
         options.output,
         module=script.module,
     )
+
+
+def _choose(options: argparse.Namespace, script: Script) -> str:
+    """Return the planner's choice for a script, and print its reason.
+
+    Raises:
+        UsageError: the ranks are on several hosts, or the script cannot be followed.
+        StrategyRefused: nothing fits.
+    """
+    from shoal.planner.auto_strategy import choose_for_script
+
+    if options.processes is None or script.module is not None:
+        raise UsageError(
+            "--strategy auto chooses for a file and ranks on this machine: shoal launch -n 4 "
+            "--strategy auto train.py. `shoal plan train.py --cluster FILE` plans several hosts"
+        )
+    if script.problems:
+        raise UsageError("\n  ".join(script.problems))
+    line, reason = choose_for_script([script.file, *options.arguments], options.processes)
+    print(reason, file=sys.stderr)
+    return line
 
 
 def _run_on_hosts(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shoal.config.job import Job
     from shoal.costs.cluster import Cluster
     from shoal.costs.machine import Machine
-    from shoal.planner.script_workload import FirstRun
     from shoal.planner.smallest_change import Command
     from shoal.planner.strategy_search import Plan, Workload
 
@@ -294,47 +293,13 @@ def _numbers(options: argparse.Namespace, problems: list[str]) -> _Numbers:
 
 
 def _plans_of_script(request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
-    """Return the text and the exit status for a script, which runs in processes of its own.
+    """Return the text and the exit status for a script.
 
     Raises: UsageError: it cannot be followed.
     """
-    from shoal.launch import preload
-    from shoal.launch.start import start
-    from shoal.testing.world import World
+    from shoal.planner.script_process import plan_in_script
 
-    found: FirstRun | tuple[str, int] | UsageError | None = None
-    variables = {"OMP_NUM_THREADS": "1", "SHOAL_STRATEGY": "single", "TORCHDYNAMO_DISABLE": "1"}
-    for _ in range(2):
-        ranks = start(
-            _follow,
-            (request, source, found),
-            1,
-            variables,
-            "lines",
-            preload=preload.TRAINING,
-            wants_values=True,
-        )
-        with World(ranks, timeout_s=600.0) as world:
-            [found] = world.results()
-        if isinstance(found, UsageError):
-            raise found
-        if isinstance(found, tuple):
-            return found
-    raise AssertionError("the second run answers")
-
-
-def _follow(
-    request: _PlanOptions, source: _PlannedSource, first: FirstRun | None
-) -> FirstRun | tuple[str, int] | UsageError:
-    """Follow a script, and plan it in its process, which has its model."""
-    from shoal.planner.script_workload import FirstRun, script_workload
-
-    path, *arguments = source.command.words
-    try:
-        found = script_workload(path, arguments, first, request.cluster.ranks)
-        return found if isinstance(found, FirstRun) else _plans(found, request, source)
-    except UsageError as error:
-        return error
+    return plan_in_script(source.command.words, request.cluster.ranks, _plans, request, source)
 
 
 def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:

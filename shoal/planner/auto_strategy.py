@@ -5,6 +5,7 @@ The run directory keeps the choice with all other settings, so a run that goes o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config.job import Job
@@ -13,7 +14,8 @@ from shoal.errors import StrategyRefused
 from shoal.planner.job_workload import job_workload
 from shoal.planner.plan_report import machine_text
 from shoal.planner.quantity_text import bytes_text, seconds_text
-from shoal.planner.strategy_search import Planner
+from shoal.planner.script_process import plan_in_script
+from shoal.planner.strategy_search import Planner, Workload
 from shoal.train.run_directory import CONFIG, job_of
 
 
@@ -26,9 +28,24 @@ def choose(job: Job, ranks: int) -> tuple[str, str]:
     if (directory / CONFIG).is_file():
         kept = job_of(directory).strategy
         return kept, f"strategy auto: {kept}, as the run in {directory} has it"
+    return _choice(job_workload(job), ranks)
+
+
+def choose_for_script(words: Sequence[str], ranks: int) -> tuple[str, str]:
+    """Return the strategy line for a script on one host, and a sentence with the reason.
+
+    Args: words: its file, and its own words.
+
+    Raises:
+        StrategyRefused: no strategy fits.
+        UsageError: the script cannot be followed.
+    """
+    return plan_in_script(words, ranks, _choice, ranks)
+
+
+def _choice(workload: Workload, ranks: int) -> tuple[str, str]:
     machine = find_machine("")
-    planner = Planner(job_workload(job), machine, one_machine(machine, ranks))
-    best = planner.search().best
+    best = Planner(workload, machine, one_machine(machine, ranks)).search().best
     if best is None:
         raise StrategyRefused(
             f"strategy auto: nothing fits on {ranks} ranks; `shoal plan` says by how much."

@@ -137,8 +137,8 @@ def _parse_specs(text: str) -> list[StrategySpec]:
             specs.append(StrategySpec(name, value, ()))
         elif name == "auto":
             problems.append(
-                "auto stands alone, and `shoal train -n` chooses it; for a script, "
-                "`shoal plan train.py -n N` tells the line"
+                "auto stands alone, and `shoal train -n` and `shoal launch -n` choose for it; in a "
+                "script, write the line that `shoal plan train.py -n N` tells"
             )
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")

@@ -45,6 +45,63 @@ def test_auto_beside_other_strategies_is_refused() -> None:
         parse_line("auto,zero1")
 
 
+SCRIPT = """
+import torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import shoal
+
+run = shoal.init()
+model = torch.nn.Linear(4, 2)
+loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.arange(8) % 2), batch_size=4)
+model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+for x, y in loader:
+    optimizer.zero_grad()
+    run.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+run.print("trained", run.world_size)
+"""
+
+
+def test_the_launcher_chooses_for_a_script_and_starts_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "train.py").write_text(SCRIPT)
+    words = ["launch", "-n", "2", "--strategy", "auto", str(tmp_path / "train.py")]
+    with pytest.raises(SystemExit) as ended:
+        program.main(words)
+    printed = capfd.readouterr()
+    assert ended.value.code == 0, printed.err
+    assert printed.err.count("strategy auto: ") == 1
+    assert "a step predicted" in printed.err
+    assert printed.out.count("trained 2") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["-n", "2", "--strategy", "auto", "-m", "package.train"], "chooses for a file and ranks"),
+        (["--hosts", "a,b", "--strategy", "auto", "train.py"], "chooses for a file and ranks"),
+        (["-n", "2", "--strategy", "auto", "none.py"], "none.py"),
+        (["-n", "2", "--strategy", "auto", "ends.py"], "ended without a backward pass"),
+        (["-n", "2", "--strategy", "auto,zero1", "ends.py"], "auto stands alone"),
+    ],
+)
+def test_the_launcher_refuses_to_choose_without_a_script_to_follow(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    error: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ends.py").write_text("import torch\n")
+    with pytest.raises(SystemExit) as ended:
+        program.main(["launch", *words])
+    assert ended.value.code == 2
+    assert error in capsys.readouterr().err
+
+
 def test_ranks_of_another_launcher_do_not_choose_each_for_itself(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
