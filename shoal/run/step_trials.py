@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.run.batch_size import is_same_on_all
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_batch import code_of
@@ -163,6 +165,10 @@ class StepTrials:
         )
         few, cannot, total = data.sum_of_host_numbers([rows < 2, not can_join, rows])
         if not few or cannot or total < 2:
+            return batch
+        # Ranks may have padded their rows to lengths of their own.
+        forms = repr([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
+        if not is_same_on_all(sha256(forms.encode()).digest(), data):
             return batch
 
         def joined(tensor: Tensor) -> Tensor:

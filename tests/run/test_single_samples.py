@@ -45,3 +45,24 @@ def test_so_is_one_in_the_micro_batches_of_a_pipeline() -> None:
     assert "a BatchNorm was given one sample" in str(
         world.run(2, one_stage_tells, "pipeline=2,microbatches=2")
     )
+
+
+def one_row_of_own_length() -> list[float]:
+    """Take two steps on one row a rank, which each rank has padded to a length of its own."""
+    run = shoal.init(announce=lambda _: None)
+    torch.manual_seed(0)
+    net = nn.Linear(1, 1).double()
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    x = torch.ones(1, 3 + run.rank, 1).double()
+    losses = []
+    for _ in range(2):
+        losses.append(run.forward_backward(lambda x: net(x).square().mean(), x, rows=1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def test_single_rows_of_other_lengths_on_each_rank_are_trained_without_a_trial() -> None:
+    first, second = world.run(2, one_row_of_own_length)
+    assert first == second
+    assert first[1] < first[0]
