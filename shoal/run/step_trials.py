@@ -166,10 +166,9 @@ class StepTrials:
         few, cannot, total = data.sum_of_host_numbers([rows < 2, not can_join, rows])
         if not few or cannot or total < 2:
             return batch
-        # Ranks may have padded their rows to lengths of their own.
         forms = repr([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
         if not is_same_on_all(sha256(forms.encode()).digest(), data):
-            return batch
+            return batch  # ranks have padded their rows to lengths of their own
 
         def joined(tensor: Tensor) -> Tensor:
             # A rank without samples stands in with a copy of another one's.

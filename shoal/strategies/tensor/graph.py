@@ -17,7 +17,7 @@ import gc
 import inspect
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx, nn
@@ -30,9 +30,11 @@ ESCAPES = "kept"
 """Key in the `meta` of a node: its value is still referenced after the trace."""
 
 
-def forward_graphs(
-    model: nn.Module, leaves: set[nn.Module]
-) -> Iterator[tuple[str, list[fx.Graph]]]:
+RootGraphs = tuple[str, list[fx.Graph]]
+Trace = Callable[[nn.Module, set[nn.Module]], Iterable[RootGraphs]]
+
+
+def forward_graphs(model: nn.Module, leaves: set[nn.Module]) -> Iterator[RootGraphs]:
     """Yield the name and the graphs of each module that is traced as a root.
 
     Names in a graph count from its root.

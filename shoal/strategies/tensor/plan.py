@@ -12,7 +12,7 @@ A plan depends only on the model, which all ranks have alike, so all ranks make 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from shoal.strategies.tensor.candidates import CONVOLUTIONS, Candidates, has_mod
 from shoal.strategies.tensor.find_attention import AttentionPlan, find_attention
 from shoal.strategies.tensor.find_pairs import ColumnRowPair, find_pairs
 from shoal.strategies.tensor.find_vocabulary import find_vocabulary
-from shoal.strategies.tensor.graph import forward_graphs
+from shoal.strategies.tensor.graph import RootGraphs, Trace, forward_graphs
 
 TRANSFORMER_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 NO_PAIR = "no layer before or after it makes a pair with it"
@@ -109,6 +109,7 @@ def plan(
     degree: int,
     keep: tuple[str, ...] = (),
     full_model: FullModel | None = None,
+    trace: Trace = forward_graphs,
 ) -> TensorPlan:
     """Plan how `model` is divided over `degree` ranks.
 
@@ -117,6 +118,7 @@ def plan(
     Args:
         keep: names of modules that stay replicated, with all modules inside them.
         full_model: how `model` is divided into pipeline stages; no pair lies in two of them.
+        trace: does what `forward_graphs` does; who plans many degrees traces once.
     """
     kept_modules = {
         module for path, module in model.named_modules() if any(_is_in(path, name) for name in keep)
@@ -141,18 +143,16 @@ def plan(
     # Attention is planned: a trace need not, and often cannot, look into it.
     attention_names = (*multihead, *(attention.name for attention in heads))
     leaves = {candidates.by_name[name] for name in attention_names}
-    pairs = [*feed_forward, *_traced_pairs(model, leaves, candidates)]
+    pairs = [*feed_forward, *_traced_pairs(trace(model, leaves), candidates)]
     made = TensorPlan(degree, heads, multihead, embeddings, vocabulary_heads, tuple(pairs))
     return replace(made, replicated=_replicated(model, made, candidates, kept_modules))
 
 
-def _traced_pairs(
-    model: nn.Module, leaves: set[nn.Module], candidates: Candidates
-) -> list[ColumnRowPair]:
+def _traced_pairs(traced: Iterable[RootGraphs], candidates: Candidates) -> list[ColumnRowPair]:
     """Return the pairs that are in every graph of their root, in the order of the model."""
     order = {name: index for index, name in enumerate(candidates.by_name)}
     pairs: list[ColumnRowPair] = []
-    for root, graphs in forward_graphs(model, leaves):
+    for root, graphs in traced:
         common = set.intersection(*(find_pairs(graph, root, candidates) for graph in graphs))
         pairs += sorted(common, key=lambda pair: order[pair.row])
     return pairs

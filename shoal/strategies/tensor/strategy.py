@@ -59,6 +59,7 @@ from shoal.strategies.full_model import Colocation, FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.cost import cost
+from shoal.strategies.tensor.graph import Trace, forward_graphs
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.sliced_parameters import RefuseSlices, is_tensor_sharded
@@ -101,7 +102,12 @@ class TensorParallel(TensorOptions, Strategy):
         if step.layout.tensor == 1:
             return step
         key = ("tensor", self.degree, self.whole, self.sequence)
-        made = step.once(key, lambda: tensor_plan(step.module, self))
+
+        def trace(model: nn.Module, leaves: set[nn.Module]) -> Any:
+            # Once for all degrees: a plan of many blocks spends most of its time here.
+            return step.once(frozenset(leaves), lambda: [*forward_graphs(model, leaves)])
+
+        made = step.once(key, lambda: tensor_plan(step.module, self, trace=trace))
         return cost(made, self.sequence, step)
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -162,17 +168,21 @@ class TensorParallel(TensorOptions, Strategy):
 
 
 def tensor_plan(
-    model: nn.Module, options: TensorParallel, full_model: FullModel | None = None
+    model: nn.Module,
+    options: TensorParallel,
+    full_model: FullModel | None = None,
+    trace: Trace = forward_graphs,
 ) -> TensorPlan:
     """Return the plan for these options. The model is not changed.
 
     Args:
         full_model: how the model is divided into pipeline stages; None for one stage.
+        trace: as for `plan`.
 
     Raises:
         StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
-    made = _plan_with_options(model, options, full_model)
+    made = _plan_with_options(model, options, full_model, trace)
     separated = _separated_layers(made, model, options, full_model)
     replicated = {
         name: SEPARATED_MESSAGE if name in separated else reason
@@ -195,7 +205,10 @@ def tensor_plan(
 
 
 def _plan_with_options(
-    model: nn.Module, options: TensorParallel, full_model: FullModel | None
+    model: nn.Module,
+    options: TensorParallel,
+    full_model: FullModel | None,
+    trace: Trace = forward_graphs,
 ) -> TensorPlan:
     """Make the plan, with the names that the option `whole` matches."""
     problems: list[str] = []
@@ -208,7 +221,7 @@ def _plan_with_options(
             problems.append(f"'{pattern}' matches no module of the model")
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    return plan(model, options.degree, tuple(keep), full_model)
+    return plan(model, options.degree, tuple(keep), full_model, trace)
 
 
 def _separated_layers(
