@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 500,
     "shoal/run": 10_020,
     "shoal/shm_backend": 2_860,
-    "shoal/strategies": 17_990,
+    "shoal/strategies": 18_010,
     "shoal/testing": 230,
     "shoal/trace": 950,
     "shoal/train": 3_460,
