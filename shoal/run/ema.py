@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from shoal.comm.assembly import shard_like
 from shoal.comm.mesh import Mesh
-from shoal.comm.norm import to_local
+from shoal.comm.norm import full_tensor, to_local
+from shoal.errors import UsageError
 from shoal.platform.torch_private.kernels import foreach_lerp_
 
 
@@ -66,7 +67,8 @@ class Ema:
             return
         self._run.wait()  # for the new weights
         if not self._is_divided:
-            self._follow()
+            self._divide(self._average)
+            self._is_divided = True
         self.steps += 1
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         if not self._average:  # a stage of a pipeline may have no parameters
@@ -76,16 +78,32 @@ class Ema:
         weights = [to_local(value) for value in self._weights.values()]
         foreach_lerp_(average, weights, 1 - decay)
 
-    def _follow(self) -> None:
-        """Average what this rank holds from now on: parameters may have been divided since.
+    def _divide(self, averages: Mapping[str, Tensor]) -> None:
+        """Average what this rank holds from now on, and go on from these averages.
 
         Tensor and pipeline parallelism divide a model with its first batch.
         """
-        self._is_divided = True
         self._weights = {name: value.detach() for name, value in self._run.parameters().items()}
         self._average = {
-            name: shard_like(self._average[name], weight) for name, weight in self._weights.items()
+            name: shard_like(averages[name], weight) if name in averages else weight.clone()
+            for name, weight in self._weights.items()
         }
+
+    @contextmanager
+    def prepared_again(self) -> Iterator[None]:
+        """Keep the averages while models are prepared again, and divided anew. Collective.
+
+        Raises: UsageError: parameters have other names afterwards.
+        """
+        whole = {name: full_tensor(value) for name, value in self._average.items()}
+        yield
+        if lost := sorted(whole.keys() - self._run.parameters().keys()):
+            raise UsageError(
+                f"run.prepare: there is no {lost[0]} any more, of which run.ema has an average. "
+                "Prepare all models first, and call run.ema after that."
+            )
+        self._divide(whole)
+        self._is_divided = False
 
     def broadcast(self, mesh: Mesh) -> None:
         """Copy rank 0's average to every rank. Collective."""

@@ -171,6 +171,10 @@ def _rows_of_samples(values: Any, rows: int) -> dict[str, Tensor]:
     Raises: UsageError: it is no tensor or dict of tensors, or has not `rows` rows.
     """
     named = values if isinstance(values, Mapping) else {WITHOUT_NAME: values}
+    if not named:
+        raise UsageError(
+            "predict: compute returned an empty dict; it must return a tensor by name."
+        )
     for name, value in named.items():
         what = f"predict: compute returned a {type(value).__name__}" + (
             f" as {name!r}" * bool(name)

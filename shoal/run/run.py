@@ -85,7 +85,10 @@ class Run(StatefulRun):
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
         arguments = sort_arguments(things)
-        with self._first_failure.shared("run.prepare"):
+        averages: AbstractContextManager[None] = nullcontext()
+        if self._ema is not None and (arguments.models or arguments.optimizers):
+            averages = self._ema.prepared_again()
+        with self._first_failure.shared("run.prepare"), averages:
             loaders = iter(self._prepared.add(arguments))
             if self._prepared.models:
                 self._loop.watch()
@@ -218,7 +221,7 @@ class Run(StatefulRun):
         self._gathering.begin_step(local_batch)
         try:
             if reduction == "rows" and not is_computed:
-                self._try_new(local_batch)
+                self._try_loss(local_batch)
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
             if parts and self._settings.draws == "rank" and not is_computed:
@@ -237,7 +240,7 @@ class Run(StatefulRun):
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
-    def _try_new(self, batch: base.LocalBatch) -> None:
+    def _try_loss(self, batch: base.LocalBatch) -> None:
         """Try a loss in its first step, and where a batch has news.
 
         One that gathers says itself that it couples samples.

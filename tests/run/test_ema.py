@@ -152,6 +152,37 @@ def test_the_average_under_a_strategy_is_that_of_one_device(line: str, ranks: in
         assert_same(found, expected)
 
 
+def thaws(line: str) -> dict[str, Tensor]:
+    """Train the last layers, then all of them by a new optimizer; the average goes on."""
+    run = shoal.init(line, announce=str)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 1)).double()
+    model[0].requires_grad_(False)
+    first = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model, first, loader = run.prepare(model, first, data())
+    parts = run, model, first, loader, run.ema(DECAY)
+    steps(parts, 3)
+    model[0].requires_grad_(True)
+    second = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    return steps((run, model, second, *parts[3:]), 3)
+
+
+@pytest.mark.parametrize("line", ["ddp", "zero1", "zero3", "tensor=2"])
+def test_the_average_goes_on_where_layers_are_thawed(line: str) -> None:
+    expected = thaws("single")
+    assert not torch.equal(expected["0.weight"], expected["average 0.weight"])
+    for found in world.run(2, thaws, line):
+        assert_same(found, expected)
+
+
+def test_models_that_get_other_names_are_refused_by_the_average() -> None:
+    run, _ = linear_run(1.0)
+    run.ema(0.9)
+    other = nn.Linear(1, 1)
+    with pytest.raises(UsageError, match=r"Prepare all models first, and call run\.ema after that"):
+        run.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
+
+
 @pytest.mark.parametrize(
     ("before", "after"), [(("zero3", 2), ("ddp", 3)), (("ddp", 2), ("tensor=2", 2))]
 )

@@ -84,6 +84,7 @@ def test_a_list_of_ready_batches_and_a_model_that_was_not_prepared_will_do() -> 
         (lambda x, y: x.mean(), r"returned a Tensor of shape \(\) for a batch of 5 samples"),
         (lambda x, y: {"s": x.T}, r"a Tensor as 's' of shape \(6, 5\) for a batch of 5 samples"),
         (lambda x, y: [x, y], "returned a list; it must return a tensor, or a dict of tensors"),
+        (lambda x, y: {}, "compute returned an empty dict"),
         (lambda x, y: {1: x}, "it must return a tensor, or a dict of tensors by name"),
         (
             lambda x, y: x[:, : len(x)],
