@@ -147,7 +147,8 @@ def _choose(options: argparse.Namespace, script: Script) -> str:
         )
     if script.problems:
         raise UsageError("\n  ".join(script.problems))
-    line, reason = choose_for_script([script.file, *options.arguments], options.processes)
+    words = [script.file, *options.arguments]
+    line, reason = choose_for_script(words, options.processes, options.accumulate or 0)
     print(reason, file=sys.stderr)
     return line
 

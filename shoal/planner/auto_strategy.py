@@ -31,16 +31,18 @@ def choose(job: Job, ranks: int) -> tuple[str, str]:
     return _choice(job_workload(job), ranks)
 
 
-def choose_for_script(words: Sequence[str], ranks: int) -> tuple[str, str]:
+def choose_for_script(words: Sequence[str], ranks: int, accumulate: int = 0) -> tuple[str, str]:
     """Return the strategy line for a script on one host, and a sentence with the reason.
 
-    Args: words: its file, and its own words.
+    Args:
+        words: its file, and its own words.
+        accumulate: as for `plan_in_script`.
 
     Raises:
         StrategyRefused: no strategy fits.
         UsageError: the script cannot be followed.
     """
-    return plan_in_script(words, ranks, _choice, ranks)
+    return plan_in_script(words, ranks, _choice, ranks, accumulate=accumulate)
 
 
 def _choice(workload: Workload, ranks: int) -> tuple[str, str]:

@@ -16,21 +16,25 @@ LIMIT_S = 600.0
 VARIABLES = {"OMP_NUM_THREADS": "1", "SHOAL_STRATEGY": "single", "TORCHDYNAMO_DISABLE": "1"}
 
 
-def plan_in_script(words: Sequence[str], ranks: int, plan: Callable[..., T], *arguments: Any) -> T:
+def plan_in_script(
+    words: Sequence[str], ranks: int, plan: Callable[..., T], *arguments: Any, accumulate: int = 0
+) -> T:
     """Return `plan(workload, *arguments)`, called in the process of a script, which has its model.
 
     Args:
         words: the file of the script, and its own words.
         ranks: of the plan.
         plan: a function at the top of a module; it and its arguments and result are pickled.
+        accumulate: micro-batches in the place of the script's own number; 0 for that.
 
     Raises: UsageError: the script cannot be followed; or what `plan` raised.
     """
     found: FirstRun | ShoalError | tuple[T] | None = None
+    variables = VARIABLES | ({"SHOAL_ACCUMULATE": str(accumulate)} if accumulate else {})
     for _ in range(2):
         given = (tuple(words), ranks, found, plan, arguments)
         started = start(
-            _follow, given, 1, VARIABLES, "lines", preload=preload.TRAINING, wants_values=True
+            _follow, given, 1, variables, "lines", preload=preload.TRAINING, wants_values=True
         )
         with World(started, LIMIT_S) as world:
             [found] = world.results()

@@ -54,10 +54,14 @@ SEVERAL_MODELS = (
 
 @dataclass(frozen=True)
 class FirstRun:
-    """A loop that was counted once, and is to be counted again with more rows."""
+    """A loop that was counted once, and is to be counted again with more rows.
+
+    Attributes: parts: micro-batches that the loop makes of a batch of its loader.
+    """
 
     step: CountedStep
     shapes: list[tuple[int, ...]]
+    parts: int
 
 
 def script_workload(
@@ -133,6 +137,7 @@ class _Follower:
         self._first = first
         self._ranks = ranks
         self._rows = 0 if first is None else 2 * first.step.samples
+        self._parts = 1 if first is None else first.parts
         self._run: Run | None = None
         self._models: list[nn.Module] = []
         self._optimizers: list[Optimizer] = []
@@ -155,6 +160,7 @@ class _Follower:
             (Run, "prepare", self._prepare),
             (Run, "forward_backward", self._forward_backward),
             (Run, "backward", self._backward_of_run),
+            (Run, "microbatches", self._microbatches),
             (DataLoader, "__iter__", self._iterate),
             (ShardedLoader, "__iter__", self._iterate),
             (torch, "save", _save_nothing),
@@ -248,6 +254,17 @@ class _Follower:
         terms = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
         self._backward(torch.autograd.backward, sum(terms))
 
+    def _microbatches(self, _: Any, run: Run, batch: Any) -> Iterator[Any]:
+        """Yield one part of a batch: its backward pass ends the script."""
+        self._parts = run._settings.accumulate
+
+        def cut(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return tree_map(value, cut)
+            return value[: -(-len(value) // self._parts)] if value.dim() else value
+
+        yield cut(batch)
+
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> None:
         """Count the backward pass, and end the script."""
         if self._tracer is None or not self._inputs:
@@ -258,9 +275,10 @@ class _Follower:
         original(tensors, *args, **kwargs)
         self._passes.close()
         shapes = [tuple(tensor.shape) for tensor in self._inputs]
-        step = CountedStep(tracer.segments, self._batch_bytes, self._rows or shapes[0][0])
+        batch_bytes = self._batch_bytes / self._parts
+        step = CountedStep(tracer.segments, batch_bytes, self._rows or shapes[0][0])
         if self._first is None:
-            self._end(FirstRun(step, shapes))
+            self._end(FirstRun(step, shapes, self._parts))
         if shapes == self._first.shapes:
             raise UsageError(
                 "the script takes its batches from no torch.utils.data.DataLoader, so its loop "
@@ -279,8 +297,9 @@ class _Follower:
         def resize(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return tree_map(value, resize)
-            if self._rows and value.dim() and 2 * len(value) == self._rows:
-                return value[torch.arange(self._rows) % len(value)]
+            rows = len(value) if value.dim() else 0
+            if self._rows and rows and -(-2 * rows // self._parts) == self._rows:
+                return value[torch.arange(2 * rows) % rows]
             return value
 
         self._discard()

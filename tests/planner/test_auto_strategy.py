@@ -56,7 +56,8 @@ loader = DataLoader(TensorDataset(torch.randn(8, 4), torch.arange(8) % 2), batch
 model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
 for x, y in loader:
     optimizer.zero_grad()
-    run.backward(F.cross_entropy(model(x), y))
+    for x, y in run.microbatches((x, y)):
+        run.backward(F.cross_entropy(model(x), y))
     optimizer.step()
 run.print("trained", run.world_size)
 """
@@ -67,9 +68,9 @@ def test_the_launcher_chooses_for_a_script_and_starts_it_once(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["launch", "-n", "2", "--strategy", "auto", str(tmp_path / "train.py")]
+    words = ["launch", "-n", "2", "--strategy", "auto", "--accumulate", "2"]
     with pytest.raises(SystemExit) as ended:
-        program.main(words)
+        program.main([*words, str(tmp_path / "train.py")])
     printed = capfd.readouterr()
     assert ended.value.code == 0, printed.err
     assert printed.err.count("strategy auto: ") == 1

@@ -49,6 +49,15 @@ LOOP_OF_RUN = """\
         run.backward(F.cross_entropy(model(x), y))
         optimizer.step()
     """
+MICROBATCHES = """\
+    run = shoal.init(accumulate=3)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for batch in loader:
+        optimizer.zero_grad()
+        for x, y in run.microbatches(batch):
+            run.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+    """
 PLAIN = """\
     model(torch.randn(3, 16))  # a trial, which is no step
     for x, y in loader:
@@ -84,12 +93,16 @@ def memory_of(plans: dict[str, Any]) -> dict[str, Any]:
     return {plan["strategy"]: plan["memory"] for plan in plans["plans"]}
 
 
-def planned(batch_size: int) -> dict[str, Any]:
+def planned(batch_size: int, accumulate: int = 1) -> dict[str, Any]:
     """Return what `shoal.plan` says of the same model."""
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     sample = (torch.zeros(batch_size, 16), torch.zeros(batch_size, dtype=torch.long))
-    found = shoal.plan(model, optimizer, sample, lambda x, y: F.cross_entropy(model(x), y), ranks=2)
+    found = shoal.plan(
+        *(model, optimizer, sample, lambda x, y: F.cross_entropy(model(x), y)),
+        ranks=2,
+        accumulate=accumulate,
+    )
     return as_json(found.planner, found.plans)
 
 
@@ -98,17 +111,18 @@ def planned(batch_size: int) -> dict[str, Any]:
     [
         ((HEAD, FUNCTION), 12),
         ((HEAD, LOOP_OF_RUN), 12),
+        ((HEAD, MICROBATCHES), 12),
         ((HEAD, PLAIN), 12),
         ((HEAD, DISTRIBUTED, PLAIN), 24),  # its batches are those of one rank
     ],
-    ids=["function", "loop of a run", "plain loop", "DistributedDataParallel"],
+    ids=["function", "loop of a run", "micro-batches", "plain loop", "DistributedDataParallel"],
 )
 def test_a_script_is_planned_as_its_model_alone(
     script: Path, capsys: pytest.CaptureFixture[str], parts: tuple[str, ...], batch_size: int
 ) -> None:
     assert shoal_plan(script, *parts, words=("--json",)) == 0
     found = json.loads(capsys.readouterr().out)
-    alone = planned(batch_size)
+    alone = planned(batch_size, 3 if MICROBATCHES in parts else 1)
     for key in ("parameters", "global_batch", "best", "refused"):
         assert found[key] == alone[key]
     assert memory_of(found) == memory_of(alone)

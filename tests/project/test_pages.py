@@ -68,6 +68,13 @@ def test_every_strategy_line_that_another_tool_is_answered_with_exists() -> None
         parse_line(re.sub("=[NRF]$", "=2" if "topk" not in line else "=0.1", line))
 
 
+def test_each_variable_of_the_reference_is_read_by_the_code() -> None:
+    named = set(re.findall(r"`(SHOAL_\w+)`", (ROOT / "docs/reference.md").read_text()))
+    assert len(named) >= 10
+    code = "".join(path.read_text(encoding="utf-8") for path in ROOT.glob("shoal/**/*.py"))
+    assert {name for name in named if f'"{name}"' not in code} == set()
+
+
 def test_the_readme_has_a_row_for_each_verb_and_no_other() -> None:
     rows = re.findall(r"^\| `shoal ([a-z-]+)", section("One command"), re.MULTILINE)
     assert sorted(rows) == sorted(VERBS.keys() - set(HIDDEN))
