@@ -23,10 +23,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
-    "shoal/planner": 2_370,
+    "shoal/planner": 2_390,
     "shoal/platform": 1_840,
     "shoal/plotting": 500,
-    "shoal/run": 10_020,
+    "shoal/run": 10_050,
     "shoal/shm_backend": 2_860,
     "shoal/strategies": 18_010,
     "shoal/testing": 230,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_010,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 68_780,
+    "tests": 68_790,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
