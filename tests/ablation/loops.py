@@ -353,6 +353,50 @@ class NoiseInTheLoop(Script):
         return losses, run.weights()
 
 
+def nothing(_model):
+    """Change nothing of a model."""
+
+
+def plain_loop(data, change=nothing):
+    """Train a classifier on this data, on one process."""
+    model = mlp(6, 8, 4)
+    optimizer = sgd(model.parameters())
+    change(model)
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss)
+    return losses, weights(model)
+
+
+def loop_with_shoal(run, data, change=nothing):
+    """Train the same with Shoal; `change` is called after the model was prepared."""
+    model = mlp(6, 8, 4)
+    optimizer = sgd(model.parameters())
+    model, optimizer, data = run.prepare(model, optimizer, data)
+    change(model)
+
+    def compute_loss(x, y):
+        return F.cross_entropy(model(x), y)
+
+    losses = []
+    for x, y in data:
+        optimizer.zero_grad()
+        loss = run.forward_backward(compute_loss, x, y)
+        optimizer.step()
+        losses.append(loss)
+    return losses, run.weights()
+
+
+def copy_bias(model):
+    """Write a weight as if it had been read from a file."""
+    with torch.no_grad():
+        model[0].bias.copy_(torch.linspace(-1, 1, 8))
+
+
 class CopiedByRankZero(Script):
     """Copies weights into the model after it was prepared, on rank 0 alone, which has the file."""
 
@@ -361,40 +405,11 @@ class CopiedByRankZero(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        with torch.no_grad():
-            model[0].bias.copy_(torch.linspace(-1, 1, 8))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return plain_loop(loader(*vectors()), copy_bias)
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-        if run.rank == 0:
-            with torch.no_grad():
-                model[0].bias.copy_(torch.linspace(-1, 1, 8))
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return loop_with_shoal(run, loader(*vectors()), nothing if run.rank else copy_bias)
 
 
 def padded_late():
@@ -412,32 +427,8 @@ class LatePadding(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*padded_late())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return plain_loop(loader(*padded_late()))
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*padded_late())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return loop_with_shoal(run, loader(*padded_late()))

@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_010,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 68_790,
+    "tests": 68_780,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
