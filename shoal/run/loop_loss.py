@@ -23,17 +23,20 @@ from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import StepSizes
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
+from shoal.run.step_batch import weight_of_rank
 from shoal.strategies import base
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.microbatch import split_microbatches
+from shoal.trial.loss_divisors import DivisorCheck
 
 FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
 MOST_CALLS = 16
 """Calls of models whose inputs are kept until the backward pass."""
 NOTE = (
-    "note: run.backward takes a loss that is a mean over its samples, and nothing has checked "
-    "that it is. To check it: shoal verify SCRIPT -n {ranks}. Dropout and noise of the loop are "
-    "drawn on each data rank for its own samples: same law, other numbers."
+    "note: run.backward takes a loss that is a mean over its samples. Ranks compare what it "
+    "divides by; whether a sample's loss depends on other samples is not checked. To check it: "
+    "shoal verify SCRIPT -n {ranks}. Dropout and noise of the loop are drawn on each data rank for "
+    "its own samples: same law, other numbers."
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
@@ -49,8 +52,8 @@ IN_PARTS = (
     "loss as a function to run.forward_backward."
 )
 COUNTED = (
-    "run.microbatches: the weight of a counted loss is known when all micro-batches were counted. "
-    "Give it as a function: run.forward_backward(compute_loss, *batch)."
+    "run.microbatches: the weight of a counted loss, and of a mean of ranks, is known when all "
+    "micro-batches were counted. Give it as a function: run.forward_backward(compute_loss, *batch)."
 )
 NOT_CALLED = (
     "run.backward: no call of a prepared model was seen since the last step, so nothing has put "
@@ -112,6 +115,7 @@ class LoopLoss:
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
+        self._divisors = DivisorCheck(prepared.mesh.data, guards.enabled)
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""
@@ -132,6 +136,7 @@ class LoopLoss:
         outside_step = self._prepared.local_model().outside_step
         outside_step.hold(False)
         self._calls.clear()
+        self._divisors.begin_step()
         if self._is_noted:
             outside_step.hold(True)
             return
@@ -142,18 +147,26 @@ class LoopLoss:
         self._hooks = {}
 
     def make_batch(
-        self, loss: Any, prepared: Prepared, *, rows: int | None, stop_requested: bool, **_: Any
+        self,
+        loss: Any,
+        prepared: Prepared,
+        *,
+        rows: int | None,
+        reduction: str,
+        stop_requested: bool,
     ) -> base.LocalBatch:
-        """Return the batch of a step whose loss is there.
+        """Return the batch of a step whose loss is there. Collective.
 
         Args:
             loss: a scalar tensor, the mean over this rank's samples, or a `Counted`.
             rows: samples on this rank; None to tell it from the inputs of the models.
+            reduction: "rows", or "ranks" for the mean of the ranks' means.
 
         Raises:
-            StrategyRefused, UsageError: the loss must be a function here.
+            StrategyRefused: the loss must be a function here.
+            UsageError: the same; or the loss is no mean over samples.
         """
-        self._check(loss)
+        self._check(loss, reduction)
         calls = [*self._calls]
         self._calls.clear()
         if self._autocast is not None and self.watches and not calls:
@@ -167,19 +180,27 @@ class LoopLoss:
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
-            return micro._replace(
+            batch = micro._replace(
                 compute_loss=compute_loss,
                 args=(),
                 is_last_microbatch=True,
                 stop_requested=stop_requested,
             )
-        return self._batch(compute_loss, rows, calls or [()])
+        else:
+            batch = self._batch(compute_loss, rows, calls or [()])
+        if reduction == "ranks":
+            return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
+        if prepared.local_model().strategy_state.is_synchronous:
+            is_part = prepared.settings.accumulate > 1
+            self._divisors.compare(loss, batch.num_samples, is_part)
+        return batch
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
         prepared = self._prepared
         full = self._batch(base.ComputedLoss(None), None, [(batch,)])
         parts = prepared.settings.accumulate
+        self._divisors.begin_step()
         if parts > 1 and not full.sizes_known:
             raise UsageError(UNKNOWN)
         if parts > 1 and prepared.local_model().remote_optimizer is not None:
@@ -237,7 +258,7 @@ class LoopLoss:
             raise UsageError(ROWS.format(why=f"their lengths are {sorted(lengths)}"))
         return found
 
-    def _check(self, loss: Any) -> None:
+    def _check(self, loss: Any, reduction: str) -> None:
         """Raise if `loss` is none, or must be a function under these settings."""
         if not isinstance(loss, Tensor | Counted) or (isinstance(loss, Tensor) and loss.dim()):
             raise UsageError(
@@ -255,13 +276,13 @@ class LoopLoss:
         if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
             raise UsageError(GLOBAL_DRAWS)
         if settings.accumulate > 1:
-            self._check_part(loss, settings.accumulate)
+            self._check_part(loss, settings.accumulate, reduction)
 
-    def _check_part(self, loss: Any, parts: int) -> None:
-        """Raise UsageError if `loss` is of no micro-batch, or has a count of its own."""
+    def _check_part(self, loss: Any, parts: int, reduction: str) -> None:
+        """Raise UsageError if `loss` is of no micro-batch, or has a weight of its own."""
         if self._microbatch is None:
             raise UsageError(IN_PARTS.format(parts=parts))
-        if isinstance(loss, Counted):
+        if isinstance(loss, Counted) or reduction != "rows":
             raise UsageError(COUNTED)
 
     def before(self, args: Any, kwargs: Any) -> None:
@@ -280,6 +301,8 @@ class LoopLoss:
         """End autocast. Return the output in float32, for a loss outside of it."""
         # Empty in a call that has begun before calls were noted.
         context = self._contexts.pop() if self._contexts else None
+        if not self._phase.in_passes:
+            self._divisors.add_outputs(output)
         if context is None:
             return output
         context.__exit__(None, None, None)

@@ -139,14 +139,15 @@ class Run(StatefulRun):
                 partial(make_batch, compute_loss, batch, named_batch), rows, reduction
             )
 
-    def backward(self, loss: Any, rows: int | None = None) -> Tensor:
+    def backward(self, loss: Any, rows: int | None = None, reduction: str = "rows") -> Tensor:
         """Compute the gradients of a loss that the loop has computed of its batch. Collective.
 
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)
             optimizer.step()
 
-        Afterwards it is as after `forward_backward`. The loss is not tried, and the run says so.
+        Afterwards it is as after `forward_backward`. In the first steps and some later ones, ranks
+        compare what their losses divide by. Whether samples influence one another is not tried.
         Mixed precision stands around calls of the prepared models, which return float32 then.
 
         Args:
@@ -154,18 +155,20 @@ class Run(StatefulRun):
                 count)`, or a sum of such.
             rows: samples on this rank; by default those of the batch that the models were called
                 with.
+            reduction: as for `forward_backward`.
 
         Returns: the global mean loss, a detached scalar on the device, equal on every rank; of a
             micro-batch, its share of that of the batch.
         Raises:
             StrategyRefused: under a pipeline, whose loss must be a function.
-            UsageError: `loss` is no loss; the number of samples is not clear; `accumulate` above 1
-                outside of `microbatches`; draws="global".
+            UsageError: `loss` is no loss, or a sum, or divides by what each rank has counted; the
+                number of samples is not clear; `accumulate` above 1 outside of `microbatches`;
+                draws="global".
         """
-        checks.check_step_options(rows, "rows")
+        checks.check_step_options(rows, reduction)
         with self._first_failure.shared("run.backward"):
             mean: Tensor = self._forward_backward(
-                partial(self._loop.make_batch, loss), rows, "rows", is_computed=True
+                partial(self._loop.make_batch, loss), rows, reduction, is_computed=True
             )
             return mean
 

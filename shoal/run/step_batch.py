@@ -50,11 +50,6 @@ def make_batch(
         args, kwargs = mark_sample_lists((args, kwargs), hold_samples, is_divided)
         arguments = (*args, *kwargs.values())
     found = prepared.sizes.resolve(arguments, rows, data.size)
-    weight = None
-    if reduction == "ranks":
-        # Each rank with samples counts alike, however many it has.
-        ranks = min(data.size, found.global_rows)
-        weight = found.global_rows / (ranks * max(found.rows, 1))
     batch = base.LocalBatch(
         compute_loss,
         args,
@@ -62,15 +57,20 @@ def make_batch(
         found.rows,
         found.global_rows,
         stop_requested=stop_requested,
-        loss_weight=weight,
         sizes_known=found.is_known or reduction == "ranks",
         first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
     )
     if reduction == "rows":
         prepared.watch.judge(batch)
-    else:
-        prepared.watch.skip()
-    return batch
+        return batch
+    prepared.watch.skip()
+    return batch._replace(loss_weight=weight_of_rank(batch, data.size))
+
+
+def weight_of_rank(batch: base.LocalBatch, ranks: int) -> float:
+    """Return the weight of a rank whose mean counts as much as that of any other with samples."""
+    with_samples = min(ranks, batch.global_batch_size)
+    return batch.global_batch_size / (with_samples * max(batch.num_samples, 1))
 
 
 def code_of(function: base.ComputeLoss) -> object:

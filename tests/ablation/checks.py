@@ -91,6 +91,13 @@ CHECKS = {
         planted_in="trial/test_trial_ranks.py",
         scripts="LatePadding",
     ),
+    "divisors of the loss": Check(
+        (f"{TRIAL}.loss_divisors",),
+        "a loss of the loop that divides by what a rank has counted",
+        replaced(f"{TRIAL}.loss_divisors:DivisorCheck.compare", _nothing),
+        planted_in="run/test_divisors_of_losses.py",
+        scripts="LatePaddingInTheLoop",
+    ),
     "trial in float64": Check(
         (f"{TRIAL}.float64_models",),
         "rounding that looks like coupling",

@@ -372,7 +372,7 @@ def plain_loop(data, change=nothing):
     return losses, weights(model)
 
 
-def loop_with_shoal(run, data, change=nothing):
+def loop_with_shoal(run, data, change=nothing, calls_backward=False):
     """Train the same with Shoal; `change` is called after the model was prepared."""
     model = mlp(6, 8, 4)
     optimizer = sgd(model.parameters())
@@ -385,7 +385,10 @@ def loop_with_shoal(run, data, change=nothing):
     losses = []
     for x, y in data:
         optimizer.zero_grad()
-        loss = run.forward_backward(compute_loss, x, y)
+        if calls_backward:
+            loss = run.backward(compute_loss(x, y))
+        else:
+            loss = run.forward_backward(compute_loss, x, y)
         optimizer.step()
         losses.append(loss)
     return losses, run.weights()
@@ -432,3 +435,17 @@ class LatePadding(Script):
     @staticmethod
     def with_shoal(run):
         return loop_with_shoal(run, loader(*padded_late()))
+
+
+class LatePaddingInTheLoop(Script):
+    """Computes the same mean in the loop, for `run.backward`."""
+
+    follows = "token losses of packed batches"
+
+    @staticmethod
+    def plain():
+        return plain_loop(loader(*padded_late()))
+
+    @staticmethod
+    def with_shoal(run):
+        return loop_with_shoal(run, loader(*padded_late()), calls_backward=True)

@@ -79,6 +79,9 @@ def main() -> None:
         found = {k: {n: Cell(*c) for n, c in cells.items()} for k, cells in stored.items()}
     if ALL not in found or not options.only:
         found[ALL] = in_a_process_without("", options.page, options.scripts or ())
+    measured = {name.partition(",")[0] for name in found[ALL]}
+    if new := [name for name in names(options.scripts or ()) if name not in measured]:
+        found[ALL] |= in_a_process_without("", options.page, new)
     for group in groups(options.only or [*CHECKS]):
         scripts = options.scripts or CHECKS[group[0]].scripts.split()
         together = in_a_process_without("+".join(group), options.page, scripts)

@@ -1,0 +1,287 @@
+"""Divisors of a loss: the samples, or what a rank has counted among its own.
+
+    F.cross_entropy(scores, tokens)         divides by the tokens that are not ignored
+    (losses * mask).sum() / mask.sum()      divides by what the mask leaves
+    F.mse_loss(output, target)              divides by the elements, so many for each sample
+
+Where ranks divide by different counts, the mean of their losses is not the loss of the whole batch.
+The graph of a loss knows its divisors, so a loss that is there already can be looked at too. What
+it does not know: whether a sample's loss depends on other samples.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Collection, Sequence
+from math import isclose, isfinite
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shoal.comm.axis import Axis
+from shoal.data.tree_map import tensors_in
+from shoal.errors import UsageError
+from shoal.strategies.loss_terms import Counted
+
+MOST_NODES = 2_000
+"""Nodes of a graph that are looked at."""
+MOST_TERMS = 64
+MOST_OUTPUTS = 256
+SUM = 2
+"""Value of `reduction` of torch's losses, in their nodes."""
+POINTWISE = {
+    *("Abs", "Add", "Alias", "Cat", "Clamp", "ClampMin", "Clone", "Div", "Exp", "Expand", "Index"),
+    *("Log", "MaskedFill", "MaskedSelect", "Mean", "Mul", "Neg", "Permute", "Pow", "Reshape"),
+    *("ReshapeAlias", "Select", "Slice", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy"),
+    *("Transpose", "UnsafeView", "Unsqueeze", "View", "Where"),
+}
+"""Nodes behind which a divisor may stand; a path ends at any other."""
+
+WORDS = {"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"}
+"""Operations of nodes, as a script writes them."""
+
+COUNTED = (
+    "run.backward was given a loss that divides by what each rank has counted among its own "
+    "samples ({operation}): {counts}. One device divides by the count of the whole batch. Return "
+    'sum and count: run.backward(shoal.counted(F.cross_entropy(..., reduction="sum"), (y != '
+    "-100).sum())), or run.backward(shoal.counted((losses * mask).sum(), mask.sum())). Or, to "
+    'train the mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
+)
+SUMMED = (
+    "run.backward was given a sum over samples ({operation}), and takes their mean: n ranks would "
+    "each take their sum for a mean. Divide it by the number of samples: loss / len(x)."
+)
+
+
+class Divisor(NamedTuple):
+    """A way from a loss to the output of a model.
+
+    Attributes:
+        operation: the reduction at its beginning.
+        value: product of all that it is divided by.
+        is_sum: it adds up samples and divides by nothing that is as large as their number.
+    """
+
+    operation: str
+    value: float
+    is_sum: bool
+
+
+class _Path(NamedTuple):
+    node: Any
+    operation: str
+    value: float
+    adds: bool
+    divides: bool
+
+
+def divisors_of(loss: Tensor, rows: int, outputs: Collection[Any]) -> list[Divisor]:
+    """Return what a scalar loss divides by, on each way to the models.
+
+    Args:
+        rows: samples in it.
+        outputs: `grad_fn` of what the models have returned.
+    """
+    found: list[Divisor] = []
+    paths = [_Path(loss.grad_fn, "", 1.0, adds=False, divides=False)]
+    for _ in range(MOST_NODES):
+        if not paths or len(found) == MOST_TERMS:
+            break
+        path = paths.pop()
+        name = _kind(path.node)
+        is_loss = hasattr(path.node, "_saved_reduction")
+        if path.node in outputs or not (name in POINTWISE or is_loss):
+            if path.operation:
+                is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
+                found.append(Divisor(path.operation, path.value, is_sum))
+            continue
+        paths += _next(path, name, rows)
+    return found
+
+
+def _next(path: _Path, name: str, rows: int) -> list[_Path]:
+    """Return the paths behind a node that has one or several inputs."""
+    node = path.node
+    divisor = _divisor(node, name)
+    adds = name == "Sum" or getattr(node, "_saved_reduction", None) == SUM
+    is_reduction = name in ("Sum", "Mean") or hasattr(node, "_saved_reduction")
+    behind = []
+    for index, (other, _) in enumerate(node.next_functions):
+        if other is None:
+            continue
+        here = divisor if name != "Div" or index == 0 else 1.0
+        # A weight of the loss is no divisor, but 1 / len(x) is.
+        scale = _scale(node, index) if name == "Mul" else 1.0
+        behind.append(
+            _Path(
+                other,
+                path.operation or (WORDS.get(name, name) if is_reduction else ""),
+                path.value * here,
+                path.adds or adds,
+                path.divides or max(abs(here), abs(scale)) >= rows,
+            )
+        )
+    return behind
+
+
+def _divisor(node: Any, name: str) -> float:
+    """Return what a node divides by: 1 if by nothing, or by different numbers."""
+    if name.startswith("NllLoss"):
+        return 1.0 if node._saved_reduction == SUM else float(node._saved_total_weight)
+    if hasattr(node, "_saved_reduction"):
+        saved = getattr(node, "_saved_self", None)
+        return float(saved.numel()) if node._saved_reduction != SUM and saved is not None else 1.0
+    if name == "Mean":
+        sizes = node._saved_self_sym_sizes
+        dims = getattr(node, "_saved_dim", None) or range(len(sizes))
+        count = 1.0
+        for dim in dims:
+            count *= sizes[_signed(dim)]
+        return count
+    if name == "Div":
+        return _number(node._saved_other)
+    return 1.0
+
+
+def _signed(dim: int) -> int:
+    """Return a dimension, of which nodes keep a negative one as an unsigned number."""
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+def _scale(node: Any, index: int) -> float:
+    """Return 1 / x where a node multiplies its input by one number x."""
+    factor = _number(getattr(node, "_saved_other" if index == 0 else "_saved_self", None))
+    return 1 / factor if factor else 1.0
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor):
+        is_real = value.numel() == 1 and not value.is_complex()
+        return float(value.detach()) if is_real else 1.0
+    return float(value) if isinstance(value, int | float) else 1.0
+
+
+def _kind(node: Any) -> str:
+    """Return a node's operation: "Mean" for MeanBackward0."""
+    name: str = node.name()
+    return name.removeprefix("torch::autograd::").split("Backward")[0]
+
+
+def _reaches(node: Any, outputs: Collection[Any]) -> bool:
+    """Return True if a node has used what a model has returned."""
+    known, waiting = {node}, [node]
+    while waiting and len(known) < MOST_NODES:
+        if (one := waiting.pop()) in outputs:
+            return True
+        behind = {other for other, _ in one.next_functions if other is not None} - known
+        known |= behind
+        waiting += behind
+    return False
+
+
+class LossPart(NamedTuple):
+    """A loss of some samples.
+
+    Attributes: place: "rank 1", or "rank 1, micro-batch 0".
+    """
+
+    place: str
+    rows: int
+    divisors: list[Divisor]
+
+
+def objection(parts: Sequence[LossPart]) -> str:
+    """Return what is wrong with the losses of parts of a global batch; "" if nothing is seen."""
+    parts = [part for part in parts if part.rows]
+    if len({tuple(one.operation for one in part.divisors) for part in parts}) != 1:
+        return ""  # some have taken a branch of the loss that others have not
+    terms = zip(*(part.divisors for part in parts), strict=True)
+    return next(filter(None, (_objection_to(term, parts) for term in terms)), "")
+
+
+def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
+    """Return what is wrong with one term of a loss. Args: term: of each part."""
+    operation = term[0].operation
+    if all(divisor.is_sum for divisor in term):
+        return SUMMED.format(operation=operation)
+    values = [divisor.value for divisor in term]
+    of_sample = [value / part.rows for value, part in zip(values, parts, strict=True)]
+    if not all(map(isfinite, values)) or _are_equal(values) or _are_equal(of_sample):
+        return ""
+    counts = ", ".join(
+        f"{part.place} by {value:.6g} for {part.rows} samples"
+        for value, part in zip(values, parts, strict=True)
+    )
+    return COUNTED.format(operation=operation, counts=counts)
+
+
+def _are_equal(numbers: Sequence[float]) -> bool:
+    return all(isclose(number, numbers[0], rel_tol=1e-5) for number in numbers)
+
+
+class DivisorCheck:
+    """Compares what ranks and micro-batches divide their losses by.
+
+    It does so in the first calls, and in two after each power of two, as losses may alternate.
+
+    Args: enabled: False, and nothing is compared.
+    """
+
+    def __init__(self, data: Axis, enabled: bool) -> None:
+        self._data = data
+        self._enabled = enabled
+        self._calls = 0
+        self._outputs: deque[Any] = deque(maxlen=MOST_OUTPUTS)
+        self._parts: list[LossPart] = []
+
+    def add_outputs(self, output: Any) -> None:
+        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
+        if self._enabled:
+            self._outputs.extend(t.grad_fn for t in tensors_in(output) if t.dim() and t.grad_fn)
+
+    def begin_step(self) -> None:
+        """Forget what models have returned, and the micro-batches of another step."""
+        self._outputs.clear()
+        self._parts = []
+
+    def compare(self, loss: Tensor | Counted, rows: int, is_microbatch: bool) -> None:
+        """Compare the divisors of a loss with those of other ranks and micro-batches. Collective.
+
+        Raises: UsageError: on all ranks, if the loss is no mean over samples.
+        """
+        outputs = {*self._outputs}
+        self._outputs.clear()
+        self._calls += 1
+        is_divided = is_microbatch or self._data.size > 1
+        if not self._enabled or not is_divided or not _is_due(self._calls):
+            return
+        place = f"rank {self._data.rank}"
+        if is_microbatch:
+            place += f", micro-batch {len(self._parts)}"
+        else:
+            self._parts = []
+        self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
+        told = [json.loads(text) for text in self._data.all_gather_str(json.dumps(self._parts))]
+        parts = [
+            LossPart(place, rows, [Divisor(*divisor) for divisor in divisors])
+            for of_rank in told
+            for place, rows, divisors in of_rank
+        ]
+        if text := objection(parts):
+            raise UsageError(text)
+
+
+def _is_due(call: int) -> bool:
+    """Return True in calls 1 to 5, 8, 9, 16, 17, ..."""
+    return call <= 4 or call & (call - 1) == 0 or (call - 1) & (call - 2) == 0
+
+
+def _divisors(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
+    means: list[Any] = [loss]
+    if isinstance(loss, Counted):
+        means = [term.value for term in loss.terms if term.count is None]
+    try:
+        return [divisor for mean in means for divisor in divisors_of(mean, rows, outputs)]
+    except RuntimeError:
+        return []  # the graph was used and freed: the backward pass says it

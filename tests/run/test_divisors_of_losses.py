@@ -1,0 +1,146 @@
+"""`run.backward(loss)` refuses a loss that divides by what each rank has counted."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+IGNORED = -100
+
+
+class LanguageModel(nn.Module):
+    """Scores of tokens, and the mean loss of those that count, as transformers return them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 8)
+        self.head = nn.Linear(8, 7)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        scores = self.head(self.embedding(tokens))
+        loss = F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        return {"loss": loss, "scores": scores}
+
+
+def prepared(strategy: str, first_padding: int = 0, **settings: Any) -> tuple[Any, ...]:
+    """Return run, model, optimizer and loader of eight steps.
+
+    Args: first_padding: step in which targets that do not count come first.
+    """
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None, **settings)
+    model = LanguageModel().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, 7, (8 * 4, 5), generator=torch.Generator().manual_seed(1))
+    targets = tokens.roll(1, 1)
+    for row in range(first_padding * 4, len(targets)):
+        targets[row, 1 + row % 4 :] = IGNORED
+    loader = DataLoader(TensorDataset(tokens, targets), batch_size=4)
+    return run, *run.prepare(model, optimizer, loader)
+
+
+def refusal(strategy: str, settings: dict[str, Any], first_padding: int) -> tuple[int, str]:
+    """Return the step in which a loop ends, and its error; without one, the number of steps."""
+    run, model, optimizer, loader = prepared(strategy, first_padding, **settings)
+    step = 0
+    for batch in loader:
+        optimizer.zero_grad()
+        try:
+            for tokens, targets in run.microbatches(batch):
+                run.backward(model(tokens, targets)["loss"])
+        except UsageError as error:
+            return step, str(error)
+        optimizer.step()
+        step += 1
+    return step, ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "server=1"])
+def test_a_token_mean_that_a_model_returns_is_refused_with_each_ranks_count(strategy: str) -> None:
+    # 1 + 2 tokens of the first rank's rows count, and 3 + 4 of the second one's.
+    for step, text in world.run(2, refusal, strategy, {}, 0):
+        assert step == 0
+        assert "(cross_entropy): rank 0 by 3 for 2 samples, rank 1 by 7 for 2 samples" in text
+
+
+def test_micro_batches_of_one_process_are_compared() -> None:
+    ((step, text),) = world.run(1, refusal, "single", {"accumulate": 2}, 0)
+    assert step == 0
+    assert re.search("rank 0, micro-batch 0 by 3 .* rank 0, micro-batch 1 by 7", text)
+
+
+def test_padding_that_comes_late_is_seen_at_the_next_comparison() -> None:
+    for step, text in world.run(2, refusal, "ddp", {}, 5):
+        assert step == 7  # the eighth call
+        assert "rank 1 by 7" in text
+
+
+def test_without_guards_nothing_is_compared() -> None:
+    assert world.run(2, refusal, "ddp", {"guards": False}, 0) == [(8, "")] * 2
+
+
+def test_one_process_trains_a_token_mean() -> None:
+    assert world.run(1, refusal, "single", {}, 0) == [(8, "")]
+
+
+def test_a_token_mean_over_equal_counts_trains() -> None:
+    assert world.run(2, refusal, "ddp", {}, 8) == [(8, "")] * 2
+
+
+def train(form: str) -> dict[str, Tensor]:
+    run, model, optimizer, loader = prepared("ddp")
+
+    def compute_loss(tokens: Tensor, targets: Tensor) -> Any:
+        output = model(tokens, targets)
+        if form != "counted":
+            return output["loss"]
+        scores, flat = output["scores"].flatten(0, 1), targets.flatten()
+        total = F.cross_entropy(scores, flat, ignore_index=IGNORED, reduction="sum")
+        return shoal.counted(total, (flat != IGNORED).sum())
+
+    for batch in loader:
+        optimizer.zero_grad()
+        if form == "function":
+            run.forward_backward(compute_loss, *batch, reduction="ranks")
+        else:
+            reduction = "rows" if form == "counted" else "ranks"
+            run.backward(compute_loss(*batch), reduction=reduction)
+        optimizer.step()
+    return run.weights()
+
+
+def test_the_mean_of_the_ranks_means_is_trained_on_request() -> None:
+    expected = world.run(2, train, "function")[0]
+    for weights in world.run(2, train, "loop"):
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-12, atol=1e-14)
+
+
+def test_the_cure_that_the_refusal_names_trains_as_on_one_device() -> None:
+    (expected,) = world.run(1, train, "counted")
+    for weights in world.run(2, train, "counted"):
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def sum_of_samples() -> str:
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(4, 3)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as error:
+        run.backward(model(torch.ones(4, 4)).square().sum())
+    return str(error.value)
+
+
+def test_a_sum_over_samples_is_refused() -> None:
+    for text in world.run(2, sum_of_samples):
+        assert "a sum over samples (sum)" in text
+        assert "loss / len(x)" in text

@@ -1,0 +1,136 @@
+"""What a loss divides by is told by its graph, and compared between the parts of a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.trial.loss_divisors import LossPart, divisors_of, objection
+
+ROWS, LENGTH, CLASSES = 6, 4, 5
+Loss = Callable[[Tensor, Tensor], Tensor]
+WEIGHT = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
+
+
+def part(loss: Loss, number: int, rows: int = ROWS) -> LossPart:
+    """Return the divisors of a loss of samples of which each part has others."""
+    generator = torch.Generator().manual_seed(number)
+    scores = nn.Linear(3, CLASSES)(torch.randn(rows, LENGTH, 3, generator=generator))
+    tokens = torch.randint(0, CLASSES, (rows, LENGTH), generator=generator)
+    tokens[0, number:] = -100
+    outputs = {scores.grad_fn}
+    value = loss(scores, tokens)
+    return LossPart(f"rank {number}", rows, divisors_of(value, rows, outputs))
+
+
+def masked(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a loss for each token, and 1 where it counts."""
+    mask = (tokens >= 0).to(scores.dtype)
+    return scores.square().mean(-1), mask
+
+
+def token_mean(scores: Tensor, tokens: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tokens.flatten(), **options)
+
+
+MEANS: dict[str, Loss] = {
+    "mean squares": lambda s, t: F.mse_loss(s, torch.zeros_like(s)),
+    "absolute values": lambda s, t: F.l1_loss(s, torch.zeros_like(s)),
+    "every token": lambda s, t: token_mean(s, t.clamp(min=0)),
+    "smoothed labels": lambda s, t: token_mean(s, t.clamp(min=0), label_smoothing=0.1),
+    "probabilities": lambda s, t: F.cross_entropy(s[:, 0], s[:, 0].detach().softmax(1)),
+    "a mean for each sample": lambda s, t: (
+        (masked(s, t)[0] * masked(s, t)[1]).sum(1) / masked(s, t)[1].sum(1)
+    ).mean(),
+    "a sum by the number of samples": lambda s, t: s.square().sum() / len(s),
+    "a sum by a factor": lambda s, t: s.square().sum() * (1 / len(s)),
+    "weighted terms": lambda s, t: 10 * s.square().mean() + 0.5 * s.abs().sum() / len(s),
+    "mean of one dimension, sum of the other": lambda s, t: s.square().mean(0).sum(),
+    "batchmean": lambda s, t: F.kl_div(
+        s[:, 0].log_softmax(1), s[:, 1].detach().softmax(1), reduction="batchmean"
+    ),
+    "logits": lambda s, t: F.binary_cross_entropy_with_logits(s, torch.ones_like(s)),
+}
+COUNTS: dict[str, Loss] = {
+    "ignored tokens": token_mean,
+    "ignored tokens, smoothed": lambda s, t: token_mean(s, t, label_smoothing=0.1),
+    "ignored tokens in images": lambda s, t: F.cross_entropy(s.transpose(1, 2), t),
+    "class weights": lambda s, t: token_mean(s, t.clamp(min=0), weight=WEIGHT),
+    "a mask": lambda s, t: (masked(s, t)[0] * masked(s, t)[1]).sum() / masked(s, t)[1].sum(),
+    "a mask's number": lambda s, t: s.square().sum() / masked(s, t)[1].sum().item(),
+    "a choice": lambda s, t: masked(s, t)[0][t >= 0].mean(),
+    "a term of several": lambda s, t: s.square().mean() + 0.1 * token_mean(s, t),
+    "divided inside": lambda s, t: (masked(s, t)[0] / masked(s, t)[1].sum()).sum(),
+}
+SUMS: dict[str, Loss] = {
+    "squares": lambda s, t: s.square().sum(),
+    "cross entropy": lambda s, t: token_mean(s, t, reduction="sum"),
+    "a variational bound": lambda s, t: -0.5 * (1 + s - s.exp()).sum(),
+    "of losses of torch": lambda s, t: F.mse_loss(s, torch.zeros_like(s), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_is_right_for_parts_of_any_size(name: str) -> None:
+    assert objection([part(MEANS[name], 1), part(MEANS[name], 2)]) == ""
+    assert objection([part(MEANS[name], 1), part(MEANS[name], 2, rows=5)]) == ""
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_mean_over_what_each_part_counts_is_refused_with_the_counts(name: str) -> None:
+    text = objection([part(COUNTS[name], 1), part(COUNTS[name], 2)])
+    assert "divides by what each rank has counted" in text
+    assert "rank 1 by" in text
+    assert "for 6 samples" in text
+    assert "shoal.counted" in text
+
+
+def test_the_counts_of_a_refusal_are_those_of_the_parts() -> None:
+    text = objection([part(token_mean, 1), part(token_mean, 2)])
+    assert "rank 1 by 21 for 6 samples, rank 2 by 22 for 6 samples" in text
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_samples_is_refused(name: str) -> None:
+    text = objection([part(SUMS[name], 1), part(SUMS[name], 2)])
+    assert "a sum over samples" in text
+    assert "loss / len(x)" in text
+
+
+def test_a_penalty_on_weights_is_no_sum_over_samples() -> None:
+    weight = nn.Parameter(torch.randn(ROWS, 3))
+
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        return scores.square().mean() + 0.01 * weight.square().sum()
+
+    assert objection([part(loss, 1), part(loss, 2)]) == ""
+
+
+def test_a_factor_that_ranks_draw_is_no_divisor() -> None:
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        return scores.square().mean() * torch.rand(())
+
+    assert objection([part(loss, 1), part(loss, 2)]) == ""
+
+
+def test_parts_without_samples_are_not_compared() -> None:
+    empty = LossPart("rank 3", 0, [])
+    assert objection([part(MEANS["mean squares"], 1), empty]) == ""
+    assert objection([empty]) == ""
+
+
+def test_losses_of_other_forms_are_not_compared() -> None:
+    assert objection([part(token_mean, 1), part(MEANS["mean squares"], 2)]) == ""
+
+
+def test_a_loss_of_very_many_terms_ends() -> None:
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        total = scores.square().mean()
+        for _ in range(40):  # 2 ** 40 ways
+            total = total + total
+        return total
+
+    assert objection([part(loss, 1), part(loss, 2)]) == ""
