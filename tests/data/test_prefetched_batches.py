@@ -73,7 +73,13 @@ def losses(batches: Batches, samples: int = 11) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    "batches", [in_turn, copied_in_turn, all_at_once, one_ahead, flattened_ahead]
+    "batches",
+    [
+        in_turn,
+        *[pytest.param(way, marks=pytest.mark.slow) for way in (copied_in_turn, one_ahead)],
+        all_at_once,
+        flattened_ahead,
+    ],
 )
 def test_each_batch_is_weighed_as_itself(batches: Batches) -> None:
     expected = losses(in_turn)

@@ -98,7 +98,7 @@ def numbers(batches: list[list[list[float]]]) -> list[float]:
     return [row[0] for batch in batches for row in batch]
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_the_batches_are_those_of_the_users_own_loader(workers: int, drop_last: bool) -> None:
     def own() -> DataLoader:

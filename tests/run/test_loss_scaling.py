@@ -37,7 +37,9 @@ def calls(strategy: str, plan: list[str]) -> list[bool]:
     return moved
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero3"]
+)
 @pytest.mark.parametrize(
     "where", [["overflow", "good"], ["good", "overflow"], ["good", "overflow", "good"]]
 )

@@ -102,7 +102,12 @@ def trained(strategy: str, early: bool, name: str) -> tuple[dict[str, Tensor], l
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
-    [("ddp", 1), ("zero1", 2), ("zero3,hybrid=2", 4), ("zero2,offload=true", 2)],
+    [
+        ("ddp", 1),
+        ("zero1", 2),
+        pytest.param("zero3,hybrid=2", 4, marks=pytest.mark.slow),
+        ("zero2,offload=true", 2),
+    ],
 )
 def test_the_weights_are_those_of_an_ordinary_step(strategy: str, ranks: int, name: str) -> None:
     expected, expected_losses, left = trained("single", False, name)

@@ -48,7 +48,13 @@ def steps(
     return found
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tensor=2")],
+        *["zero3", "pipeline=2"],
+    ],
+)
 def test_a_script_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
     tmp_path: Path, strategy: str
 ) -> None:

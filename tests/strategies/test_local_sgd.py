@@ -28,7 +28,9 @@ def test_with_a_meeting_after_every_step_it_is_ddp(name: str, ranks: int, accumu
     assert verdict.verdict == "exact", verdict
 
 
-@pytest.mark.parametrize("strategy", ["local=3", "diloco=3", "recompute,local=2"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("local=3", marks=pytest.mark.slow), "diloco=3", "recompute,local=2"]
+)
 def test_verify_says_by_design_and_why(strategy: str) -> None:
     verdict = verify_job(EXPERIMENTS["mlp"], strategy, 2)
     assert verdict.verdict == "differs by design"

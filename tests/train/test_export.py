@@ -68,7 +68,9 @@ def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) 
     assert found.keys() == stored(run, "model.").keys()
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero3", 2), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("zero3", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
+)
 def test_little_of_the_checkpoint_is_mapped_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: int
 ) -> None:

@@ -47,7 +47,7 @@ POINTS = [
     for seed in SEEDS[scene]
 ]
 EVERY_DAY = [
-    *[("augmented", "training", 1), ("fp16", "training", 6)],
+    ("fp16", "training", 6),
     *[("one rank", "saving", 8), ("three ranks", "saving", 9)],
 ]
 MARKED = [

@@ -72,7 +72,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("strategy", CASES)
+EVERY_DAY = ("server=2,part_mb=0.0001", "zero3")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(name, marks=[] if name in EVERY_DAY else [pytest.mark.slow]) for name in CASES],
+)
 def test_each_remaining_sample_comes_once_with_the_losses_of_one_run(
     tmp_path: Path,
     on_one_rank: list[dict[str, Any]],

@@ -24,7 +24,9 @@ def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None
     assert verdict.verdict == "exact", verdict
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "onebit" else []) for n in NAMES]
+)
 def test_verify_says_by_design_and_why(name: str) -> None:
     verdict = verify_job(EXPERIMENTS["mlp"], f"ddp,compress={name}", 2)
     assert verdict.verdict == "differs by design"
@@ -53,7 +55,10 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "topk=0.1") else []) for n in NAMES],
+    [
+        pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "bf16", "topk=0.1") else [])
+        for n in NAMES
+    ],
 )
 def test_what_is_compressed_goes_most_of_the_way_and_ranks_stay_together(name: str) -> None:
     exact = world.run(1, trained, "single")[0][0]

@@ -20,7 +20,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "accumulate"),
     [
-        ("ring", 3, 1),
+        pytest.param("ring", 3, 1, marks=SLOW),
         pytest.param("ring", 4, 2, marks=SLOW),
         pytest.param("tree", 3, 1, marks=SLOW),
         ("halving-doubling", 3, 1),

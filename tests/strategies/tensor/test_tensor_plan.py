@@ -15,7 +15,6 @@ from shoal.verification.matrix_cases import EXPERIMENTS
 SLOW = pytest.mark.slow
 QUICK = (
     "gpt",
-    "gpt with dropout",
     "transformer encoder with dropout",
     "cnn with BatchNorm",
     "gated",

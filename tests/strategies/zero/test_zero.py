@@ -82,7 +82,9 @@ def held(strategy: str) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_each_rank_holds_its_share_of_parameters_and_optimizer_states(strategy: str) -> None:
     whole = 64 * 24 + 24 + 24 * 16 + 16
     assert world.run(4, held, strategy) == [(whole // 4, whole // 4)] * 4
@@ -199,7 +201,10 @@ class Sharing(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "recompute,zero3", "zero3,unit=Linear"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["zero1", pytest.param("recompute,zero3", marks=pytest.mark.slow), "zero3,unit=Linear"],
+)
 def test_modules_may_be_shared(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
 
