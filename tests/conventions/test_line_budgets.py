@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_300,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_160,
+    "tests": 69_170,
     "benchmarks": 11_600,
 }
 SLACK = 0.03

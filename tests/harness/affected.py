@@ -34,8 +34,8 @@ def targets(files: Iterable[str]) -> list[str]:
     files = set(files)
     slow, others = set(), set()
     for row in SLOW_CASES:
-        guarded = [f"shoal/{place}" for place in row.mechanism.split()]
-        if f"tests/{row.tests}" in files or any(_is_below(files, place) for place in guarded):
+        guarded = any(_is_below(files, place) for place in row.guarded())
+        if guarded or f"tests/{row.tests}" in files:
             if row.target == "test-slow":
                 slow.add(f"tests/{row.tests}")
             else:

@@ -14,7 +14,7 @@ class SlowCases(NamedTuple):
 
     Attributes:
         tests: the file, below tests/.
-        mechanism: folders and files below shoal/ that the cases guard.
+        mechanism: folders and files that the cases guard, below shoal/ or, by tests/, at the root.
         what: what only they show.
         target: of make; `test-slow` where the file is one of many.
     """
@@ -23,6 +23,11 @@ class SlowCases(NamedTuple):
     mechanism: str
     what: str
     target: str = "test-slow"
+
+    def guarded(self) -> list[str]:
+        """Return the folders and files of the mechanism, from the root."""
+        places = self.mechanism.split()
+        return [name if name.startswith("tests/") else f"shoal/{name}" for name in places]
 
 
 FAULTS, COLLECTIVES, REAL = "test-faults", "test-collectives", "test-real"
@@ -54,8 +59,10 @@ SLOW_CASES = tuple(
         ("launch/test_under_launchers.py", "launch", "ranks under mpirun and srun", REAL),
         ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
+        ("project/test_harness.py", "tests/harness", "the run around the tests, by planted faults"),
         ("project/test_lessons.py", "run strategies", "one loss under each strategy of the README"),
         ("run/test_coupled_samples.py", "trial run", "losses of several samples"),
+        ("run/test_ema.py", "run strategies/zero", "moving averages on four ranks"),
         ("run/test_first_failure.py", "run comm", "the first error of many ranks"),
         ("run/test_host_synchronisation.py", "run", "steps that never wait for the device"),
         ("run/test_loop_watch.py", "run", "loops that mix rows"),

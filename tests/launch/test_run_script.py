@@ -183,7 +183,7 @@ def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how
         assert "started by rank 0 of 2, and no rank of its world" in lines
 
 
-@pytest.mark.parametrize("end", ["", "sys.exit(3)", "os.kill(os.getppid(), signal.SIGKILL)"])
+@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getppid(), signal.SIGKILL)"])
 def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
     written(tmp_path, f"import os, signal, sys; import torch; {end}")
     mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"

@@ -17,8 +17,9 @@ from shoal.testing import world
 
 STEPS, DECAY = 8, 0.5
 LINES = [
-    *(("ddp", 2), ("ddp", 3), ("zero1", 2), ("zero2", 2), ("zero3", 3), ("tensor=2", 2)),
-    *(("pipeline=2", 2), ("server=1", 2), ("zero3,hybrid=2", 4)),
+    *(("ddp", 3), ("zero1", 2), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("server=1", 2)),
+    pytest.param("zero2", 2, marks=pytest.mark.slow),
+    pytest.param("zero3,hybrid=2", 4, marks=pytest.mark.slow),
 ]
 
 

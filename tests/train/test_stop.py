@@ -141,7 +141,11 @@ def cannot_mark(job: Job, step: int) -> None:
 @pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
     ("step", "batch_size", "code"),
-    [(1, 30, EXIT_RESTART), (1, 8, EXIT_RESTART), (12, 8, 0)],
+    [
+        pytest.param(1, 30, EXIT_RESTART, marks=pytest.mark.slow),
+        (1, 8, EXIT_RESTART),
+        (12, 8, 0),
+    ],
     ids=["a stop at the end of an epoch", "a stop in its middle", "the end"],
 )
 def test_a_save_that_could_not_be_marked_is_a_save_all_the_same(
