@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
     "shoal/planner": 2_390,
-    "shoal/platform": 1_840,
+    "shoal/platform": 1_850,
     "shoal/plotting": 500,
     "shoal/run": 10_080,
     "shoal/shm_backend": 2_860,
@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_300,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_170,
+    "tests": 69_230,
     "benchmarks": 11_600,
 }
 SLACK = 0.03
