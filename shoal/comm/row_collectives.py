@@ -102,6 +102,12 @@ def count_rows(x: Tensor, axis: Axis) -> list[int]:
     return rows
 
 
+def is_of_all_ranks(node: Any) -> bool:
+    """Return True for a node of a graph whose output comes from the rows of all ranks."""
+    functions = _GatherRows, _SumOverRanks
+    return node.name() in [f"{function.__name__}Backward" for function in functions]
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, placement: _RowsOfRanks) -> Tensor:

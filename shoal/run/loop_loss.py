@@ -174,7 +174,8 @@ class LoopLoss:
         prepared.watch.end()
         prepared.watch.skip()
         self.watch()
-        if not self._is_noted:
+        is_first = not self._is_noted
+        if is_first:
             self._is_noted = True
             self._announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
         compute_loss = base.ComputedLoss(loss)
@@ -188,6 +189,8 @@ class LoopLoss:
             )
         else:
             batch = self._batch(compute_loss, rows, calls or [()])
+            if is_first and not batch.sizes_known and prepared.mesh.data.size > 1:
+                prepared.sizes.note_same_rows(calls, prepared.mesh.data, self._announce)
         if reduction == "ranks":
             return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
         if prepared.local_model().strategy_state.is_synchronous:

@@ -12,24 +12,26 @@ it does not know: whether a sample's loss depends on other samples.
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Collection, Sequence
-from math import isclose, isfinite
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.row_collectives import is_of_all_ranks
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
+from shoal.platform.torch_private.graph_nodes import saved_value
 from shoal.strategies.loss_terms import Counted
 
 MOST_NODES = 2_000
 """Nodes of a graph that are looked at."""
 MOST_TERMS = 64
 MOST_OUTPUTS = 256
-SUM = 2
-"""Value of `reduction` of torch's losses, in their nodes."""
+MEAN, SUM = 1, 2
+"""Values of `reduction` of torch's losses, in their nodes."""
 POINTWISE = {
     *("Abs", "Add", "Alias", "Cat", "Clamp", "ClampMin", "Clone", "Div", "Exp", "Expand", "Index"),
     *("Log", "MaskedFill", "MaskedSelect", "Mean", "Mul", "Neg", "Permute", "Pow", "Reshape"),
@@ -90,7 +92,9 @@ def divisors_of(loss: Tensor, rows: int, outputs: Collection[Any]) -> list[Divis
             break
         path = paths.pop()
         name = _kind(path.node)
-        is_loss = hasattr(path.node, "_saved_reduction")
+        is_loss = saved_value(path.node, "reduction") is not None
+        if is_of_all_ranks(path.node):
+            continue
         if path.node in outputs or not (name in POINTWISE or is_loss):
             if path.operation:
                 is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
@@ -104,8 +108,9 @@ def _next(path: _Path, name: str, rows: int) -> list[_Path]:
     """Return the paths behind a node that has one or several inputs."""
     node = path.node
     divisor = _divisor(node, name)
-    adds = name == "Sum" or getattr(node, "_saved_reduction", None) == SUM
-    is_reduction = name in ("Sum", "Mean") or hasattr(node, "_saved_reduction")
+    reduction = saved_value(node, "reduction")
+    adds = name == "Sum" or reduction == SUM
+    is_reduction = name in ("Sum", "Mean") or reduction in (MEAN, SUM)
     behind = []
     for index, (other, _) in enumerate(node.next_functions):
         if other is None:
@@ -127,20 +132,17 @@ def _next(path: _Path, name: str, rows: int) -> list[_Path]:
 
 def _divisor(node: Any, name: str) -> float:
     """Return what a node divides by: 1 if by nothing, or by different numbers."""
-    if name.startswith("NllLoss"):
-        return 1.0 if node._saved_reduction == SUM else float(node._saved_total_weight)
-    if hasattr(node, "_saved_reduction"):
-        saved = getattr(node, "_saved_self", None)
-        return float(saved.numel()) if node._saved_reduction != SUM and saved is not None else 1.0
+    if (reduction := saved_value(node, "reduction")) is not None:
+        if reduction != MEAN:
+            return 1.0
+        weight = saved_value(node, "total_weight")  # of targets that are not ignored
+        return float(saved_value(node, "self").numel() if weight is None else weight)
     if name == "Mean":
-        sizes = node._saved_self_sym_sizes
-        dims = getattr(node, "_saved_dim", None) or range(len(sizes))
-        count = 1.0
-        for dim in dims:
-            count *= sizes[_signed(dim)]
-        return count
+        sizes = saved_value(node, "self_sym_sizes")
+        dims = saved_value(node, "dim") or range(len(sizes))
+        return float(math.prod(sizes[_signed(dim)] for dim in dims))
     if name == "Div":
-        return _number(node._saved_other)
+        return _number(saved_value(node, "other"))
     return 1.0
 
 
@@ -151,13 +153,13 @@ def _signed(dim: int) -> int:
 
 def _scale(node: Any, index: int) -> float:
     """Return 1 / x where a node multiplies its input by one number x."""
-    factor = _number(getattr(node, "_saved_other" if index == 0 else "_saved_self", None))
+    factor = _number(saved_value(node, "other" if index == 0 else "self"))
     return 1 / factor if factor else 1.0
 
 
 def _number(value: Any) -> float:
     if isinstance(value, Tensor):
-        is_real = value.numel() == 1 and not value.is_complex()
+        is_real = value.dim() == 0 and not value.is_complex()
         return float(value.detach()) if is_real else 1.0
     return float(value) if isinstance(value, int | float) else 1.0
 
@@ -169,11 +171,13 @@ def _kind(node: Any) -> str:
 
 
 def _reaches(node: Any, outputs: Collection[Any]) -> bool:
-    """Return True if a node has used what a model has returned."""
+    """Return True if a node has used what a model has returned, on this rank alone."""
     known, waiting = {node}, [node]
     while waiting and len(known) < MOST_NODES:
         if (one := waiting.pop()) in outputs:
             return True
+        if is_of_all_ranks(one):
+            continue
         behind = {other for other, _ in one.next_functions if other is not None} - known
         known |= behind
         waiting += behind
@@ -207,7 +211,7 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
         return SUMMED.format(operation=operation)
     values = [divisor.value for divisor in term]
     of_sample = [value / part.rows for value, part in zip(values, parts, strict=True)]
-    if not all(map(isfinite, values)) or _are_equal(values) or _are_equal(of_sample):
+    if not all(map(math.isfinite, values)) or _are_equal(values) or _are_equal(of_sample):
         return ""
     counts = ", ".join(
         f"{part.place} by {value:.6g} for {part.rows} samples"
@@ -217,7 +221,7 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
 
 
 def _are_equal(numbers: Sequence[float]) -> bool:
-    return all(isclose(number, numbers[0], rel_tol=1e-5) for number in numbers)
+    return all(math.isclose(number, numbers[0], rel_tol=1e-5) for number in numbers)
 
 
 class DivisorCheck:

@@ -37,6 +37,24 @@ def _base(base: Any) -> bool:
     return base(tensor[0]) is tensor and base(tensor) is None
 
 
+def _saved_value(saved: Any) -> bool:
+    """A mean of some labels, of one dimension, of torch's losses, and a quotient."""
+    scores = torch.ones(4, 3, requires_grad=True)
+    labels = torch.tensor([0, 1, 2, -100])
+    nll = torch.nn.functional.cross_entropy(scores, labels).grad_fn
+    squares = torch.nn.functional.mse_loss(scores, scores.detach()).grad_fn
+    mean = scores.mean(-1).grad_fn
+    quotient = (scores / torch.tensor(5.0)).grad_fn
+    return bool(
+        (saved(nll, "reduction"), saved(nll, "total_weight")) == (1, 3)
+        and (saved(squares, "reduction"), saved(squares, "self").numel()) == (1, 12)
+        and saved(squares, "total_weight") is None
+        and saved(mean, "self_sym_sizes") == (4, 3)
+        and saved(mean, "dim") in [(-1,), (2**64 - 1,)]
+        and saved(quotient, "other") == 5
+    )
+
+
 def _is_zerotensor(is_zerotensor: Any) -> bool:
     tensors = torch._efficientzerotensor((2,)), torch.zeros(2)
     return [is_zerotensor(tensor) for tensor in tensors] == [True, False]
@@ -200,6 +218,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.MemoryWeakRef": _memory_weak_ref,
     "tensor_state.READ_NUMBER": lambda read: read(torch.tensor(1.5)) == 1.5,
     "tensor_state.ATEN_UNSAFE_VIEW": lambda found: str(found) == "aten._unsafe_view.default",
+    "graph_nodes.saved_value": _saved_value,
     "pytree.register_pytree_node": _register_pytree_node,
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),

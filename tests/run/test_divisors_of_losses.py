@@ -144,3 +144,38 @@ def test_a_sum_over_samples_is_refused() -> None:
     for text in world.run(2, sum_of_samples):
         assert "a sum over samples (sum)" in text
         assert "loss / len(x)" in text
+
+
+def couples_gathered_rows() -> Tensor:
+    """Train a loss of which every rank computes the whole, from the rows of all."""
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(4, 3).double()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.arange(24.0, dtype=torch.float64).view(6, 4).sin()
+    mine = x[run.rank * 6 // run.world_size : (run.rank + 1) * 6 // run.world_size]
+    output = run.gather(model(mine))
+    correlation = output.T @ output / len(output)
+    run.backward((correlation - torch.eye(3)).square().sum() + 1 - output.sum() / x.sum())
+    optimizer.step()
+    return run.weights()["weight"]
+
+
+def test_a_sum_over_gathered_rows_is_the_same_on_every_rank() -> None:
+    (expected,) = world.run(1, couples_gathered_rows)
+    for weight in world.run(2, couples_gathered_rows):
+        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
+
+
+def notes_without_a_loader() -> list[str]:
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    model = nn.Linear(4, 3)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.backward(model(torch.ones(4, 4)).square().mean())
+    return lines
+
+
+def test_batches_that_are_the_same_on_all_ranks_are_told_once() -> None:
+    lines = world.run(2, notes_without_a_loader)[0]
+    assert sum("all ranks" in line and "same" in line for line in lines) == 1
