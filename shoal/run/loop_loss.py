@@ -27,14 +27,14 @@ from shoal.run.step_batch import weight_of_rank
 from shoal.strategies import base
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.microbatch import split_microbatches
-from shoal.trial.loss_divisors import DivisorCheck
+from shoal.trial.loss_graph import LossGraphCheck
 
 FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
 MOST_CALLS = 16
 """Calls of models whose inputs are kept until the backward pass."""
 NOTE = (
-    "note: run.backward takes a loss that is a mean over its samples. Ranks compare what it "
-    "divides by; whether a sample's loss depends on other samples is not checked. To check it: "
+    "note: run.backward takes a loss that is a mean over its samples. Its graph is "
+    "looked at, which does not tell all: beyond that, nothing has checked that it is. To check it: "
     "shoal verify SCRIPT -n {ranks}. Dropout and noise of the loop are drawn on each data rank for "
     "its own samples: same law, other numbers."
 )
@@ -115,7 +115,7 @@ class LoopLoss:
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
-        self._divisors = DivisorCheck(prepared.mesh.data, guards.enabled)
+        self._graph_check = LossGraphCheck(prepared.mesh.data, guards.enabled)
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""
@@ -136,7 +136,7 @@ class LoopLoss:
         outside_step = self._prepared.local_model().outside_step
         outside_step.hold(False)
         self._calls.clear()
-        self._divisors.begin_step()
+        self._graph_check.begin_step()
         if self._is_noted:
             outside_step.hold(True)
             return
@@ -195,7 +195,7 @@ class LoopLoss:
             return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
         if prepared.local_model().strategy_state.is_synchronous:
             is_part = prepared.settings.accumulate > 1
-            self._divisors.compare(loss, batch.num_samples, is_part)
+            self._graph_check.compare(loss, batch.num_samples, is_part, batch.sizes_known)
         return batch
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
@@ -203,7 +203,7 @@ class LoopLoss:
         prepared = self._prepared
         full = self._batch(base.ComputedLoss(None), None, [(batch,)])
         parts = prepared.settings.accumulate
-        self._divisors.begin_step()
+        self._graph_check.begin_step()
         if parts > 1 and not full.sizes_known:
             raise UsageError(UNKNOWN)
         if parts > 1 and prepared.local_model().remote_optimizer is not None:
@@ -305,7 +305,7 @@ class LoopLoss:
         # Empty in a call that has begun before calls were noted.
         context = self._contexts.pop() if self._contexts else None
         if not self._phase.in_passes:
-            self._divisors.add_outputs(output)
+            self._graph_check.add_outputs(output)
         if context is None:
             return output
         context.__exit__(None, None, None)

@@ -147,7 +147,8 @@ class Run(StatefulRun):
             optimizer.step()
 
         Afterwards it is as after `forward_backward`. In the first steps and some later ones, ranks
-        compare what their losses divide by. Whether samples influence one another is not tried.
+        look at the graphs of their losses: what they divide by, and whether samples influence one
+        another. Not all is told by a graph, so `shoal verify` is the proof.
         Mixed precision stands around calls of the prepared models, which return float32 then.
 
         Args:

@@ -11,25 +11,19 @@ it does not know: whether a sample's loss depends on other samples.
 
 from __future__ import annotations
 
-import json
 import math
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import is_of_all_ranks
-from shoal.data.tree_map import tensors_in
-from shoal.errors import UsageError
 from shoal.platform.torch_private.graph_nodes import saved_value
 from shoal.strategies.loss_terms import Counted
 
 MOST_NODES = 2_000
 """Nodes of a graph that are looked at."""
 MOST_TERMS = 64
-MOST_OUTPUTS = 256
 MEAN, SUM = 1, 2
 """Values of `reduction` of torch's losses, in their nodes."""
 POINTWISE = {
@@ -78,35 +72,42 @@ class _Path(NamedTuple):
     divides: bool
 
 
-def divisors_of(loss: Tensor, rows: int, outputs: Collection[Any]) -> list[Divisor]:
-    """Return what a scalar loss divides by, on each way to the models.
+def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
+    """Return what a loss divides by, on each way to the models. A counted sum is left out.
 
     Args:
         rows: samples in it.
         outputs: `grad_fn` of what the models have returned.
+
+    Raises: RuntimeError: the graph was used and freed.
     """
+    means = [loss] if isinstance(loss, Tensor) else []
+    if isinstance(loss, Counted):
+        means = [term.value for term in loss.terms if term.count is None]
     found: list[Divisor] = []
-    paths = [_Path(loss.grad_fn, "", 1.0, adds=False, divides=False)]
+    paths = [_Path(mean.grad_fn, "", 1.0, adds=False, divides=False) for mean in means]
     for _ in range(MOST_NODES):
         if not paths or len(found) == MOST_TERMS:
             break
         path = paths.pop()
-        name = _kind(path.node)
-        is_loss = saved_value(path.node, "reduction") is not None
-        if is_of_all_ranks(path.node):
-            continue
-        if path.node in outputs or not (name in POINTWISE or is_loss):
-            if path.operation:
-                is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
-                found.append(Divisor(path.operation, path.value, is_sum))
-            continue
-        paths += _next(path, name, rows)
+        if _leads_on(path.node, outputs):
+            paths += _next(path, rows)
+        elif path.operation and not is_of_all_ranks(path.node):
+            is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
+            found.append(Divisor(path.operation, path.value, is_sum))
     return found
 
 
-def _next(path: _Path, name: str, rows: int) -> list[_Path]:
+def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
+    """Return True if a divisor may stand behind a node."""
+    if node in outputs or is_of_all_ranks(node):
+        return False
+    return _kind(node) in POINTWISE or saved_value(node, "reduction") is not None
+
+
+def _next(path: _Path, rows: int) -> list[_Path]:
     """Return the paths behind a node that has one or several inputs."""
-    node = path.node
+    node, name = path.node, _kind(path.node)
     divisor = _divisor(node, name)
     reduction = saved_value(node, "reduction")
     adds = name == "Sum" or reduction == SUM
@@ -222,70 +223,3 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
 
 def _are_equal(numbers: Sequence[float]) -> bool:
     return all(math.isclose(number, numbers[0], rel_tol=1e-5) for number in numbers)
-
-
-class DivisorCheck:
-    """Compares what ranks and micro-batches divide their losses by.
-
-    It does so in the first calls, and in two after each power of two, as losses may alternate.
-
-    Args: enabled: False, and nothing is compared.
-    """
-
-    def __init__(self, data: Axis, enabled: bool) -> None:
-        self._data = data
-        self._enabled = enabled
-        self._calls = 0
-        self._outputs: deque[Any] = deque(maxlen=MOST_OUTPUTS)
-        self._parts: list[LossPart] = []
-
-    def add_outputs(self, output: Any) -> None:
-        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
-        if self._enabled:
-            self._outputs.extend(t.grad_fn for t in tensors_in(output) if t.dim() and t.grad_fn)
-
-    def begin_step(self) -> None:
-        """Forget what models have returned, and the micro-batches of another step."""
-        self._outputs.clear()
-        self._parts = []
-
-    def compare(self, loss: Tensor | Counted, rows: int, is_microbatch: bool) -> None:
-        """Compare the divisors of a loss with those of other ranks and micro-batches. Collective.
-
-        Raises: UsageError: on all ranks, if the loss is no mean over samples.
-        """
-        outputs = {*self._outputs}
-        self._outputs.clear()
-        self._calls += 1
-        is_divided = is_microbatch or self._data.size > 1
-        if not self._enabled or not is_divided or not _is_due(self._calls):
-            return
-        place = f"rank {self._data.rank}"
-        if is_microbatch:
-            place += f", micro-batch {len(self._parts)}"
-        else:
-            self._parts = []
-        self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
-        told = [json.loads(text) for text in self._data.all_gather_str(json.dumps(self._parts))]
-        parts = [
-            LossPart(place, rows, [Divisor(*divisor) for divisor in divisors])
-            for of_rank in told
-            for place, rows, divisors in of_rank
-        ]
-        if text := objection(parts):
-            raise UsageError(text)
-
-
-def _is_due(call: int) -> bool:
-    """Return True in calls 1 to 5, 8, 9, 16, 17, ..."""
-    return call <= 4 or call & (call - 1) == 0 or (call - 1) & (call - 2) == 0
-
-
-def _divisors(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
-    means: list[Any] = [loss]
-    if isinstance(loss, Counted):
-        means = [term.value for term in loss.terms if term.count is None]
-    try:
-        return [divisor for mean in means for divisor in divisors_of(mean, rows, outputs)]
-    except RuntimeError:
-        return []  # the graph was used and freed: the backward pass says it

@@ -91,12 +91,12 @@ CHECKS = {
         planted_in="trial/test_trial_ranks.py",
         scripts="LatePadding",
     ),
-    "divisors of the loss": Check(
-        (f"{TRIAL}.loss_divisors",),
-        "a loss of the loop that divides by what a rank has counted",
-        replaced(f"{TRIAL}.loss_divisors:DivisorCheck.compare", _nothing),
-        planted_in="run/test_divisors_of_losses.py",
-        scripts="LatePaddingInTheLoop",
+    "graph of the loss": Check(
+        (f"{TRIAL}.loss_graph", f"{TRIAL}.loss_divisors", f"{TRIAL}.coupled_rows"),
+        "a loss of the loop that is no mean over samples",
+        replaced(f"{TRIAL}.loss_graph:LossGraphCheck.compare", _nothing),
+        planted_in="run/test_losses_of_loops.py",
+        scripts="LatePaddingInTheLoop SpreadInTheLoop",
     ),
     "trial in float64": Check(
         (f"{TRIAL}.float64_models",),

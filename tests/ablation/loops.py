@@ -357,7 +357,12 @@ def nothing(_model):
     """Change nothing of a model."""
 
 
-def plain_loop(data, change=nothing):
+def with_spread(scores, y):
+    """Return a loss with a term that keeps the scores of a batch apart."""
+    return F.cross_entropy(scores, y) - 0.1 * scores.var(0).mean()
+
+
+def plain_loop(data, change=nothing, criterion=F.cross_entropy):
     """Train a classifier on this data, on one process."""
     model = mlp(6, 8, 4)
     optimizer = sgd(model.parameters())
@@ -365,14 +370,14 @@ def plain_loop(data, change=nothing):
     losses = []
     for x, y in data:
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = criterion(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(loss)
     return losses, weights(model)
 
 
-def loop_with_shoal(run, data, change=nothing, calls_backward=False):
+def loop_with_shoal(run, data, change=nothing, criterion=F.cross_entropy, calls_backward=False):
     """Train the same with Shoal; `change` is called after the model was prepared."""
     model = mlp(6, 8, 4)
     optimizer = sgd(model.parameters())
@@ -380,7 +385,7 @@ def loop_with_shoal(run, data, change=nothing, calls_backward=False):
     change(model)
 
     def compute_loss(x, y):
-        return F.cross_entropy(model(x), y)
+        return criterion(model(x), y)
 
     losses = []
     for x, y in data:
@@ -449,3 +454,17 @@ class LatePaddingInTheLoop(Script):
     @staticmethod
     def with_shoal(run):
         return loop_with_shoal(run, loader(*padded_late()), calls_backward=True)
+
+
+class SpreadInTheLoop(Script):
+    """Computes a loss with the variance of a batch in the loop, for `run.backward`."""
+
+    follows = "VICReg"
+
+    @staticmethod
+    def plain():
+        return plain_loop(loader(*vectors()), criterion=with_spread)
+
+    @staticmethod
+    def with_shoal(run):
+        return loop_with_shoal(run, loader(*vectors()), criterion=with_spread, calls_backward=True)

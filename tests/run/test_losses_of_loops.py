@@ -1,4 +1,4 @@
-"""`run.backward(loss)` refuses a loss that divides by what each rank has counted."""
+"""`run.backward(loss)` refuses a loss that is no mean over samples, as far as its graph tells."""
 
 import re
 from typing import Any
@@ -179,3 +179,49 @@ def notes_without_a_loader() -> list[str]:
 def test_batches_that_are_the_same_on_all_ranks_are_told_once() -> None:
     lines = world.run(2, notes_without_a_loader)[0]
     assert sum("all ranks" in line and "same" in line for line in lines) == 1
+
+
+def contrastive(strategy: str, settings: dict[str, Any], gathers: bool) -> str | Tensor:
+    """Train by a loss that compares samples with one another. Return its refusal, or weights."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None, **settings)
+    model = nn.Linear(5, 3).double()
+    samples = torch.arange(8 * 5, dtype=torch.float64).view(8, 5).sin()
+    loader = DataLoader(TensorDataset(samples), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for batch in loader:
+        for (x,) in run.microbatches(batch):
+            output = model(x)
+            features = F.normalize(run.gather(output) if gathers else output)
+            loss = F.cross_entropy(features @ features.T, torch.arange(len(features)))
+            try:
+                run.backward(loss)
+            except UsageError as error:
+                return str(error)
+        optimizer.step()
+    return run.weights()["weight"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "settings", "place"),
+    [
+        ("ddp", 2, {}, "rank 0"),
+        ("zero1", 2, {}, "rank 0"),
+        ("zero3", 2, {}, "rank 0"),
+        ("server=1", 2, {}, "rank 0"),
+        ("single", 1, {"accumulate": 2}, "rank 0, micro-batch 0"),
+    ],
+)
+def test_samples_that_are_compared_are_refused(
+    strategy: str, ranks: int, settings: dict[str, Any], place: str
+) -> None:
+    for text in world.run(ranks, contrastive, strategy, settings, False):
+        assert f"samples influence one another ({place})" in text
+        assert "run.gather(output)" in text
+
+
+def test_the_same_with_rows_of_all_ranks_trains_as_on_one_device() -> None:
+    (expected,) = world.run(1, contrastive, "single", {}, False)
+    for weight in world.run(2, contrastive, "ddp", {}, True):
+        torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)

@@ -40,8 +40,8 @@ OTHER_RANKS_S = 5.0
 EXACT, BY_DESIGN, UNCHECKED, REFUSED = "exact", "by design", "unchecked", "refused"
 SILENT, FOREIGN, HANG = "SILENT", "FOREIGN", "HANG"
 DEFECTS = (SILENT, FOREIGN, HANG)
-UNCHECKED_NOTES = "nothing has checked that it is", "other samples is not checked"
-"""Said of a loss that could not be compared on parts of a batch, and of one of the loop."""
+UNCHECKED_NOTE = "nothing has checked that it is"
+"""Said of a loss that could not be compared on parts of a batch."""
 
 
 class Layout(NamedTuple):
@@ -283,8 +283,7 @@ def judge(script: type[Script], expected: Result, outcomes: Sequence[Outcome]) -
     notes = [note for outcome in outcomes for note in outcome.notes if announces(note, script)]
     if notes:
         return Cell(BY_DESIGN, "\n".join(dict.fromkeys(notes)), worst[0])
-    notes = [note for outcome in outcomes for note in outcome.notes]
-    unchecked = [note for note in notes if any(text in note for text in UNCHECKED_NOTES)]
+    unchecked = [note for outcome in outcomes for note in outcome.notes if UNCHECKED_NOTE in note]
     if unchecked and {*script.needs} & {*"CG"}:
         return Cell(UNCHECKED, unchecked[0], worst[0])
     others = "".join(f"; {note}" for outcome in outcomes for note in outcome.notes)

@@ -1,0 +1,95 @@
+"""Samples that influence one another in a loss that is there already.
+
+    L = (f(a) + f(b) + ...) / n          a mean: the gradient of a does not change with b
+    L = log(exp(a) + exp(b) + ...)       a coupled loss: it does
+
+So second derivatives of L across samples tell, by the outputs of the models. Derivatives of the
+models are not taken. A loss that is linear in the outputs has none, and is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.row_collectives import is_of_all_ranks
+from shoal.platform.torch_private.tensor_state import has_hooks
+
+MOST_NODES = 10_000
+MOST_NUMBERS = 1 << 24
+"""Numbers of outputs above which nothing is looked at, for their derivatives take memory."""
+SMALLEST = 1e-6
+"""Share of the largest second derivative above which one across samples is no rounding."""
+
+
+def couples_rows(loss: Tensor, outputs: Sequence[Tensor], rows: int) -> bool:
+    """Return True if the gradient of a sample's output changes with the outputs of others.
+
+    Args:
+        outputs: what models have returned. Those count that have a row for each sample, and that no
+            other one was computed from.
+        rows: samples of the batch.
+    """
+    outputs = [t for t in outputs if _is_looked_at(t, rows)]
+    if rows < 2 or sum(t.numel() for t in outputs) > MOST_NUMBERS:
+        return False
+    outputs = _last_outputs(loss, outputs)
+    try:
+        return bool(outputs) and _changes_across(loss, outputs, rows // 2)
+    except RuntimeError:
+        return False  # without a second derivative, or the graph was freed
+
+
+def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that no other one was computed from; none if the loss gathers rows."""
+    nodes: set[Any] = {t.grad_fn for t in outputs}
+    inputs = [other for node in nodes for other, _ in node.next_functions if other is not None]
+    of_models, of_loss = _nodes(inputs, set()), _nodes([loss.grad_fn], nodes)
+    if of_loss is None or of_models is None or any(map(is_of_all_ranks, of_loss)):
+        return []
+    return [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
+
+
+def _is_looked_at(output: Tensor, rows: int) -> bool:
+    """Return True for plain rows whose gradient nobody else sees."""
+    is_plain = type(output) is Tensor and output.dim() > 0 and len(output) == rows
+    return is_plain and not output.retains_grad and not has_hooks(output)
+
+
+def _changes_across(loss: Tensor, outputs: Sequence[Tensor], half: int) -> bool:
+    """Return True if gradients of the first rows change with the others."""
+    with torch.enable_grad():
+        first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+        total = torch.zeros(())
+        for gradient in first:
+            if gradient is not None and gradient.requires_grad:
+                rows = gradient[:half]
+                direction = torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device).cos()
+                total = total.to(rows.device) + (rows * direction.view_as(rows)).sum()
+        if not total.requires_grad:
+            return False
+        second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+    largest, across = 0.0, 0.0
+    for one in second:
+        if one is not None:
+            largest = max(largest, float(one.abs().max()))
+            across = max(across, float(one[half:].abs().max()))
+    return across > SMALLEST * largest
+
+
+def _nodes(start: Any, ends: set[Any]) -> set[Any] | None:
+    """Return the nodes of a graph from some on to others; None if there are too many."""
+    known, waiting = {*start}, [*start]
+    while waiting:
+        node = waiting.pop()
+        if node in ends and node not in start:
+            continue
+        behind = {other for other, _ in node.next_functions if other is not None} - known
+        known |= behind
+        waiting += behind
+        if len(known) > MOST_NODES:
+            return None
+    return known

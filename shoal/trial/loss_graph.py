@@ -1,0 +1,99 @@
+"""A look at the graph of a loss that the loop has computed: is it a mean over samples?
+
+What it divides by, and whether samples influence one another, is told by ranks and micro-batches to
+one another in some calls of `run.backward`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+from torch import Tensor
+
+from shoal.comm.axis import Axis
+from shoal.data.tree_map import tensors_in
+from shoal.errors import UsageError
+from shoal.strategies.loss_terms import Counted
+from shoal.trial.coupled_rows import couples_rows
+from shoal.trial.loss_divisors import Divisor, LossPart, divisors_of, objection
+
+MOST_OUTPUTS = 64
+COUPLED = (
+    "run.backward was given a loss in which samples influence one another ({place}): the gradient "
+    "of a sample's output changes with the outputs of others. One device takes those of all ranks "
+    "together, and so does a loss of rows that run.gather(output) has returned. Or, to train the "
+    'mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
+)
+
+
+class LossGraphCheck:
+    """Looks at the losses of a loop, in the first calls and in two after each power of two.
+
+    Args: enabled: False, and nothing is looked at.
+    """
+
+    def __init__(self, data: Axis, enabled: bool) -> None:
+        self._data = data
+        self._enabled = enabled
+        self._calls = 0
+        self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
+        self._parts: list[LossPart] = []
+        self._couples = False
+
+    def add_outputs(self, output: Any) -> None:
+        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
+        if self._enabled and _is_due(self._calls + 1):
+            self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
+
+    def begin_step(self) -> None:
+        """Forget what models have returned, and the micro-batches of another step."""
+        self._outputs.clear()
+        self._parts = []
+
+    def compare(
+        self, loss: Tensor | Counted, rows: int, is_microbatch: bool, rows_are_samples: bool
+    ) -> None:
+        """Compare a loss with those of other ranks and micro-batches. Collective.
+
+        Args: rows_are_samples: rows of outputs may be looked at one by one.
+
+        Raises: UsageError: on all ranks, if the loss is no mean over samples.
+        """
+        outputs = [*self._outputs]
+        self._outputs.clear()
+        self._calls += 1
+        is_divided = is_microbatch or self._data.size > 1
+        if not self._enabled or not is_divided or not _is_due(self._calls):
+            return
+        place = f"rank {self._data.rank}"
+        if is_microbatch:
+            place += f", micro-batch {len(self._parts)}"
+        else:
+            self._parts = []
+        self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
+        couples = (
+            rows_are_samples and isinstance(loss, Tensor) and couples_rows(loss, outputs, rows)
+        )
+        told = self._data.all_gather_str(json.dumps([place if couples else "", self._parts]))
+        parts = []
+        for coupled_place, of_rank in map(json.loads, told):
+            if coupled_place:
+                raise UsageError(COUPLED.format(place=coupled_place))
+            for place, rows, divisors in of_rank:
+                parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
+        if text := objection(parts):
+            raise UsageError(text)
+
+
+def _is_due(call: int) -> bool:
+    """Return True in calls 1 to 5, 8, 9, 16, 17, ..."""
+    return call <= 4 or call & (call - 1) == 0 or (call - 1) & (call - 2) == 0
+
+
+def _divisors(loss: Tensor | Counted, rows: int, outputs: list[Tensor]) -> list[Divisor]:
+    try:
+        return divisors_of(loss, rows, {output.grad_fn for output in outputs})
+    except RuntimeError:
+        return []  # the graph was used and freed: the backward pass says it
