@@ -9,14 +9,15 @@ models are not taken. A loss that is linear in the outputs has none, and is not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.row_collectives import is_of_all_ranks
-from shoal.platform.torch_private.tensor_state import has_hooks
+from shoal.platform.torch_private.tensor_state import gradient_hooks
 
 MOST_NODES = 10_000
 MOST_NUMBERS = 1 << 24
@@ -54,14 +55,14 @@ def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_looked_at(output: Tensor, rows: int) -> bool:
-    """Return True for plain rows whose gradient nobody else sees."""
+    """Return True for plain rows; not for those that would add a gradient of now to `.grad`."""
     is_plain = type(output) is Tensor and output.dim() > 0 and len(output) == rows
-    return is_plain and not output.retains_grad and not has_hooks(output)
+    return is_plain and not output.retains_grad
 
 
 def _changes_across(loss: Tensor, outputs: Sequence[Tensor], half: int) -> bool:
     """Return True if gradients of the first rows change with the others."""
-    with torch.enable_grad():
+    with torch.enable_grad(), _without_hooks(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
         total = torch.zeros(())
         for gradient in first:
@@ -78,6 +79,20 @@ def _changes_across(loss: Tensor, outputs: Sequence[Tensor], half: int) -> bool:
             largest = max(largest, float(one.abs().max()))
             across = max(across, float(one[half:].abs().max()))
     return across > SMALLEST * largest
+
+
+@contextmanager
+def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the hooks of strategies and users from gradients that are none of a step."""
+    tables = [gradient_hooks(output) for output in outputs]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
 
 
 def _nodes(start: Any, ends: set[Any]) -> set[Any] | None:

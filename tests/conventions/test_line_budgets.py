@@ -32,10 +32,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 230,
     "shoal/trace": 950,
     "shoal/train": 3_460,
-    "shoal/trial": 2_430,
+    "shoal/trial": 2_450,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_410,
+    "tests": 69_420,
     "benchmarks": 11_600,
 }
 SLACK = 0.03

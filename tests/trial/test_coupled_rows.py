@@ -102,8 +102,19 @@ def test_what_cannot_be_looked_at_is_not_told() -> None:
     assert not couples_rows(once, [output], ROWS)
     assert not couples_rows(contrastive(output), [output], ROWS - 1)  # rows of something else
     assert not couples_rows(contrastive(output), [], ROWS)
-    hooked = scores()
-    hooked.retain_grad()
-    assert not couples_rows(contrastive(hooked), [hooked], ROWS)
+    kept = scores()
+    kept.retain_grad()
+    assert not couples_rows(contrastive(kept), [kept], ROWS)
     many = torch.ones(2, MOST_NUMBERS, requires_grad=True) * 1
     assert not couples_rows(many.var(0).mean(), [many], 2)
+
+
+def test_hooks_on_outputs_are_called_by_the_backward_pass_alone() -> None:
+    calls: list[str] = []
+    output = scores(nn.Tanh())
+    output.register_hook(lambda gradient: calls.append("hook"))
+    loss = contrastive(output)
+    assert couples_rows(loss, [output], ROWS)
+    assert calls == []
+    loss.backward()
+    assert calls == ["hook"]
