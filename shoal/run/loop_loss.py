@@ -195,7 +195,11 @@ class LoopLoss:
             return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
         if prepared.local_model().strategy_state.is_synchronous:
             is_part = prepared.settings.accumulate > 1
-            self._graph_check.compare(loss, batch.num_samples, is_part, batch.sizes_known)
+            yielded = prepared.watch.yielded
+            samples = yielded.rows if yielded is not None else 0
+            if batch.sizes_known:
+                samples = batch.num_samples
+            self._graph_check.compare(loss, batch.num_samples, is_part, samples)
         return batch
 
     def microbatches(self, batch: Any) -> Iterator[Any]:

@@ -26,20 +26,22 @@ SMALLEST = 1e-6
 """Share of the largest second derivative above which one across samples is no rounding."""
 
 
-def couples_rows(loss: Tensor, outputs: Sequence[Tensor], rows: int) -> bool:
+def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     """Return True if the gradient of a sample's output changes with the outputs of others.
 
     Args:
-        outputs: what models have returned. Those count that have a row for each sample, and that no
-            other one was computed from.
-        rows: samples of the batch.
+        outputs: what models have returned. Those count that have a row for each sample, or several
+            for views of it, and that no other one was computed from.
+        samples: of the batch.
     """
-    outputs = [t for t in outputs if _is_looked_at(t, rows)]
-    if rows < 2 or sum(t.numel() for t in outputs) > MOST_NUMBERS:
+    if samples < 2:
+        return False
+    outputs = [t for t in outputs if _is_looked_at(t, samples)]
+    if sum(t.numel() for t in outputs) > MOST_NUMBERS:
         return False
     outputs = _last_outputs(loss, outputs)
     try:
-        return bool(outputs) and _changes_across(loss, outputs, rows // 2)
+        return bool(outputs) and _changes_across(loss, outputs, samples)
     except RuntimeError:
         return False  # without a second derivative, or the graph was freed
 
@@ -54,30 +56,51 @@ def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
 
 
-def _is_looked_at(output: Tensor, rows: int) -> bool:
+def _is_looked_at(output: Tensor, samples: int) -> bool:
     """Return True for plain rows; not for those that would add a gradient of now to `.grad`."""
-    is_plain = type(output) is Tensor and output.dim() > 0 and len(output) == rows
-    return is_plain and not output.retains_grad
+    is_plain = type(output) is Tensor and output.dim() > 0 and len(output) > 0
+    return is_plain and len(output) % samples == 0 and not output.retains_grad
 
 
-def _changes_across(loss: Tensor, outputs: Sequence[Tensor], half: int) -> bool:
-    """Return True if gradients of the first rows change with the others."""
+def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """Return True if gradients of the first half of the samples change with the others.
+
+    Views of a sample may lie apart, as `torch.cat` puts them, or side by side.
+    """
     with torch.enable_grad(), _without_hooks(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-        total = torch.zeros(())
-        for gradient in first:
-            if gradient is not None and gradient.requires_grad:
-                rows = gradient[:half]
-                direction = torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device).cos()
-                total = total.to(rows.device) + (rows * direction.view_as(rows)).sum()
-        if not total.requires_grad:
-            return False
-        second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+        for views_are_apart in (True, False):
+            masks = [_is_of_first_half(t, samples, views_are_apart) for t in outputs]
+            if not _is_across(first, outputs, masks):
+                return False
+    return True
+
+
+def _is_of_first_half(output: Tensor, samples: int, views_are_apart: bool) -> Tensor:
+    """Return for each row whether it is of the first half of the samples."""
+    rows = torch.arange(len(output), device=output.device)
+    sample = rows % samples if views_are_apart else rows // (len(output) // samples)
+    return sample < samples // 2
+
+
+def _is_across(
+    first: Sequence[Tensor | None], outputs: Sequence[Tensor], masks: Sequence[Tensor]
+) -> bool:
+    """Return True if first derivatives of some rows have derivatives by others."""
+    total = torch.zeros((), device=outputs[0].device)
+    for gradient, mask in zip(first, masks, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            rows = gradient[mask]
+            direction = torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device).cos()
+            total = total + (rows * direction.view_as(rows)).sum()
+    if not total.requires_grad:
+        return False
+    second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
     largest, across = 0.0, 0.0
-    for one in second:
+    for one, mask in zip(second, masks, strict=True):
         if one is not None:
             largest = max(largest, float(one.abs().max()))
-            across = max(across, float(one[half:].abs().max()))
+            across = max(across, float(one[~mask].abs().max()))
     return across > SMALLEST * largest
 
 

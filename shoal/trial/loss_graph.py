@@ -16,7 +16,7 @@ from shoal.comm.axis import Axis
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.strategies.loss_terms import Counted
-from shoal.trial.coupled_rows import couples_rows
+from shoal.trial.coupled_rows import couples_samples
 from shoal.trial.loss_divisors import Divisor, LossPart, divisors_of, objection
 
 MOST_OUTPUTS = 64
@@ -52,12 +52,10 @@ class LossGraphCheck:
         self._outputs.clear()
         self._parts = []
 
-    def compare(
-        self, loss: Tensor | Counted, rows: int, is_microbatch: bool, rows_are_samples: bool
-    ) -> None:
+    def compare(self, loss: Tensor | Counted, rows: int, is_microbatch: bool, samples: int) -> None:
         """Compare a loss with those of other ranks and micro-batches. Collective.
 
-        Args: rows_are_samples: rows of outputs may be looked at one by one.
+        Args: samples: of this rank, of which outputs have one or several rows each; 0 if unknown.
 
         Raises: UsageError: on all ranks, if the loss is no mean over samples.
         """
@@ -73,9 +71,7 @@ class LossGraphCheck:
         else:
             self._parts = []
         self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
-        couples = (
-            rows_are_samples and isinstance(loss, Tensor) and couples_rows(loss, outputs, rows)
-        )
+        couples = isinstance(loss, Tensor) and couples_samples(loss, outputs, samples)
         told = self._data.all_gather_str(json.dumps([place if couples else "", self._parts]))
         parts = []
         for coupled_place, of_rank in map(json.loads, told):

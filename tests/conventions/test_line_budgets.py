@@ -32,10 +32,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 230,
     "shoal/trace": 950,
     "shoal/train": 3_460,
-    "shoal/trial": 2_450,
+    "shoal/trial": 2_470,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_420,
+    "tests": 69_450,
     "benchmarks": 11_600,
 }
 SLACK = 0.03

@@ -221,6 +221,28 @@ def test_samples_that_are_compared_are_refused(
         assert "run.gather(output)" in text
 
 
+def two_views() -> str:
+    """Compare two views of each sample, which go through the model one behind the other."""
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(5, 3)
+    loader = DataLoader(TensorDataset(torch.rand(8, 5)), batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    (x,) = next(iter(loader))
+    first, second = F.normalize(model(torch.cat([x, x.cos()]))).split(len(x))
+    run.backward((1 - (first * second).sum(1)).square().mean())  # of the same sample
+    first, second = F.normalize(model(torch.cat([x, x.cos()]))).split(len(x))
+    with pytest.raises(UsageError) as error:
+        run.backward(F.cross_entropy(first @ second.T, torch.arange(len(x))))
+    return str(error.value)
+
+
+def test_views_of_other_samples_are_refused_and_those_of_one_sample_are_not() -> None:
+    for text in world.run(2, two_views):
+        assert "samples influence one another (rank 0)" in text
+
+
 def test_the_same_with_rows_of_all_ranks_trains_as_on_one_device() -> None:
     (expected,) = world.run(1, contrastive, "single", {}, False)
     for weight in world.run(2, contrastive, "ddp", {}, True):

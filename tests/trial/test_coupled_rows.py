@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.trial.coupled_rows import MOST_NUMBERS, couples_rows
+from shoal.trial.coupled_rows import MOST_NUMBERS, couples_samples
 
 ROWS = 6
 Loss = Callable[[Tensor], Tensor]
@@ -50,21 +50,21 @@ TOGETHER: dict[str, Loss] = {
 @pytest.mark.parametrize("name", APART)
 def test_a_mean_over_samples_couples_none(name: str) -> None:
     output = scores()
-    assert not couples_rows(APART[name](output), [output], ROWS)
+    assert not couples_samples(APART[name](output), [output], ROWS)
 
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_samples_that_are_compared_are_coupled(name: str) -> None:
     output = scores(nn.Tanh())
-    assert couples_rows(TOGETHER[name](output), [output], ROWS)
+    assert couples_samples(TOGETHER[name](output), [output], ROWS)
 
 
 def test_statistics_between_two_models_are_not_the_loss_of_the_second() -> None:
     first = scores(nn.Tanh())
     second = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 5))(first)
     loss = F.cross_entropy(second, LABELS) + first.square().mean()
-    assert not couples_rows(loss, [first, second], ROWS)
-    assert couples_rows(contrastive(second), [first, second], ROWS)
+    assert not couples_samples(loss, [first, second], ROWS)
+    assert couples_samples(contrastive(second), [first, second], ROWS)
 
 
 def test_the_backward_pass_comes_to_the_same_after_a_look() -> None:
@@ -75,7 +75,7 @@ def test_the_backward_pass_comes_to_the_same_after_a_look() -> None:
         output = model(torch.ones(ROWS, 3))
         loss = contrastive(output)
         if looks:
-            assert couples_rows(loss, [output], ROWS)
+            assert couples_samples(loss, [output], ROWS)
         loss.backward()
         assert model.weight.grad is not None
         gradients.append(model.weight.grad.clone())
@@ -99,14 +99,15 @@ class OnceDifferentiable(torch.autograd.Function):
 def test_what_cannot_be_looked_at_is_not_told() -> None:
     output = scores()
     once = OnceDifferentiable.apply(output).sum(0).square().sum()
-    assert not couples_rows(once, [output], ROWS)
-    assert not couples_rows(contrastive(output), [output], ROWS - 1)  # rows of something else
-    assert not couples_rows(contrastive(output), [], ROWS)
+    assert not couples_samples(once, [output], ROWS)
+    assert not couples_samples(contrastive(output), [output], ROWS - 1)  # rows of something else
+    assert not couples_samples(contrastive(output), [output], 0)
+    assert not couples_samples(contrastive(output), [], ROWS)
     kept = scores()
     kept.retain_grad()
-    assert not couples_rows(contrastive(kept), [kept], ROWS)
+    assert not couples_samples(contrastive(kept), [kept], ROWS)
     many = torch.ones(2, MOST_NUMBERS, requires_grad=True) * 1
-    assert not couples_rows(many.var(0).mean(), [many], 2)
+    assert not couples_samples(many.var(0).mean(), [many], 2)
 
 
 def test_hooks_on_outputs_are_called_by_the_backward_pass_alone() -> None:
@@ -114,7 +115,14 @@ def test_hooks_on_outputs_are_called_by_the_backward_pass_alone() -> None:
     output = scores(nn.Tanh())
     output.register_hook(lambda gradient: calls.append("hook"))
     loss = contrastive(output)
-    assert couples_rows(loss, [output], ROWS)
+    assert couples_samples(loss, [output], ROWS)
     assert calls == []
     loss.backward()
     assert calls == ["hook"]
+
+
+def test_views_of_a_sample_may_be_compared_with_one_another() -> None:
+    output = scores()
+    for first, second in ((output[:3], output[3:]), (output[::2], output[1::2])):
+        assert not couples_samples((first * second).sum(1).tanh().mean(), [output], ROWS // 2)
+        assert couples_samples((first @ second.T).logsumexp(1).mean(), [output], ROWS // 2)
