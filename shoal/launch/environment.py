@@ -19,9 +19,7 @@ that is present decides:
 5. **RANK and WORLD_SIZE** alone, set by a person or by a cluster's operator, with MASTER_ADDR and
    MASTER_PORT. Where LOCAL_RANK and LOCAL_WORLD_SIZE are missing they are 0 and 1: one rank on each
    machine.
-6. **TF_CONFIG**, which clusters for TensorFlow set: the tasks of type chief, master and worker are
-   the ranks, one on each machine, and meet at the first one's HOST:PORT.
-7. None of these: a **single** process. A Slurm step or an mpirun of one task is one too.
+6. None of these: a **single** process. A Slurm step or an mpirun of one task is one too.
 
 The rendezvous is at MASTER_ADDR and MASTER_PORT where they are set. The default address is the
 first host of the step, or 127.0.0.1 where all ranks are on one machine. The default port is derived
@@ -34,10 +32,11 @@ These are errors, and the message reports all of them at once:
 - a separate torchrun or mpirun in every task of a step, which would make several worlds;
 - the variables of a step that were left over in the script of another job;
 - a RANK or WORLD_SIZE that differs from the one of mpirun or of the step;
-- a world that differs from SHOAL_EXPECTED_WORLD.
+- a world that differs from SHOAL_EXPECTED_WORLD;
+- TF_CONFIG alone, by which clusters for TensorFlow tell of several machines.
 
-SHOAL_LAUNCHER=single, torchrun, mpi, slurm, environment or tf_config replaces the order: only that
-launcher is asked.
+SHOAL_LAUNCHER=single, torchrun, mpi, slurm or environment replaces the order: only that launcher is
+asked.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "mpi": launchers.mpi,
     "slurm": slurm_variables.slurm,
     "environment": launchers.environment,
-    "tf_config": launchers.tf_config,
     "single": launchers.single_process,
 }
 
@@ -129,11 +127,13 @@ def _innermost(variables: Variables) -> RankInfo:
         or slurm_variables.slurm(variables)
     )
     if info is None:
-        return (
-            launchers.environment(variables)
-            or launchers.tf_config(variables)
-            or launchers.single_process(variables)
-        )
+        info = launchers.environment(variables)
+        if info is None and variables.has("TF_CONFIG"):
+            variables.problems.append(
+                "TF_CONFIG is set, which is not read. Set RANK, WORLD_SIZE, MASTER_ADDR and "
+                "MASTER_PORT for each task, or SHOAL_LAUNCHER=single to train in this process only."
+            )
+        return info or launchers.single_process(variables)
     if info.launcher == "torchrun":
         # Without GROUP_WORLD_SIZE the number of agents is unknown, and the check does nothing.
         agents = variables.number("GROUP_WORLD_SIZE") or info.world

@@ -6,14 +6,11 @@ Each function reads one launcher. It returns None where that launcher did not st
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from shoal.launch.private_memory import STORE
 from shoal.launch.rank_info import LOOPBACK, Launcher, RankInfo, Variables, rendezvous_address
 from shoal.launch.slurm.variables import is_in_step, step_tasks
-
-TF_TASKS = ("chief", "master", "worker")  # those that train, in the order of their ranks
 
 
 def from_shoal_env(variables: Variables) -> RankInfo:
@@ -103,29 +100,6 @@ def environment(variables: Variables) -> RankInfo | None:
         address = variables.required("MASTER_ADDR", str)
         port = variables.required_number("MASTER_PORT")
     return RankInfo(rank, world, local_rank, local_world, "environment", address, port, reason)
-
-
-def tf_config(variables: Variables) -> RankInfo | None:
-    """Read TF_CONFIG, which clusters for TensorFlow set: one rank in each task, the chief first."""
-    text = variables.text("TF_CONFIG")
-    if text is None:
-        return None
-    try:
-        document = json.loads(text)
-        cluster, task = document["cluster"], document["task"]
-        tasks = [(kind, i) for kind in TF_TASKS for i in range(len(cluster.get(kind, ())))]
-        kinds = [kind for kind in TF_TASKS if cluster.get(kind)]
-        host, _, port = str(cluster[kinds[0]][0]).rpartition(":")
-        rank = tasks.index((task["type"], int(task["index"])))
-        info = RankInfo(rank, len(tasks), 0, 1, "tf_config", host, int(port), "TF_CONFIG is set")
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        variables.problems.append(
-            "TF_CONFIG does not tell the rank of this process: it must be JSON with a cluster of "
-            "chief and worker, each a list of HOST:PORT, and a task with one of these types and "
-            f"an index ({type(error).__name__}: {error})."
-        )
-        return RankInfo(0, 1, 0, 1, "tf_config", None, None, "TF_CONFIG is set")
-    return info
 
 
 def single_process(variables: Variables) -> RankInfo:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 T = TypeVar("T")
-Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment", "tf_config"]
+Launcher = Literal["single", "shoal", "torchrun", "slurm", "mpi", "environment"]
 LOOPBACK = "127.0.0.1"
 # Derived rendezvous ports. The range lies below the ephemeral ports of Linux (from 32768) and the
 # node ports of Kubernetes (from 30000), so that no system hands out one of them by itself.

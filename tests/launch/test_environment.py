@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import launcher_environments as recorded
 import pytest
 from launcher_environments import (
@@ -248,35 +246,10 @@ def test_a_job_without_a_step_says_how_to_start_its_tasks():
     assert "srun" in read(recorded.BATCH_SCRIPT).describe()
 
 
-TF_CLUSTER = {"chief": ["n0:2222"], "worker": ["n1:2223", "n2:2224"], "ps": ["n3:1"]}
-
-
-def tf_config(**task: object) -> dict[str, str]:
-    return {"TF_CONFIG": json.dumps({"cluster": TF_CLUSTER, "task": task})}
-
-
-@pytest.mark.parametrize(("kind", "index", "rank"), [("chief", 0, 0), ("worker", 1, 2)])
-def test_tf_config_tells_the_rank_and_the_rendezvous(kind: str, index: int, rank: int) -> None:
-    info = read(tf_config(type=kind, index=index))
-    assert (info.launcher, info.rank, info.world) == ("tf_config", rank, 3)
-    assert (info.master_address, info.master_port) == ("n0", 2222)
-    assert (info.local_rank, info.local_world) == (0, 1)
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"TF_CONFIG": "no JSON"},
-        {"TF_CONFIG": "[" * 100_000},
-        {"TF_CONFIG": "3"},
-        {"TF_CONFIG": "{}"},
-        tf_config(type="ps", index=0),
-        tf_config(type="worker", index=2),
-        tf_config(type="worker", index=-1),
-        tf_config(type="worker", index="x"),
-    ],
-    ids=lambda environ: environ["TF_CONFIG"][:40],
-)
-def test_a_tf_config_that_tells_no_rank_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(EnvironmentConflict, match="TF_CONFIG does not tell the rank"):
+def test_a_tf_config_alone_is_refused_and_a_rank_beside_it_counts() -> None:
+    environ = {"TF_CONFIG": '{"cluster": {"worker": ["n0:2222", "n1:2223"]}}'}
+    with pytest.raises(EnvironmentConflict, match="TF_CONFIG is set, which is not read"):
         read(environ)
+    assert read(environ | {"SHOAL_LAUNCHER": "single"}).world == 1
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0", "MASTER_PORT": "2222"}
+    assert read(environ | place).rank == 1
