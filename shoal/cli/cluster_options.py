@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import argument_types, execution
@@ -27,18 +26,16 @@ SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 VALUES = {
     "nodes": ("N", "machines (default: 1)"),
     "ntasks-per-node": ("N", "ranks on each machine (default: 1)"),
-    "cpus-per-task": ("N", "processors of each rank"),
     "time": ("LIMIT", "minutes, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
     "partition": ("NAME", "where the job runs"),
-    "account": ("NAME", "who pays"),
-    "gres": ("LIST", "what each node must have, e.g. gpu:4"),
     "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
-    "job-name": ("NAME", "the job's name (default: that of the experiment or script)"),
     "python": ("PATH", "interpreter on the machines (default: this one)"),
 }
 LISTS = {
-    "sbatch-option": ("OPTION", "a further option, e.g. --sbatch-option=--constraint=a100"),
+    "sbatch-option": ("NAME=VALUE", "a further option, e.g. --sbatch-option=gres=gpu:4"),
 }
+OF_SBATCH = ("cpus-per-task", "account", "gres", "job-name")
+"""Options of earlier versions that are given to sbatch as they are."""
 FLAGS = {
     "slurm": "run on a Slurm cluster, as one job",
     "dry-run": "print the batch script, and submit nothing",
@@ -57,6 +54,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "docs/clusters.md#kubernetes, and give it to kubectl",
         help=argparse.SUPPRESS,
     )
+    for name in OF_SBATCH:
+        group.add_argument(
+            f"--{name}",
+            action=argument_types.OptionInstead,
+            const=f"give it to sbatch, by --sbatch-option={name}=VALUE",
+            help=argparse.SUPPRESS,
+        )
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
     for name, (metavar, help) in VALUES.items():
@@ -82,7 +86,7 @@ def is_asked(options: argparse.Namespace) -> bool:
 
 
 def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], ClusterWork]) -> int:
-    """Run the command's work on a cluster, and return the exit code.
+    """Submit the command's work as a job, and return the exit code.
 
     Args:
         options: of the command.
@@ -92,7 +96,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     Raises:
         UsageError: something is wrong, in any part; nothing was submitted.
     """
-    from shoal.launch.slurm import batch_script, slurm_job
+    from shoal.launch.slurm import batch_script
 
     info = execution.rank_info(None)
     if info.world > 1:
@@ -110,26 +114,22 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         for name, default, low in (
             ("nodes", 1, 1),
             ("ntasks-per-node", 1, 1),
-            ("cpus-per-task", None, 1),
             ("requeues", REQUEUES, 0),
         )
     }
-    work = make_work((numbers["nodes"] or 1) * (numbers["ntasks-per-node"] or 1), problems)
+    work = make_work(numbers["nodes"] * numbers["ntasks-per-node"], problems)
     settings = batch_script.SlurmOptions(
-        nodes=numbers["nodes"] or 1,
-        ranks_per_node=numbers["ntasks-per-node"] or 1,
-        cpus_per_task=numbers["cpus-per-task"],
+        nodes=numbers["nodes"],
+        ranks_per_node=numbers["ntasks-per-node"],
         time=options.time,
         partition=options.partition,
-        account=options.account,
-        gres=options.gres,
-        job_name=options.job_name or batch_script.default_name(work.name),
+        name=batch_script.default_name(work.name),
         more=tuple(options.sbatch_option),
-        requeues=numbers["requeues"] or 0,
+        requeues=numbers["requeues"],
     )
     problems += settings.problems()
     if not options.dry_run:
-        problems += slurm_job.missing_commands()
+        problems += batch_script.missing_command()
     if problems:
         raise UsageError("\n  ".join(problems))
     command = batch_script.remark(["shoal", *options.words])
@@ -138,12 +138,10 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     if options.dry_run:
         print(script, end="")
         return 0
-
-    def send() -> tuple[str, Path]:
-        job = slurm_job.submit(script)
-        return job, Path(batch_script.log_name(settings, job))
-
-    return slurm_job.follow(send)
+    job = batch_script.submit(script)
+    log = batch_script.log_name(settings, job)
+    print(f"shoal: job {job} is submitted; its log: tail -F {log}; its end: scancel {job}")
+    return 0
 
 
 def server_variables(
@@ -169,8 +167,8 @@ def server_variables(
 
 
 def _number(
-    options: argparse.Namespace, name: str, default: int | None, low: int, problems: list[str]
-) -> int | None:
+    options: argparse.Namespace, name: str, default: int, low: int, problems: list[str]
+) -> int:
     """Return the value of an option that is a whole number; the default after a problem.
 
     Args:

@@ -1,4 +1,4 @@
-"""sbatch, srun, scontrol and scancel for one job on this machine, as far as `--slurm` uses them.
+"""sbatch, srun, scontrol and scancel for one job on this machine, as far as its script uses them.
 
     python fake_slurm.py COMMAND ARGUMENTS...
 
@@ -34,11 +34,11 @@ def sbatch(words: list[str]) -> None:
 def slurmd(words: list[str]) -> None:
     """Run the script, and again after each requeue."""
     script = (FOLDER / "script").read_text()
-    name = script.split("--job-name=")[1].split()[0]
+    output = script.split("--output=")[1].split()[0].replace("%j", JOB)
     restarts = 0
     while True:
         environment = {**os.environ, "SLURM_JOB_ID": JOB, "SLURM_RESTART_COUNT": str(restarts)}
-        with open(f"{name}-{JOB}.out", "ab") as log:
+        with open(output, "ab") as log:
             ended = subprocess.run(
                 ["bash", str(FOLDER / "script")], env=environment, stdout=log, stderr=log
             )
@@ -85,8 +85,6 @@ def scontrol(words: list[str]) -> None:
     if "requeue" in words:
         (FOLDER / "requeue").touch()
         state("PENDING")
-    elif (FOLDER / "forgotten").exists():
-        sys.exit("slurm_load_jobs error: Invalid job id specified")
     else:
         print(f"JobId={JOB} JobName=x {(FOLDER / 'state').read_text()} NodeList=n1")
 

@@ -1,7 +1,8 @@
-"""`--slurm` on a real Slurm of four nodes: submitted, followed, stopped, requeued, cancelled."""
+"""`--slurm` on a real Slurm of four nodes: submitted, stopped, requeued, cancelled."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -52,19 +53,20 @@ def shoal(
     )
 
 
-def start(cluster: SlurmCluster, *words: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [*SHOAL, *map(str, words)],
-        env=cluster.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def submit(cluster: SlurmCluster, *words: object) -> str:
+    """Submit a job, and return its id."""
+    ended = shoal(cluster, *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    job = re.match(r"shoal: job (\d+) is submitted", ended.stdout)
+    assert job is not None, ended.stdout
+    return job[1]
 
 
-def only_job(cluster: SlurmCluster) -> str:
-    """The id of the job in the queue."""
-    return wait_for(lambda: cluster.call("squeue", "-h", "-o", "%i"))
+def end_of(cluster: SlurmCluster, job: str, directory: Path) -> tuple[str, str]:
+    """Wait for the end of a job, and return what Slurm knows of it, and its log."""
+    wait_for(lambda: not cluster.call("squeue", "-h", "-j", job), timeout=300)
+    (log,) = directory.glob(f"*-{job}.out")
+    return cluster.call("scontrol", "--oneliner", "show", "job", job), log.read_text()
 
 
 def wait_for(found: Callable[[], object], timeout: float = 150) -> str:
@@ -85,24 +87,24 @@ def test_a_script_without_shoal_is_one_world_on_four_nodes(
     cluster: SlurmCluster, in_directory: Path
 ) -> None:
     Path("plain script.py").write_text(SCRIPT)
-    ended = shoal(
+    job = submit(
         *(cluster, "launch", "--slurm", "--nodes", 4, "--ntasks-per-node", 2, "--time", 10),
-        *("--sbatch-option=--comment=x", "plain script.py", "--time", "a b"),
+        *("--sbatch-option=comment=x", "plain script.py", "--time", "a b"),
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.count("sum 28.0 of 8 ['--time', 'a b']") == 1
-    (log,) = in_directory.glob("plain-script-*.out")
-    assert log.read_text() == ended.stdout
+    status, log = end_of(cluster, job, in_directory)
+    assert "JobState=COMPLETED" in status
+    assert log.count("sum 28.0 of 8 ['--time', 'a b']") == 1
 
 
-def test_the_exit_code_of_a_failing_rank_is_that_of_the_command(
+def test_the_exit_code_of_a_failing_rank_is_that_of_the_job(
     cluster: SlurmCluster, in_directory: Path
 ) -> None:
     Path("fails.py").write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '2' else 0)\n")
-    ended = shoal(cluster, "launch", "--slurm", "--nodes", 4, "fails.py")
-    assert ended.returncode == 7
-    assert "n3: task 2: Exited with exit code 7" in ended.stdout
-    assert "FAILED, exit code 7" in ended.stderr
+    job = submit(cluster, "launch", "--slurm", "--nodes", 4, "fails.py")
+    status, log = end_of(cluster, job, in_directory)
+    assert "JobState=FAILED" in status
+    assert "ExitCode=7:0" in status
+    assert "n3: task 2: Exited with exit code 7" in log
 
 
 def test_a_partition_that_is_not_there_is_said_in_one_line(
@@ -116,25 +118,6 @@ def test_a_partition_that_is_not_there_is_said_in_one_line(
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_cancels_the_job_and_waits_until_it_is_gone(
-    cluster: SlurmCluster, in_directory: Path, number: int
-) -> None:
-    Path("sleeps.py").write_text(
-        "import os, time\nopen(f'pid-{os.getpid()}', 'w')\ntime.sleep(300)\n"
-    )
-    with start(cluster, "launch", "--slurm", "--nodes", 2, "sleeps.py") as running:
-        job = only_job(cluster)
-        wait_for(lambda: len(list(in_directory.glob("pid-*"))) == 2)
-        running.send_signal(number)
-        _, said = running.communicate(timeout=60)
-    assert running.returncode == 128 + number
-    assert f"job {job} is cancelled" in said
-    assert cluster.call("squeue", "-h") == ""
-    pids = [int(path.name.removeprefix("pid-")) for path in in_directory.glob("pid-*")]
-    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-
-
 def test_a_cancelled_job_that_saves_is_not_requeued(
     cluster: SlurmCluster, in_directory: Path
 ) -> None:
@@ -144,14 +127,12 @@ def test_a_cancelled_job_that_saves_is_not_requeued(
         "pathlib.Path('up').touch()\n"
         "time.sleep(300)\n"
     )
-    with start(cluster, "launch", "--slurm", "saves.py") as running:
-        job = only_job(cluster)
-        wait_for(Path("up").exists)
-        cluster.call("scancel", job)  # by hand, so that the command is told by Slurm
-        _, said = running.communicate(timeout=60)
-    assert running.returncode == 75
-    assert f"job {job}: CANCELLED" in said
-    assert cluster.call("squeue", "-h") == ""
+    job = submit(cluster, "launch", "--slurm", "saves.py")
+    wait_for(Path("up").exists)
+    cluster.call("scancel", job)
+    status, log = end_of(cluster, job, in_directory)
+    assert "JobState=CANCELLED" in status
+    assert "ends with exit code 75" in log
 
 
 @pytest.fixture(scope="module")
@@ -161,15 +142,10 @@ def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
     config = folder / "job.yaml"
     config.write_text(to_yaml(tiny(folder / "run", PATIENT)))
     # The log goes to the directory from which the job is submitted.
-    ended = subprocess.run(
-        [*SHOAL, "train", str(config), "--slurm", "--nodes", "2"],
-        cwd=folder,
-        env=cluster.environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    with contextlib.chdir(folder):
+        job = submit(cluster, "train", config, "--slurm", "--nodes", 2)
+    status, log = end_of(cluster, job, folder)
+    assert "JobState=COMPLETED" in status, log
     return folder / "run"
 
 
@@ -180,11 +156,10 @@ def test_a_run_at_its_time_limit_saves_is_requeued_and_ends_with_the_undisturbed
     config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
     # Step 3 of the first start waits for the signal, which comes 30 to 90 s before the limit.
     command = ("train", config, "--slurm", "--nodes", 2, "--time", 2)
-    with start(cluster, *command) as running:
-        job = only_job(cluster)
-        start_now(cluster, job)
-        out, said = running.communicate(timeout=300)
-    assert running.returncode == 0, out + said
+    job = submit(cluster, *command)
+    start_now(cluster, job)
+    status, out = end_of(cluster, job, in_directory)
+    assert "JobState=COMPLETED" in status, out
     assert "stopped at step 3, and saved; the same command goes on from there" in out
     assert "resumed from" in out
     assert out.count("the job's script ends with exit code 0") == 1
@@ -196,14 +171,13 @@ def test_a_preempted_run_saves_and_ends_with_the_undisturbed_weights(
 ) -> None:
     config = Path("patient.yaml")
     config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
-    with start(cluster, "train", config, "--slurm", "--nodes", 2) as running:
-        job = only_job(cluster)
-        wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
-        urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "true")
-        cluster.call("srun", *urgent)
-        start_now(cluster, job)
-        out, said = running.communicate(timeout=300)
-    assert running.returncode == 0, out + said
+    job = submit(cluster, "train", config, "--slurm", "--nodes", 2)
+    wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
+    urgent = ("--partition=urgent", "--nodes=4", "--exclusive", "true")
+    cluster.call("srun", *urgent)
+    start_now(cluster, job)
+    status, out = end_of(cluster, job, in_directory)
+    assert "JobState=COMPLETED" in status, out
     assert "stopped at step 3, and saved" in out
     assert "resumed from" in out
     assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
@@ -214,15 +188,13 @@ def test_a_killed_rank_starts_all_again_in_the_same_job(
 ) -> None:
     config = Path("patient.yaml")
     config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
-    with start(cluster, "train", config, "--slurm", "--nodes", 2) as running:
-        wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
-        victim, other = (
-            int(path.suffix.removeprefix(".")) for path in in_directory.glob("waiting.*")
-        )
-        os.kill(victim, signal.SIGKILL)
-        # It waits for a signal in its data set; from there it goes on to the victim's gradients.
-        os.kill(other, signal.SIGTERM)
-        out, said = running.communicate(timeout=300)
-    assert running.returncode == 0, out + said
+    job = submit(cluster, "train", config, "--slurm", "--nodes", 2)
+    wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
+    victim, other = (int(path.suffix.removeprefix(".")) for path in in_directory.glob("waiting.*"))
+    os.kill(victim, signal.SIGKILL)
+    # It waits for a signal in its data set; from there it goes on to the victim's gradients.
+    os.kill(other, signal.SIGTERM)
+    status, out = end_of(cluster, job, in_directory)
+    assert "JobState=COMPLETED" in status, out
     assert "a rank was killed (exit code 137); restart 1 of 3" in out
     assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))

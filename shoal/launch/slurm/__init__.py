@@ -1,4 +1,4 @@
-"""`--slurm`: one batch script, its submission, its log, its end.
+"""`--slurm`: one batch script and its submission.
 
 The ranks of the job are tasks of `srun`, which `slurm.variables` reads.
 """

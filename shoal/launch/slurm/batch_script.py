@@ -1,4 +1,4 @@
-"""The options of a Slurm job and its batch script, which `sbatch` can run without Shoal's command.
+"""A Slurm job: its options, its batch script, which runs without Shoal's command, its submission.
 
 Slurm sends SIGTERM to the ranks before the time limit, at a pre-emption and at `scancel`. They save
 and end with 75, "run me again". The script puts the job back into the queue if it is still RUNNING:
@@ -10,17 +10,20 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from shoal.errors import UsageError
 from shoal.launch.output import Output
 from shoal.launch.rank import EXIT_RESTART
 
-LOG = "%x-%j.out"
-"""The name of the log: the job's name and id."""
-END = "shoal: the job's script ends with exit code"
-"""The beginning of the last line of the log, where the script comes to its end."""
 TASK = "shoal.launch.slurm.slurm_task"
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
+"""Variables that are the user's and not those of a job from which this command is called."""
+OVERRULING = {"SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_NO_REQUEUE"}
+"""Variables without an option of the script's that would change what the script relies on."""
 
 BODY = """\
 # scancel and a pre-emption signal this shell too. It waits for the ranks, which save.
@@ -54,38 +57,31 @@ if [ $code -eq {restart} ] && is_running; then
   echo "shoal: saved, and not requeued; submit the job again to go on" >&2
 fi
 """
+END = """\
+echo "shoal: the job's script ends with exit code $code" >&2
+exit $code
+"""
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 WORD = re.compile(r"[\w.,:=/@+-]+")
 """A value that needs no quotes in a batch script."""
 NOTICE_S = 120
 """Seconds from the signal to the time limit, in which ranks finish their step and save."""
 OWN = {
-    "--nodes": "--nodes",
-    "-N": "--nodes",
-    "--ntasks-per-node": "--ntasks-per-node",
-    "--ntasks": "--nodes and --ntasks-per-node",
-    "-n": "--nodes and --ntasks-per-node",
-    "--cpus-per-task": "--cpus-per-task",
-    "-c": "--cpus-per-task",
-    "--time": "--time",
-    "-t": "--time",
-    "--partition": "--partition",
-    "-p": "--partition",
-    "--account": "--account",
-    "-A": "--account",
-    "--gres": "--gres",
-    "--job-name": "--job-name",
-    "-J": "--job-name",
+    "nodes": "--nodes",
+    "ntasks-per-node": "--ntasks-per-node",
+    "ntasks": "--nodes and --ntasks-per-node",
+    "time": "--time",
+    "partition": "--partition",
 }
 """Options of sbatch that Shoal's command has itself."""
 FIXED = {
-    **dict.fromkeys(("--output", "-o", "--error", "-e", "--open-mode"), "the log is followed"),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "--requeues 0 turns it off"),
-    "--signal": "it makes the ranks save before the time limit",
-    **dict.fromkeys(("--array", "-a"), "one command is one job"),
-    **dict.fromkeys(("--clusters", "-M", "--wrap", "--wait", "-W"), "the job is followed"),
-    **dict.fromkeys(("--parsable", "--test-only", "--hold", "-H"), "the job is followed"),
-    **dict.fromkeys(("--chdir", "-D"), "the job runs where it is submitted"),
+    **dict.fromkeys(("output", "error", "open-mode"), "one log has all starts of the job"),
+    **dict.fromkeys(("requeue", "no-requeue"), "--requeues 0 turns it off"),
+    "signal": "it makes the ranks save before the time limit",
+    "array": "one command is one job",
+    **dict.fromkeys(("clusters", "wrap", "wait"), "one job is submitted, here and now"),
+    **dict.fromkeys(("parsable", "test-only", "hold"), "one job is submitted, here and now"),
+    "chdir": "the job runs where it is submitted",
 }
 """Options of sbatch that the batch script decides, each with the reason."""
 
@@ -114,27 +110,21 @@ def render(
     if work.restarts:
         parts.append(RESTARTS.format(restarts=work.restarts))
     parts.append(REQUEUE.format(restart=EXIT_RESTART, requeues=options.requeues))
-    parts.append(f'echo "{END} $code" >&2\nexit $code\n')
+    parts.append(END)
     return "\n".join(lines) + "\n" + "".join(parts)
 
 
 def _sbatch_options(options: SlurmOptions) -> Iterator[str]:
-    yield f"--job-name={options.job_name}"
+    yield f"--job-name={options.name}"
     yield f"--nodes={options.nodes}"
     yield f"--ntasks-per-node={options.ranks_per_node}"
-    values = {
-        "cpus-per-task": options.cpus_per_task,
-        "time": options.time,
-        "partition": options.partition,
-        "account": options.account,
-        "gres": options.gres,
-    }
+    values = {"time": options.time, "partition": options.partition}
     yield from (f"--{name}={value}" for name, value in values.items() if value is not None)
     yield f"--signal=TERM@{options.notice_s()}"
     yield "--requeue" if options.requeues else "--no-requeue"
     yield "--open-mode=append"
-    yield f"--output={LOG}"
-    yield from options.more
+    yield f"--output={log_name(options, '%j')}"
+    yield from (f"--{option}" for option in options.more)
 
 
 def _srun(options: SlurmOptions, work: ClusterWork, python: str) -> str:
@@ -156,7 +146,7 @@ def remark(words: list[str]) -> str:
 
 def log_name(options: SlurmOptions, job: str) -> str:
     """Return the name of a job's log."""
-    return os.path.join(".", LOG.replace("%x", options.job_name).replace("%j", job))[2:]
+    return f"{options.name}-{job}.out"
 
 
 @dataclass(frozen=True)
@@ -166,24 +156,18 @@ class SlurmOptions:
     Args:
         nodes: the number of nodes, >= 1.
         ranks_per_node: tasks on each node, >= 1; each task is one rank.
-        cpus_per_task: processors of each rank.
         time: the time limit in one of sbatch's forms, such as 04:00:00.
         partition: the partition, or several with commas.
-        account: the account that pays.
-        gres: generic resources of each node, such as gpu:4.
-        job_name: the job's name, of which the log's name is made.
-        more: further options of sbatch, `--name=value` each.
+        name: of the experiment or script, of which the names of job and log are made.
+        more: further options of sbatch, `name=value` or `name` each.
         requeues: how often the job is put back into the queue after it has saved.
     """
 
     nodes: int
     ranks_per_node: int
-    cpus_per_task: int | None
     time: str | None
     partition: str | None
-    account: str | None
-    gres: str | None
-    job_name: str
+    name: str
     more: tuple[str, ...]
     requeues: int
 
@@ -198,11 +182,8 @@ class SlurmOptions:
                 f"--time {self.time}: that is no time limit. Minutes, HH:MM:SS or D-HH:MM:SS, for "
                 "example --time 04:00:00"
             )
-        for name in ("partition", "account", "gres", "job_name"):
-            value = getattr(self, name)
-            if value is not None and WORD.fullmatch(value) is None:
-                option = name.replace("_", "-")
-                yield f"--{option} '{value}': use letters, digits and . , : = / @ + - alone"
+        if self.partition is not None and WORD.fullmatch(self.partition) is None:
+            yield f"--partition '{self.partition}': use letters, digits and . , : = / @ + - alone"
         for option in self.more:
             yield from _option_problems(option)
 
@@ -218,11 +199,11 @@ def default_name(name: str) -> str:
 
 
 def _option_problems(option: str) -> Iterator[str]:
-    name = re.split(r"[=\s]", option, maxsplit=1)[0]
-    if not re.fullmatch(r"--[a-z][a-z-]+|-[A-Za-z]", name) or not option.isprintable():
+    name = option.partition("=")[0]
+    if not re.fullmatch(r"[a-z][a-z-]+", name) or not option.isprintable():
         yield (
-            f"--sbatch-option '{option}': that is no option of sbatch. One option each, for "
-            "example --sbatch-option=--constraint=a100"
+            f"--sbatch-option '{option}': give the long name of an option of sbatch and its value, "
+            "for example --sbatch-option=constraint=a100"
         )
     elif name in OWN:
         yield f"--sbatch-option '{option}': give {OWN[name]} to this command itself"
@@ -263,3 +244,49 @@ class ClusterWork:
     needs_rank_variables: bool
     output: Output | None
     restarts: int
+
+
+def missing_command() -> list[str]:
+    """Return a line if Slurm is not there."""
+    if shutil.which("sbatch") is not None:
+        return []
+    return [
+        "--slurm: there is no sbatch on the PATH. Use a login node of the cluster, or --dry-run to "
+        "see the batch script"
+    ]
+
+
+def submit(script: str) -> str:
+    """Give the script to sbatch and return the job's id.
+
+    Raises:
+        UsageError: sbatch refuses the job.
+    """
+    ended = subprocess.run(
+        ["sbatch", "--parsable"],
+        input=script,
+        capture_output=True,
+        text=True,
+        env=_submission_environment(script),
+    )
+    job = ended.stdout.strip().split(";")[0]
+    if ended.returncode != 0 or not job.isdecimal():
+        reason = " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
+        raise UsageError(f"sbatch refused the job: {reason or f'status {ended.returncode}'}")
+    return job
+
+
+def _submission_environment(script: str) -> dict[str, str]:
+    """Return the variables for the job, without those that would overrule its script.
+
+    SLURM_ variables describe the job from which this command is called, if there is one.
+    """
+    options = re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE)
+    overruling = OVERRULING | {f"SBATCH_{name.upper().replace('-', '_')}" for name in options}
+    if "time" in options:
+        overruling.add("SBATCH_TIMELIMIT")
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in overruling and (not name.startswith("SLURM_") or name in KEPT)
+    }
