@@ -5,15 +5,13 @@
     start = shoal.broadcast(start, root=0)
     shoal.barrier()
 
-Arrays are torch tensors, NumPy arrays, and objects with __dlpack__ (JAX, CuPy). The result has the
-kind of the argument. Arguments are not changed, and no gradient flows through. Every call is
-collective: all ranks must make it, in the same order, which is checked. In a world of one rank, a
-call returns a copy."""
+Arrays are torch tensors and NumPy arrays. The result has the kind of the argument. Arguments are
+not changed, and no gradient flows through. Every call is collective: all ranks must make it, in the
+same order, which is checked. In a world of one rank, a call returns a copy."""
 
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -22,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack
 
 from shoal.comm.axis import Axis
+from shoal.comm.row_collectives import gather_rows
 from shoal.errors import CollectiveFailed, UsageError
 from shoal.launch.environment import own_place
 
@@ -88,9 +86,7 @@ def allgather(value: Array) -> Array:
     axis = _axis("allgather")
     shape = ", ".join(["rows", *map(str, tensor.shape[1:])])
     _check_same_call(axis, f"allgather({_name(tensor)} ({shape}))")
-    if axis.size > 1:
-        tensor = _gather_rows(axis, tensor)
-    result: Array = back(tensor)
+    result: Array = back(gather_rows(tensor, axis))
     return result
 
 
@@ -120,19 +116,6 @@ def barrier() -> None:
     Raises: CollectiveFailed: another rank makes another call.
     """
     _check_same_call(_axis("barrier"), "barrier()")
-
-
-def _gather_rows(axis: Axis, tensor: Tensor) -> Tensor:
-    """Concatenate the tensors of all ranks, padded to the longest on the way. Collective."""
-    lengths = torch.zeros(axis.size, dtype=torch.int64)
-    lengths[axis.rank] = len(tensor)
-    counts = axis.all_reduce(lengths).tolist()
-    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
-    padded[: len(tensor)] = tensor
-    gathered = [torch.empty_like(padded) for _ in counts]
-    if padded.numel():
-        dist.all_gather([_bytes(each) for each in gathered], _bytes(padded))
-    return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
 
 
 def _axis(call: str) -> Axis:
@@ -186,21 +169,12 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
         target = device if can_send else torch.device("cpu")
         copy = value.detach().to(target, copy=True, memory_format=torch.contiguous_format)
         return copy, lambda tensor: tensor.to(device)
-    try:
-        if isinstance(value, np.ndarray):
-            return _from_numpy(value, call)
-        if hasattr(value, "__dlpack__"):
-            restore = _dlpack_importer(value)
-            tensor, back = _as_tensor(from_dlpack(value), call)
-            return tensor, lambda tensor: restore(back(tensor))
-    except (TypeError, BufferError, RuntimeError) as error:
-        raise UsageError(
-            f"shoal.{call}: torch cannot take this {type(value).__name__}: {error}."
-        ) from None
-    raise UsageError(
-        f"shoal.{call}: {type(value).__name__} is no array. Pass a torch tensor, a NumPy array, or "
-        "what has __dlpack__; of a number, torch.tensor(number)."
-    )
+    if isinstance(value, np.ndarray):
+        return _from_numpy(value, call)
+    cure = "Pass a torch tensor or a NumPy array; of a number, torch.tensor(number)."
+    if hasattr(value, "__dlpack__"):
+        cure = "Pass torch.from_dlpack(array), and turn what comes back into its array yourself."
+    raise UsageError(f"shoal.{call}: {type(value).__name__} is not supported. {cure}")
 
 
 def _from_numpy(value: np.ndarray, call: str) -> tuple[Tensor, Callable[[Tensor], np.ndarray]]:
@@ -210,7 +184,10 @@ def _from_numpy(value: np.ndarray, call: str) -> tuple[Tensor, Callable[[Tensor]
             "there."
         )
     native_dtype = value.dtype.newbyteorder("=")  # torch has no other byte order
-    tensor = torch.from_numpy(np.array(value, native_dtype, order="C"))
+    try:
+        tensor = torch.from_numpy(np.array(value, native_dtype, order="C"))
+    except TypeError as error:
+        raise UsageError(f"shoal.{call}: torch cannot take this array: {error}.") from None
     return tensor, lambda result: result.numpy().astype(value.dtype, copy=False)
 
 
@@ -229,23 +206,6 @@ def _check_dense(value: Tensor, call: str) -> None:
             f"shoal.{call}: no gradient flows through it, and this tensor has one. Pass "
             "tensor.detach()."
         )
-
-
-def _dlpack_importer(value: Any) -> Callable[[Tensor], Any]:
-    """Return the `from_dlpack` of the array's library.
-
-    Raises: UsageError: the library has none.
-    """
-    library = type(value).__module__.partition(".")[0]
-    has_namespace = hasattr(value, "__array_namespace__")
-    namespace = value.__array_namespace__() if has_namespace else sys.modules.get(library)
-    make: Callable[[Tensor], Any] | None = getattr(namespace, "from_dlpack", None)
-    if make is None:
-        raise UsageError(
-            f"{library} gives arrays away by __dlpack__, but it has no from_dlpack to take one "
-            "back. Pass torch.from_dlpack(array), and turn what comes back into its array yourself."
-        )
-    return make
 
 
 def _backends() -> str:

@@ -103,18 +103,8 @@ class Axis:
                 )
 
     def broadcast_str(self, text: str) -> str:
-        """Return the first rank's text on every rank. It travels as bytes, not as a pickle.
-        Collective.
-        """
-        if self.size == 1:
-            return text
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(data)], device=self.device)
-        self.broadcast_tensor(length)
-        if self.rank > 0:
-            data = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self.broadcast_tensor(data)
-        return bytes(data.tolist()).decode()
+        """Return the first rank's text on every rank. Collective."""
+        return self.all_gather_str(text if self.rank == 0 else "")[0]
 
     def all_gather_str(self, text: str) -> list[str]:
         """Return the text of every rank, in the order of ranks. Collective."""
