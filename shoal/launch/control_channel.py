@@ -17,7 +17,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,26 +29,19 @@ MAX_LINE_BYTES = 4096
 MAX_WAITING = 16
 READ_S = 1.0
 """For the line of a command, which sends it as soon as it is connected."""
-MAX_NAME_BYTES = 103  # of a socket on macOS; Linux has room for 107
+MAX_NAME_BYTES = 107  # of a socket on Linux
 
 
 @contextmanager
 def short_name(path: Path) -> Iterator[str]:
     """Yield a name of the socket `path` that is short enough for bind and connect.
 
-    On Linux every path has one: through the file descriptor of its directory.
-
-    Raises:
-        OSError: there is none.
+    Every path has one: through the file descriptor of its directory.
     """
     for name in (str(path), os.path.relpath(path)):
         if len(os.fsencode(name)) <= MAX_NAME_BYTES:
             yield name
             return
-    if sys.platform != "linux":
-        raise OSError(
-            f"its path has more than {MAX_NAME_BYTES} bytes, the longest that a socket's may have"
-        )
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

@@ -21,8 +21,7 @@ for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR"):
 
 sys.path[:] = [entry for entry in sys.path if entry]
 
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 # The imports create no garbage, and collections would take half a second of their two seconds.
 # Ranks enable the collector again.

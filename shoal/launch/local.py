@@ -81,7 +81,7 @@ def run(
         return rank.EXIT_INTERRUPTED
 
 
-def supervised(ranks: RankSet, signals: socket.socket, grace_s: float) -> int:
+def supervised(ranks: RankSet[Any], signals: socket.socket, grace_s: float) -> int:
     """Supervise ranks to their end, and return the exit code of the command.
 
     Args:

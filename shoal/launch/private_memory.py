@@ -26,7 +26,7 @@ SECRET_BYTES = 32
 
 
 class PrivateMemory:
-    """Memory of this process, until it ends or closes it. Systems without memfd have none.
+    """Memory of this process, until it ends or closes it.
 
     Args:
         variable: the environment variable by which ranks find it.
@@ -34,17 +34,14 @@ class PrivateMemory:
         content: in the beginning.
 
     Attributes:
-        variables: the variable with its value; empty where there is no memory.
+        variables: the variable with its value.
     """
 
     def __init__(self, variable: str, name: str, content: bytes = b"") -> None:
-        self._descriptor = -1
-        self.variables: Mapping[str, str] = {}
-        if hasattr(os, "memfd_create"):
-            self._descriptor = os.memfd_create(name)
-            os.fchmod(self._descriptor, 0o600)
-            os.write(self._descriptor, content)
-            self.variables = {variable: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
+        self._descriptor = os.memfd_create(name)
+        os.fchmod(self._descriptor, 0o600)
+        os.write(self._descriptor, content)
+        self.variables = {variable: f"/proc/{os.getpid()}/fd/{self._descriptor}"}
 
     def close(self) -> None:
         """Close it. Processes that have not opened it yet cannot any more."""

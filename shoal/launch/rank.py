@@ -18,7 +18,6 @@ import runpy
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -36,7 +35,7 @@ EXIT_RESTART = 75
 It is EX_TEMPFAIL of <sysexits.h>.
 """
 EXIT_INTERRUPTED = 128 + signal.SIGINT
-STACKS_SIGNAL = signal.SIGRTMIN + 7 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+STACKS_SIGNAL = signal.SIGRTMIN + 7
 """Lets a rank write the stacks of its threads for the launcher."""
 
 _retained_groups: list[Any] = []  # see keep_process_groups_alive
@@ -64,8 +63,7 @@ class RankSpec:
         stdout: the pipe or terminal for stdout; None drops it.
         stderr: the same for stderr.
         returns_value: send the return value of the target back.
-        progress: where the memories for progress words and for stacks can be opened; None where
-            there is none.
+        progress: where the memories for progress words and for stacks can be opened.
         hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
 
@@ -77,8 +75,8 @@ class RankSpec:
     stdout: Connection | None
     stderr: Connection | None
     returns_value: bool
-    progress: tuple[str, str] | None = None
-    hang_limit_s: float = 0.0
+    progress: tuple[str, str]
+    hang_limit_s: float
 
 
 def main(spec: RankSpec) -> None:
@@ -172,25 +170,17 @@ def end_with_parent() -> None:
     """Make this process, and all that it starts, die when the process that asked for it dies.
 
     A session of its own keeps the terminal's Ctrl-C away from ranks and their data-loader workers:
-    the parent decides. On Linux the kernel watches the parent's pipe and kills the process group,
-    so neither a locked interpreter nor a stopped process delays it.
+    the parent decides. The kernel watches the parent's pipe and kills the process group, so neither
+    a locked interpreter nor a stopped process delays it.
     """
     os.setsid()
     sentinel = _parent_sentinel()
-    if sys.platform == "linux":
-        # F_SETOWN with a negative id: SIGKILL goes to the process group when the pipe closes.
-        fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
-        if wait([sentinel], timeout=0):  # the parent died before the kernel watched
-            os.killpg(0, signal.SIGKILL)
-    else:
-        threading.Thread(target=_kill_group_after, args=(sentinel,), daemon=True).start()
-
-
-def _kill_group_after(sentinel: int) -> None:
-    wait([sentinel])
-    os.killpg(0, signal.SIGKILL)
+    # F_SETOWN with a negative id: SIGKILL goes to the process group when the pipe closes.
+    fcntl.fcntl(sentinel, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(sentinel, fcntl.F_SETFL, fcntl.fcntl(sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    if wait([sentinel], timeout=0):  # the parent died before the kernel watched
+        os.killpg(0, signal.SIGKILL)
 
 
 def _parent_sentinel() -> int:
@@ -248,8 +238,6 @@ def _configure_process(spec: RankSpec) -> None:
 
 def _attach_progress(spec: RankSpec) -> None:
     """Let the launcher see how far this rank is, and where its threads are."""
-    if spec.progress is None:
-        return
     words, stacks = spec.progress
     own_progress().attach(words, spec.rank, spec.hang_limit_s)
     with contextlib.suppress(OSError):

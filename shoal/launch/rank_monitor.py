@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from shoal.launch.failure import Failure
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankHandle, RankSet
@@ -45,7 +46,7 @@ class RankMonitor:
         tell: is given the report of a hang, and notes of slow ranks.
     """
 
-    def __init__(self, source: RankSet, tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, source: RankSet[Any], tell: Callable[[str], None] | None = None) -> None:
         self._source = source
         self._tell = tell or print_to_stderr
         limit_s = source.hang_limit_s
@@ -76,7 +77,7 @@ def print_to_stderr(text: str) -> None:
     print(f"{begin}{text}", file=sys.stderr, flush=True)
 
 
-def headline(hang: Hang, source: RankSet) -> str:
+def headline(hang: Hang, source: RankSet[Any]) -> str:
     """Return the rest of a sentence that begins with the late rank. It has no times."""
     late = hang.progress[hang.late]
     if hang.is_deadlock:
@@ -99,7 +100,7 @@ def headline(hang: Hang, source: RankSet) -> str:
     return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
 
 
-def report(hang: Hang, source: RankSet) -> str:
+def report(hang: Hang, source: RankSet[Any]) -> str:
     """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
     who = f"rank {hang.late} of {len(source.all)}{_on_host(hang.late, source)}"
     lines = [
@@ -114,7 +115,7 @@ def report(hang: Hang, source: RankSet) -> str:
     return "\n".join([*lines, *map(source.stacks, chosen)])
 
 
-def _on_host(rank: int, source: RankSet) -> str:
+def _on_host(rank: int, source: RankSet[Any]) -> str:
     host = source.host(rank)
     return f" on {host}" if host else ""
 

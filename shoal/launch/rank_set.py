@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from shoal.launch.failure import Failure
 from shoal.launch.output import StreamName
@@ -28,21 +28,26 @@ RankEvent = RankExited | Failure | RankResult
 
 
 class RankHandle(Protocol):
-    """One rank."""
+    """One rank.
 
-    @property
-    def number(self) -> int:
-        """The rank."""
+    Attributes:
+        number: the rank.
+        pid: its process on this host; 0 where it is on another.
+        is_alive: it has not ended.
+    """
 
-    @property
-    def pid(self) -> int:
-        """Its process on this host; 0 where it is on another."""
+    number: int
+    pid: int
+    is_alive: bool
 
     def signal(self, number: int) -> None:
         """Send a signal to the rank's own process, not to its children."""
 
     def signal_group(self, number: int) -> None:
         """Send a signal to the rank and to all processes that it started."""
+
+
+Handle = TypeVar("Handle", bound=RankHandle)
 
 
 @dataclass(frozen=True)
@@ -59,55 +64,63 @@ class Look:
     silent_s: Mapping[int, float]
 
 
-class RankSet(Protocol):
-    """All ranks of one world. As a context, it kills them all."""
+class RankSet(ABC, Generic[Handle]):
+    """All ranks of one world. As a context, it kills them all.
+
+    Attributes:
+        all: the ranks that were started, by rank.
+        hang_limit_s: the limit after which a rank is late; 0 for none.
+    """
+
+    all: list[Handle]
+    hang_limit_s: float
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     @property
-    def all(self) -> Sequence[RankHandle]:
-        """The ranks that were started, by rank."""
-
-    @property
-    def alive(self) -> Sequence[RankHandle]:
+    def alive(self) -> list[Handle]:
         """Those that have not ended."""
+        return [rank for rank in self.all if rank.is_alive]
 
-    def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> Sequence[RankEvent]:
+    @abstractmethod
+    def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
         """Wait for events, forward what was printed, and return the events.
 
         Args:
             timeout_s: return after this time at the latest; None waits for ever.
             sources: other objects with a `fileno`; return when one of them can be read.
+
+        Raises:
+            LaunchError: the ranks' store has ended before them.
         """
 
+    @abstractmethod
     def pause(self) -> None:
-        """Stop the ranks and this process; continue the ranks when this process is continued."""
+        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued."""
 
-    def located(self, failure: Failure) -> Failure:
-        """Return the failure with the host of its rank, where there are several hosts."""
-
+    @abstractmethod
     def kill(self) -> None:
         """Kill all processes, and wait for their end."""
 
-    @property
-    def hang_limit_s(self) -> float:
-        """The limit after which a rank is late; 0 for none."""
-
+    @abstractmethod
     def look(self) -> Look:
         """Return the progress of the ranks that live."""
 
-    def host(self, rank: int) -> str:
-        """Return the name of the rank's host; empty where there is one host only."""
-
+    @abstractmethod
     def stacks(self, rank: int) -> str:
         """Return the stacks of all threads of a rank, with a first line, or why there are none."""
 
-    def __enter__(self) -> RankSet: ...
+    def located(self, failure: Failure) -> Failure:
+        """Return the failure with the host of its rank, where there are several hosts."""
+        return failure
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
+    def host(self, rank: int) -> str:
+        """Return the name of the rank's host; empty where there is one host only."""
+        return ""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shoal.launch.failure import Failure, signal_name
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
 from shoal.launch.rank import STACKS_SIGNAL
-from shoal.launch.rank_set import Look, RankEvent, RankExited
+from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
 from shoal.platform.processes import PROC, parent_pid, process_state
 from shoal.watchdog.hang_detector import SilenceCounter
 from shoal.watchdog.progress_word import ProgressMemory
@@ -128,18 +128,15 @@ class Rank:
         stream.source.close()
 
 
-class Ranks:
-    """All ranks of one world, and their stores. As a context, it kills and closes them all.
+class Ranks(RankSet[Rank]):
+    """All ranks of one world on this host, and their stores.
 
     Args:
         store: the process that serves torch's store; None where there is none.
         private: the store in which Shoal's own ranks of one host meet; None where they meet in
             `store`.
         progress: the memory of the ranks' progress words.
-        hang_limit_s: the limit after which a rank is late; 0 for none.
-
-    Attributes:
-        all: the ranks that were started, by rank.
+        hang_limit_s: as in RankSet.
     """
 
     def __init__(
@@ -153,29 +150,10 @@ class Ranks:
         self._private = private
         self.progress = progress
         self.hang_limit_s = hang_limit_s
-        self.all: list[Rank] = []
+        self.all = []
         self._silence = SilenceCounter()
 
-    def __enter__(self) -> Ranks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def alive(self) -> list[Rank]:
-        return [rank for rank in self.all if rank.is_alive]
-
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
-        """Wait for events, forward the lines that were printed, and return the events.
-
-        Args:
-            timeout_s: return after this time at the latest; None waits for ever.
-            sources: other objects with a `fileno`; return when one of them can be read.
-
-        Raises:
-            LaunchError: the store has ended before the ranks.
-        """
         alive = self.alive
         rank_sources = [source for rank in alive for source in rank.sources]
         stores = [] if self.store is None else [self.store.sentinel]
@@ -197,19 +175,12 @@ class Ranks:
         return events
 
     def pause(self) -> None:
-        """Stop the ranks and this process (Ctrl-Z); continue the ranks when it is continued.
-
-        Ranks have sessions of their own, so the terminal's signal does not reach them.
-        """
+        # Ranks have sessions of their own, so the terminal's signal does not reach them.
         for rank in self.alive:
             rank.signal_group(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         for rank in self.alive:
             rank.signal_group(signal.SIGCONT)
-
-    def located(self, failure: Failure) -> Failure:
-        """Return the failure itself: there is one host."""
-        return failure
 
     def _lost_fork_server(self, alive: Sequence[Rank]) -> list[RankEvent]:
         """Return the failure of the fork server, once it has ended. Nothing can start any more."""
@@ -238,18 +209,13 @@ class Ranks:
         return []
 
     def look(self) -> Look:
-        """Return the progress of the ranks that live."""
         alive = self.alive
         pages = {rank.number: self.progress.read(rank.number) for rank in alive}
         progress = {rank: each for rank, each in pages.items() if each is not None}
         return Look(progress, self._silence.look(progress, now_ns() * 1e-9, _are_halted(alive)))
 
-    def host(self, rank: int) -> str:
-        """Return nothing: there is one host."""
-        return ""
-
     def stacks(self, rank: int) -> str:
-        """Return the stacks of all threads of a rank, with a first line, or why there are none.
+        """Return the stacks of a rank's threads.
 
         Ranks write them into memory of this process when they get STACKS_SIGNAL, also while they
         sleep or are in C with the interpreter locked. A stopped process writes nothing.
@@ -275,7 +241,6 @@ class Ranks:
         return f"The stack of rank {rank.number} ({where}):\n{_own_frames(text)}"
 
     def kill(self) -> None:
-        """Kill all processes, and wait for their end."""
         for rank in self.alive:
             rank.signal_group(signal.SIGKILL)
         for rank in self.all:

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from shoal.launch import rank
 from shoal.launch.control_channel import ControlConnection, ControlServer
@@ -32,23 +33,30 @@ from shoal.launch.supervise import Supervision, arrived, caught
 CONTROL_OPEN_S = 0.1
 
 
-class ResumableJob(Protocol):
-    """A run that can be resumed, on this host or on several."""
+class ResumableJob(ABC):
+    """A run that can be resumed, on this host or on several.
 
-    @property
-    def problems(self) -> Callable[[int], Sequence[str]]:
-        """Returns why `shoal scale` cannot give the run so many ranks; empty where it can."""
+    Attributes:
+        secret: of a job on several hosts; None on one, where ranks find what they share in files.
+    """
 
-    @property
-    def saved_step(self) -> Callable[[], int | None]:
-        """Returns the step from which the next start resumes; None for the beginning."""
+    secret: bytes | None = None
 
-    @property
-    def secret(self) -> bytes | None:
-        """The secret of a job on several hosts; None on one."""
+    @abstractmethod
+    def problems(self, processes: int) -> Sequence[str]:
+        """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
 
-    def start(self, processes: int) -> RankSet:
+    @abstractmethod
+    def saved_step(self) -> int | None:
+        """Return the step from which the next start resumes; None for the beginning."""
+
+    @abstractmethod
+    def start(self, processes: int) -> RankSet[Any]:
         """Start the ranks for the first time. Raises LaunchError."""
+
+    @abstractmethod
+    def restart(self, processes: int) -> RankSet[Any]:
+        """Start the ranks so that they resume. Raises as `start` does."""
 
     def available(self, processes: int, signals: socket.socket) -> int:
         """Return how many ranks can be started now in place of `processes`, after a loss.
@@ -61,13 +69,11 @@ class ResumableJob(Protocol):
         Returns:
             The number; 0 where the run cannot go on.
         """
-
-    def restart(self, processes: int) -> RankSet:
-        """Start the ranks so that they resume. Raises as `start` does."""
+        return processes
 
 
 @dataclass(frozen=True)
-class JobSpec:
+class LocalJob(ResumableJob):
     """A run on ranks of this machine that can be resumed.
 
     Args:
@@ -76,8 +82,8 @@ class JobSpec:
             resume from there.
         arguments: of the first start.
         restart_arguments: of every later start.
-        problems: returns why the run cannot have so many ranks; empty where it can.
-        saved_step: returns the step from which the next start resumes; None for the beginning.
+        find_problems: returns why the run cannot have so many ranks; empty where it can.
+        find_saved_step: returns the step from which the next start resumes; None for the beginning.
         environment: as for `shoal.launch.local.run`.
         preload: as for `shoal.launch.local.run`.
     """
@@ -85,33 +91,24 @@ class JobSpec:
     target: Callable[..., Any]
     arguments: tuple[Any, ...]
     restart_arguments: tuple[Any, ...]
-    problems: Callable[[int], Sequence[str]]
-    saved_step: Callable[[], int | None]
+    find_problems: Callable[[int], Sequence[str]]
+    find_saved_step: Callable[[], int | None]
     environment: Mapping[str, str]
     preload: Sequence[str]
 
-    @property
-    def secret(self) -> bytes | None:
-        """None: ranks of one host find what they share in its files."""
-        return None
+    def problems(self, processes: int) -> Sequence[str]:
+        return self.find_problems(processes)
 
-    def start(self, processes: int) -> RankSet:
-        """Start the ranks for the first time.
+    def saved_step(self) -> int | None:
+        return self.find_saved_step()
 
-        Raises:
-            LaunchError: `processes` is below 1, or the ranks cannot be started.
-        """
+    def start(self, processes: int) -> RankSet[Any]:
         return self._start(self.arguments, processes)
 
-    def available(self, processes: int, signals: socket.socket) -> int:
-        """Return `processes`: this machine has not been lost."""
-        return processes
-
-    def restart(self, processes: int) -> RankSet:
-        """Start the ranks so that they resume. Raises as `start` does."""
+    def restart(self, processes: int) -> RankSet[Any]:
         return self._start(self.restart_arguments, processes)
 
-    def _start(self, arguments: tuple[Any, ...], processes: int) -> RankSet:
+    def _start(self, arguments: tuple[Any, ...], processes: int) -> RankSet[Any]:
         preload = [*self.preload, self.target.__module__]
         return start(
             self.target,
@@ -220,7 +217,7 @@ class RestartingRun:
                 ranks = self.job.restart(self.processes)
                 self.scaling.confirm(step)
 
-    def _supervise(self, ranks: RankSet, signals: socket.socket) -> Supervision:
+    def _supervise(self, ranks: RankSet[Any], signals: socket.socket) -> Supervision:
         """Supervise the ranks until all have ended.
 
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.

@@ -1,7 +1,6 @@
 """Start of ranks on this machine.
 
-On Linux, where fork is safe, ranks are forked from a fork server, which has imported torch once and
-has one thread. Elsewhere each rank is a fresh interpreter.
+Ranks are forked from a fork server, which has imported torch once and has one thread.
 
 Ranks of one host meet in memory of this process, see `private_memory`. Where a script may call
 torch's init_process_group itself, there is a store of torch's too. It listens on a loopback port
@@ -27,7 +26,7 @@ from contextlib import contextmanager, suppress
 from functools import cache, partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -52,7 +51,6 @@ from shoal.watchdog.progress_word import ProgressMemory
 TRACKER_S = 2.0
 """A process that a script has made by `os.fork` may keep the resource tracker for longer."""
 
-Context = ForkServerContext | SpawnContext
 StreamEnds = tuple[Connection | None, LineForwarder | None]
 """The end to which a rank writes, and the forwarder of its lines."""
 
@@ -87,8 +85,9 @@ def start(
             hosts always meet in a store of torch's.
 
     Raises:
-        LaunchError: `processes` is below 1; the target or an argument cannot be pickled; the fork
-            server has ended because of a module that it imported, or was killed.
+        LaunchError: `processes` is below 1; the system is not Linux; the target or an argument
+            cannot be pickled; the fork server has ended because of a module that it imported, or
+            was killed.
     """
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
@@ -134,7 +133,7 @@ def _named_end_of_fork_server() -> Iterator[None]:
         ) from error
 
 
-def prepare(preload: Iterable[str] = ()) -> Context:
+def prepare(preload: Iterable[str] = ()) -> ForkServerContext:
     """Begin to import what ranks need, so that `start` does not wait for it. Main thread only.
 
     The fork server ends with the thread that has started it.
@@ -148,7 +147,7 @@ def prepare(preload: Iterable[str] = ()) -> Context:
     return _context((*preloads.ALWAYS, *preload))
 
 
-def wait_for_imports(context: Context) -> None:
+def wait_for_imports(context: ForkServerContext) -> None:
     """Wait until a process of the context can start: the fork server has imported everything."""
     with _named_end_of_fork_server():
         process = context.Process(target=os.getpid)
@@ -166,10 +165,13 @@ def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _context(preload: Sequence[str]) -> Context:
-    """Return the multiprocessing context of the ranks; on Linux its fork server runs."""
+def _context(preload: Sequence[str]) -> ForkServerContext:
+    """Return the multiprocessing context of the ranks, whose fork server runs."""
     if sys.platform != "linux":
-        return multiprocessing.get_context("spawn")
+        raise LaunchError(
+            f"Shoal starts ranks on Linux alone, and this is {sys.platform}. Start them by "
+            "torchrun, whose variables it reads: torchrun --nproc-per-node 2 SCRIPT"
+        )
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
     make_socket_directory()
@@ -213,7 +215,7 @@ def _end_servers() -> None:
 
 
 def _start_stores(
-    context: Context,
+    context: ForkServerContext,
     torch_store: bool,
     share: HostShare | None,
     progress: ProgressMemory,
@@ -226,7 +228,7 @@ def _start_stores(
             share.address, share.port
         )
     private = private_store()
-    if private.variables and not torch_store:
+    if not torch_store:
         return Ranks(None, private, progress, hang_limit_s), {**private.variables}
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     variables = _store_variables(*listener.getsockname())
@@ -234,7 +236,7 @@ def _start_stores(
     return ranks, {**private.variables, **variables}
 
 
-def _serve_on(context: Context, listener: socket.socket) -> BaseProcess:
+def _serve_on(context: ForkServerContext, listener: socket.socket) -> BaseProcess:
     """Start the process of torch's store. It takes the listener over."""
     with listener:
         process = context.Process(target=serve_store, args=(listener,), name="store")
@@ -259,8 +261,7 @@ def _inherited(share: HostShare | None) -> dict[str, str]:
     On one host Gloo uses the loopback interface, unless the user has chosen another: the address of
     the host's name may lead to another machine.
     """
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    variables = {"GLOO_SOCKET_IFNAME": loopback} if share is None else {**share.variables}
+    variables = {"GLOO_SOCKET_IFNAME": "lo"} if share is None else {**share.variables}
     for name, value in os.environ.items():
         if not name.startswith("TORCHELASTIC_"):
             variables[name] = value
@@ -279,7 +280,7 @@ def _rank_variables(rank: int, world: int, local_rank: int, local_world: int) ->
 
 
 def _start_rank(
-    context: Context,
+    context: ForkServerContext,
     rank: int,
     local_world: int,
     payload: bytes,
@@ -290,9 +291,6 @@ def _start_rank(
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
     (stdout, stdout_lines), (stderr, stderr_lines) = streams
-    paths = None
-    if ranks.progress.path is not None and ranks.progress.stacks_path is not None:
-        paths = ranks.progress.path, ranks.progress.stacks_path
     spec = RankSpec(
         rank,
         local_world,
@@ -302,7 +300,7 @@ def _start_rank(
         stdout,
         stderr,
         wants_value,
-        progress=paths,
+        progress=(ranks.progress.path, ranks.progress.stacks_path),
         hang_limit_s=ranks.hang_limit_s,
     )
     process = context.Process(target=main, args=(spec,), name=f"rank {rank}")
@@ -316,7 +314,7 @@ def _start_rank(
 
 
 def _stream(
-    context: Context, output: Output, rank: int, name: StreamName, share: HostShare | None
+    context: ForkServerContext, output: Output, rank: int, name: StreamName, share: HostShare | None
 ) -> StreamEnds:
     """Return the ends of stdout or of stderr."""
     mode = output_mode(output, rank, name)

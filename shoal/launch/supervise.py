@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.rank import EXIT_RESTART, RankResult
@@ -80,7 +81,7 @@ class Supervision:
         stop_signal: the first SIGINT or SIGTERM to this process; None before.
     """
 
-    ranks: RankSet
+    ranks: RankSet[Any]
     grace_s: float
     ends_siblings: bool = True
     codes: dict[int, int] = field(default_factory=dict, init=False)

@@ -22,7 +22,7 @@ from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest
 from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts_with_restarts
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import JobSpec, run_with_restarts
+from shoal.launch.restarting import LocalJob, run_with_restarts
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
@@ -61,7 +61,7 @@ def train_on_ranks(
         _server_directory() as folder,
     ):
         environment["SHOAL_SERVER_DIRECTORY"] = folder
-        spec = JobSpec(train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
+        spec = LocalJob(train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
         return run_with_restarts(spec, processes, control, restarts)
 
 

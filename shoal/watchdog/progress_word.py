@@ -203,26 +203,22 @@ class ProgressMemory:
 
     It has no name in any directory: ranks open it by way of /proc, as
     `shoal.launch.private_memory`. A second memory of the same kind takes the stacks that ranks
-    write when they are asked for them. Systems without memfd have none.
+    write when they are asked for them.
 
     Args:
         ranks: the number of ranks.
 
     Attributes:
-        path, stacks_path: where ranks open the two memories; None where there is none.
+        path, stacks_path: where ranks open the two memories.
     """
 
     def __init__(self, ranks: int) -> None:
-        self.path: str | None = None
-        self.stacks_path: str | None = None
-        self._words = self._stacks = -1
-        if hasattr(os, "memfd_create"):
-            self._words = os.memfd_create("shoal-progress")
-            self._stacks = os.memfd_create("shoal-stacks")
-            os.truncate(self._words, PAGE_BYTES * ranks)
-            self.path, self.stacks_path = (
-                f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (self._words, self._stacks)
-            )
+        self._words = os.memfd_create("shoal-progress")
+        self._stacks = os.memfd_create("shoal-stacks")
+        os.truncate(self._words, PAGE_BYTES * ranks)
+        self.path, self.stacks_path = (
+            f"/proc/{os.getpid()}/fd/{descriptor}" for descriptor in (self._words, self._stacks)
+        )
 
     def page(self, rank: int) -> bytes:
         """Return the page of a rank, counted on this machine."""

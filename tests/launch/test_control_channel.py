@@ -126,14 +126,6 @@ def test_the_directory_may_have_any_length(deep):
     assert list(deep.iterdir()) == []
 
 
-def test_without_a_short_name_the_run_goes_on_without_a_socket(deep, monkeypatch):
-    monkeypatch.setattr(control_channel.sys, "platform", "darwin")
-    with ControlServer(deep, ".") as server:
-        assert "more than 103 bytes" in server.open()
-        assert not server.is_due
-        assert server.sources == server.accept_requests() == []
-
-
 def test_only_the_socket_of_a_killed_launcher_is_replaced(tmp_path):
     with socket.socket(socket.AF_UNIX) as dead, short_name(tmp_path / NAME) as name:
         dead.bind(name)

@@ -211,6 +211,12 @@ def program(
                     os.kill(pid, signal.SIGKILL)
 
 
+def test_another_system_than_linux_is_refused_with_the_way_to_start_there(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(LaunchError, match=r"on Linux alone, and this is darwin\. .* torchrun"):
+        local.run(launch_targets.rank, (), 2)
+
+
 def test_ctrl_c_on_the_foreground_group_leaves_no_process(tmp_path):
     with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
         process,

@@ -16,7 +16,7 @@ import restart_targets
 from shoal.errors import LaunchError, UsageError
 from shoal.launch import rank_monitor
 from shoal.launch.control_channel import NAME, ControlServer, request
-from shoal.launch.restarting import JobSpec, run_with_restarts
+from shoal.launch.restarting import LocalJob, run_with_restarts
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -44,7 +44,7 @@ def run(
 
     first = (str(folder), "first", *arguments)
     again = (str(folder), "again", *arguments)
-    work = JobSpec(target, first, again, restart_targets.takes_even_numbers, saved, {}, ())
+    work = LocalJob(target, first, again, restart_targets.takes_even_numbers, saved, {}, ())
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
         return run_with_restarts(work, processes, control, restarts)

@@ -34,7 +34,7 @@ from shoal.launch.local import supervised
 from shoal.launch.output import Output
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
-from shoal.launch.restarting import run_with_restarts
+from shoal.launch.restarting import ResumableJob, run_with_restarts
 from shoal.launch.supervise import caught
 from shoal.watchdog.hang_limit import limit_of_ranks
 
@@ -119,8 +119,8 @@ class RemoteWork:
         }
 
 
-class HostsJob:
-    """The work of ranks on several hosts; a ResumableJob.
+class HostsJob(ResumableJob):
+    """The work of ranks on several hosts.
 
     Args:
         connections: to the hosts, not connected yet.
@@ -156,7 +156,6 @@ class HostsJob:
             _print_note(note)
 
     def problems(self, processes: int) -> Sequence[str]:
-        """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
         slots = self._slots()
         if processes > sum(slots.values()):
             listed = ", ".join(f"{self.connections.name(host)}:{n}" for host, n in slots.items())
@@ -167,7 +166,6 @@ class HostsJob:
         return self.work.problems(processes)
 
     def saved_step(self) -> int | None:
-        """Return the step from which the next start resumes; None for the beginning."""
         if self.work.saved_step is None or not self.connections.connected:
             return None
         function, arguments = self.work.saved_step
@@ -177,11 +175,9 @@ class HostsJob:
         return step
 
     def start(self, processes: int) -> RemoteRanks:
-        """Start the ranks for the first time."""
         return self._start(processes, again=False)
 
     def restart(self, processes: int) -> RemoteRanks:
-        """Start the ranks so that they resume."""
         if processes != self._found:  # `shoal scale`
             self._wanted = self._found = processes
         return self._start(processes, again=True)

@@ -15,7 +15,7 @@ from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.remote_progress import received_look
-from shoal.launch.rank_set import Look, RankEvent, RankExited
+from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
 
 LOOK_S = 5.0
 """Seconds from one question for the progress of all ranks to the next."""
@@ -75,16 +75,13 @@ class RemoteRank:
             self._session.signal(self.host, self.number, number, to_group=True)
 
 
-class RemoteRanks:
-    """All ranks of one epoch, a RankSet. As a context, it kills them all.
+class RemoteRanks(RankSet[RemoteRank]):
+    """All ranks of one epoch.
 
     Args:
         connections: the epoch has been started on it.
         placement: the ranks of each host, by rank.
-        hang_limit_s: the limit after which a rank is late; 0 for none.
-
-    Attributes:
-        all: the ranks, by rank.
+        hang_limit_s: as in RankSet.
     """
 
     def __init__(
@@ -109,19 +106,7 @@ class RemoteRanks:
         self._ask_s = 0.0
         self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
-    def __enter__(self) -> RemoteRanks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def alive(self) -> list[RemoteRank]:
-        """Those that have not ended."""
-        return [rank for rank in self.all if rank.is_alive]
-
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
-        """Wait for events, print what was printed, and return the events."""
         timeout_s = inf if timeout_s is None else timeout_s
         events, self._waiting = self._waiting, []
         for event in self.connections.pump(0.0 if events else timeout_s, sources):
@@ -178,7 +163,6 @@ class RemoteRanks:
         )
 
     def host(self, rank: int) -> str:
-        """Return the name of the rank's host."""
         return self.connections.name(self.all[rank].host)
 
     def stacks(self, rank: int) -> str:
