@@ -7,25 +7,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from shoal.config.job import DataConfig
-from shoal.data import cifar, digits, dummy, stdlib
+from shoal.data import digits, dummy, stdlib
 from shoal.data.source import Source
 from shoal.errors import ConfigError, did_you_mean
 
 Loader = Callable[[DataConfig, int], Source]
 
 
-def _imagefolder(config: DataConfig, seed: int) -> Source:
-    # Imported here: it imports torchvision, which takes seconds that other sources do not need.
-    from shoal.data import imagefolder
+def _of_torchvision(config: DataConfig, seed: int) -> Source:
+    # Imported here: they import torchvision, which takes seconds that other sources do not need.
+    from shoal.data import cifar, imagefolder
 
-    return imagefolder.load(config, seed)
+    load_source = imagefolder.load if config.name == "imagefolder" else cifar.load
+    return load_source(config, seed)
 
 
 SOURCES: dict[str, Loader] = {
     "digits": digits.load,
-    "cifar10": cifar.load,
-    "cifar100": cifar.load,
-    "imagefolder": _imagefolder,
+    "cifar10": _of_torchvision,
+    "cifar100": _of_torchvision,
+    "imagefolder": _of_torchvision,
     "stdlib": stdlib.load,
     "dummy": dummy.load,
 }

@@ -18,15 +18,13 @@ from pathlib import Path
 from struct import error as StructError
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from shoal.config.job import DataConfig
 from shoal.data.source import Source
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 from shoal.platform.torchvision_import import torchvision
 
 # ImageNet's training images, for red, green and blue from 0 to 1.
@@ -34,29 +32,6 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MAX_LISTED = 5
 
 Transform = Callable[[Image.Image], Tensor]
-
-
-class ImageFiles(Dataset):
-    """Images that are decoded when they are read: float32 (3, side, side) and an int.
-
-    Args:
-        samples: path and class of each image.
-
-    Raises, on reading: DataError: an image cannot be decoded; the message names its file.
-    """
-
-    def __init__(self, samples: list[tuple[str, int]], transform: Transform) -> None:
-        # Arrays instead of a list: a million Python strings would be copied into every worker of
-        # the loader, page by page, as their reference counts are touched.
-        self.paths = np.array([os.fsencode(path) for path, _ in samples])
-        self.labels = np.array([label for _, label in samples])
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.transform(decode(os.fsdecode(self.paths[index]))), int(self.labels[index])
 
 
 def decode(path: str) -> Image.Image:
@@ -82,29 +57,22 @@ def load(config: DataConfig, seed: int) -> Source:
     """Return the images below `config.path`, `config.image_size` pixels square; `seed` is not used.
 
     Raises: DataError: a directory is missing, a class has no image, or the two splits differ in
-        their classes. ConfigError: the centre crop is larger than the image after resizing.
+        their classes.
     """
-    if config.resize < config.image_size:
-        raise ConfigError(
-            [
-                f"data.resize: {config.resize} is smaller than "
-                f"data.image_size={config.image_size}, which would give "
-                f"validation images a black border; usual is 256 for 224, or both the same"
-            ]
-        )
     root = Path(config.path or f"data/{config.name}").expanduser()
     directories = [root / config.train_split, root / config.validation_split]
     classes = _classes(directories)
-    train, validation = (_samples(directory, classes) for directory in directories)
-    _check_images({directories[0]: train, directories[1]: validation}, classes)
     plain = _evaluation(config)
-    return Source(
-        ImageFiles(train, _augmentation(config) if config.augment else plain),
-        ImageFiles(validation, plain),
-        "classification",
-        len(classes),
-        (3, config.image_size, config.image_size),
-    )
+    transforms = (_augmentation(config) if config.augment else plain, plain)
+    try:
+        train, validation = (
+            torchvision.datasets.ImageFolder(str(directory), transform, loader=decode)
+            for directory, transform in zip(directories, transforms, strict=True)
+        )
+    except FileNotFoundError as error:  # it names the classes without an image
+        raise DataError(f"imagefolder: {error}") from error
+    size = config.image_size
+    return Source(train, validation, "classification", len(classes), (3, size, size))
 
 
 def _classes(directories: list[Path]) -> list[str]:
@@ -130,39 +98,6 @@ def _classes(directories: list[Path]) -> list[str]:
             "into them first.)"
         )
     return sorted(train)
-
-
-def _samples(directory: Path, classes: list[str]) -> list[tuple[str, int]]:
-    """Return path and class of every image, in the order of class and path."""
-    folder = torchvision.datasets.folder
-    label_by_name = {name: label for label, name in enumerate(classes)}
-    samples: list[tuple[str, int]] = folder.make_dataset(
-        str(directory), label_by_name, extensions=folder.IMG_EXTENSIONS, allow_empty=True
-    )
-    return samples
-
-
-def _check_images(splits: dict[Path, list[tuple[str, int]]], classes: list[str]) -> None:
-    empty = {
-        directory: set(classes) - {classes[label] for _, label in samples}
-        for directory, samples in splits.items()
-    }
-    if any(empty.values()):
-        lines = [
-            f"  {directory}: {len(names)} of {len(classes)}: {_listed(names)}"
-            for directory, names in empty.items()
-            if names
-        ]
-        endings = ", ".join(torchvision.datasets.folder.IMG_EXTENSIONS)
-        raise DataError(
-            "\n".join(
-                [
-                    "imagefolder: classes without an image (a file that ends in one of "
-                    f"{endings}):",
-                    *lines,
-                ]
-            )
-        )
 
 
 def _listed(names: set[str]) -> str:

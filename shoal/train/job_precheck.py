@@ -44,7 +44,7 @@ def _packages(job: Job) -> Iterator[str]:
         yield from missing_for("model.name", ("timm", "torchvision"))
     elif name in TORCHVISION_MODELS or (name not in OUR_MODELS and not job.imports):
         yield from missing_for("model.name", ("torchvision",))
-    if job.data.name == "imagefolder":
+    if job.data.name in ("cifar10", "cifar100", "imagefolder"):
         yield from missing_for("data.name", ("torchvision", "PIL"))
     for name in {*job.log.loggers} & {"jsonl", "tensorboard"}:
         yield f"log.loggers: {name} is written by itself; log.tensorboard says whether events are"

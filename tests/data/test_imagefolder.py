@@ -9,7 +9,7 @@ from PIL import Image
 
 from shoal.config.job import DataConfig
 from shoal.data import load
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 
 COLOURS = {"n01_tench": (255, 0, 0), "n02_shark": (0, 255, 0), "n03_ray": (0, 0, 255)}
 
@@ -140,12 +140,10 @@ def test_of_many_differing_classes_a_few_are_shown(root):
         images(root)
 
 
-def test_classes_without_an_image_are_named_for_both_splits_at_once(root):
+def test_classes_without_an_image_are_named(root):
     for path in (root / "train" / "n02_shark").iterdir():
         path.rename(path.with_suffix(".txt"))
-    shutil.rmtree(root / "val" / "n03_ray")
-    (root / "val" / "n03_ray").mkdir()
-    with pytest.raises(DataError, match=r"(?s)train: 1 of 3: n02_shark\n.*val: 1 of 3: n03_ray"):
+    with pytest.raises(DataError, match=r"imagefolder: .*n02_shark.*\.jpg"):
         images(root)
 
 
@@ -168,11 +166,6 @@ def test_an_image_that_cannot_be_read_is_named_and_the_others_are_read(root, kin
     ):
         source.train[0]
     assert source.train[1][0].shape == (3, 16, 16)
-
-
-def test_a_crop_larger_than_the_image_it_is_taken_from_is_refused(root):
-    with pytest.raises(ConfigError, match=r"data\.resize: 20 is smaller than data\.image_size=32"):
-        images(root, image_size=32)
 
 
 def test_names_of_files_may_be_in_any_script(root):
