@@ -12,8 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.data.sample_lists import IsSamples, mark_sample_lists, nothing_known
-from shoal.data.tree_map import rows_of, take_rows
+from shoal.data.tree_map import IsSamples, mark_sample_lists, nothing_known, rows_of, take_rows
 
 
 @dataclass(frozen=True)

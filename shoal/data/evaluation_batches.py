@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.data.batch_fetcher import BatchFetcher, worker_loader
 from shoal.data.index_batches import IndexBatch, IndexBatches
-from shoal.data.sharding import is_source
+from shoal.data.loader import is_source
 from shoal.data.stream_loader import StreamLoader
 from shoal.errors import UsageError
 

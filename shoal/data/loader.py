@@ -3,23 +3,29 @@
 `DataLoader(batch_size=256)` keeps its meaning: 256 samples make one optimizer step on any number of
 ranks. The user's own sampler gives the order of an epoch, under a seed of (seed, epoch). Every
 sample is fetched under a seed of (seed, epoch, index). So the samples depend neither on the number
-of ranks nor on the number of worker processes."""
+of ranks nor on the number of worker processes.
+
+    DataLoader(map-style data)       DistributedBatchLoader    fetches by index
+    DataLoader(iterable data)        ┐
+    a list of batches, a generator   ├ StreamLoader            reads all, keeps its own rows
+    another library's loader         ┘
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
-from shoal.data.batch_fetcher import BatchFetcher, Collate, worker_loader
+from shoal.data.batch_fetcher import BatchFetcher, Collate, needs_whole_batch, worker_loader
 from shoal.data.batch_shards import BatchShard
-from shoal.data.collate_probe import needs_whole_batch
 from shoal.data.index_batches import IndexBatch, IndexBatches
 from shoal.data.sharded_loader import ShardedLoader
+from shoal.data.stream_loader import StreamLoader
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.trace.recorder import Recorder
@@ -60,7 +66,7 @@ class DistributedBatchLoader(ShardedLoader):
         if isinstance(loader.dataset, IterableDataset):
             raise UsageError(
                 f"{type(loader.dataset).__name__} is an IterableDataset, and this loader fetches "
-                "samples by index. Use shoal.data.sharding.shard_batches."
+                "samples by index. Use shard_batches."
             )
         super().__init__(rank, ranks, seed, recorder)
         self.dataset = loader.dataset
@@ -187,3 +193,40 @@ class _PendingBatches(Sampler):
 
 def _length_of_row(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[1:])
+
+
+def shard_batches(
+    batches: Any,
+    rank: int,
+    ranks: int,
+    seed: int,
+    recorder: Recorder | None = None,
+    announce: Callable[[str], None] | None = None,
+    gather: Callable[[str], list[str]] | None = None,
+) -> ShardedLoader:
+    """Return a loader of this rank's rows of the global batches.
+
+    Args:
+        batches: a DataLoader, or any iterable of global batches.
+        rank, ranks: this rank and the number of ranks.
+        seed: of the run.
+        recorder: records the waiting time for each batch; None without a trace.
+        announce: prints a note.
+        gather: text -> the texts of all ranks; collective. With it, streams of data are compared
+            between the ranks.
+
+    Raises: UsageError: no batches can be had of it, or each rank would get other samples.
+    """
+    if isinstance(batches, DataLoader) and not isinstance(batches.dataset, IterableDataset):
+        return DistributedBatchLoader(batches, rank, ranks, seed, recorder, announce)
+    if not is_source(batches):
+        raise UsageError(
+            f"{type(batches).__name__} gives no batches. Use a DataLoader, or any iterable of "
+            "global batches, such as a list or a generator."
+        )
+    return StreamLoader(batches, rank, ranks, seed, recorder, announce, gather)
+
+
+def is_source(value: Any) -> bool:
+    """Return True for what `shard_batches` takes: a DataLoader or another iterable of batches."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict))

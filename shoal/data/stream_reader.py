@@ -27,9 +27,8 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shoal.data.batch_fetcher import rows_of_whole
 from shoal.data.batch_shards import row_window, share_batch
-from shoal.data.sample_lists import holds_samples
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
-from shoal.data.tree_map import items_of
+from shoal.data.tree_map import holds_samples, items_of
 from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
 
 RANK_VARIABLES = (

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
-from shoal.data.host_generators import HostGenerators
+from shoal.data.seeds import HostGenerators
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of

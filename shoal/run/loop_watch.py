@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import BatchShard
-from shoal.data.host_generators import HostGenerators
+from shoal.data.seeds import HostGenerators
 from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.data.fingerprint import fingerprint
+from shoal.data.loader import shard_batches
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.data.sharding import shard_batches
 from shoal.errors import UsageError
 from shoal.run import optimizer_binding
 from shoal.run.batch_size import is_same_on_all

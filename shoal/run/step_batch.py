@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
-from shoal.data.sample_lists import mark_sample_lists
 from shoal.data.seeds import preserve_rng_state
-from shoal.data.tree_map import are_tensors, tensors_in
+from shoal.data.tree_map import are_tensors, mark_sample_lists, tensors_in
 from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map

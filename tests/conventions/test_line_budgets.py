@@ -12,10 +12,10 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_660,
-    "shoal/comm": 3_280,
+    "shoal/comm": 3_260,
     "shoal/config": 1_980,
     "shoal/costs": 1_820,
-    "shoal/data": 3_540,
+    "shoal/data": 3_490,
     "shoal/doctor": 550,
     "shoal/integrations": 260,
     "shoal/launch": 6_820,

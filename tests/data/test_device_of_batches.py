@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.data.sharding import shard_batches
+from shoal.data.loader import shard_batches
 from shoal.data.tree_map import tensors_in, to_device
 
 META = torch.device("meta")

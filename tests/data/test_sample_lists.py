@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import shoal
 from shoal.data.batch_shards import share_batch
-from shoal.data.sample_lists import SampleList, mark_sample_lists, nothing_known
+from shoal.data.tree_map import SampleList, mark_sample_lists, nothing_known
 from shoal.errors import UsageError
 from shoal.testing import world
 

@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.batch_fetcher import Collate
 from shoal.data.batch_shards import share_batch
-from shoal.data.sharding import shard_batches
+from shoal.data.loader import shard_batches
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import shoal
-from shoal.data.sharding import shard_batches
+from shoal.data.loader import shard_batches
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
 

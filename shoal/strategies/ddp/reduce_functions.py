@@ -25,10 +25,10 @@ from shoal.comm.deterministic import (
     mean,
     needs_order,
     rank_order_mean,
+    register_overlapped_reduce,
     sums_in_order,
     use_ordered_mean,
 )
-from shoal.comm.overlap import register_overlapped_reduce
 from shoal.strategies.state import STATELESS, StrategyState
 
 WORLD_CHANGED_MESSAGE = (

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.data.host_generators import HostGenerators
+from shoal.data.seeds import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import PURPOSE

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.data.host_generators import HostGenerators
-from shoal.data.seeds import derive_seed
+from shoal.data.seeds import HostGenerators, derive_seed
 from shoal.data.tree_map import SPARSE
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import accumulation_dtype

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shoal.data.host_generators import HostGenerators
-from shoal.data.seeds import preserve_rng_state
+from shoal.data.seeds import HostGenerators, preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.strategies.full_model import ColocationRequest
 from shoal.strategies.module_snapshot import ModelSnapshot

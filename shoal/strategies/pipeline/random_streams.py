@@ -19,8 +19,7 @@ from contextlib import contextmanager
 
 import torch
 
-from shoal.data.host_generators import HostGenerators
-from shoal.data.seeds import preserve_rng_state
+from shoal.data.seeds import HostGenerators, preserve_rng_state
 from shoal.platform.torch_private.subclasses import disable_dispatch_modes
 from shoal.strategies.pipeline.absent import WalkRefusal
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from shoal.comm.mesh import Mesh
-from shoal.data.host_generators import HostGenerators
+from shoal.data.seeds import HostGenerators
 from shoal.strategies.base import (
     ComputedLoss,
     Extra,
