@@ -78,8 +78,7 @@ def is_asked(options: argparse.Namespace) -> bool:
     if options.slurm:
         return True
     # Hosts that are reached by ssh have an interpreter too.
-    has_hosts = options.hosts is not None or options.hostfile is not None
-    values = [name for name in VALUES if name != "python" or not has_hosts]
+    values = [name for name in VALUES if name != "python" or options.hosts is None]
     if given := _given(options, (*values, *LISTS, *FLAGS)):
         raise UsageError(f"{', '.join(given)}: only with --slurm")
     return False

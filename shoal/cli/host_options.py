@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shoal.launch.hosts.hosts_job import HostsOptions
 
 ALONE = ("env", "address", "min_hosts")
-WITH_VALUE = ("--hosts", "--hostfile", "--env", "--address", "--min-hosts")
+WITH_VALUE = ("--hosts", "--env", "--address", "--min-hosts")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several hosts, by ssh")
     group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
     group.add_argument(
-        "--hostfile", type=argument_types.path, help="file with one host a line: a, b:2, c slots=2"
+        "--hostfile",
+        action=argument_types.OptionInstead,
+        const="name the hosts themselves: --hosts a:2,b:2. Of a file with one HOST:RANKS a line, "
+        '--hosts "$(paste -sd, FILE)"',
+        help=argparse.SUPPRESS,
     )
     group.add_argument(
         "--env",
@@ -46,17 +50,14 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     Raises:
         UsageError: an option makes no sense.
     """
-    if options.hosts is None and options.hostfile is None:
+    if options.hosts is None:
         _check_none_given(options)
         return None
-    if options.hosts is not None and options.hostfile is not None:
-        raise UsageError("--hosts and --hostfile both name hosts; give one of them")
     from shoal.launch.hosts.hosts_job import HostsOptions
-    from shoal.launch.hosts.ssh_hosts import parse_hosts, read_hostfile
+    from shoal.launch.hosts.ssh_hosts import parse_hosts
 
-    hosts = read_hostfile(options.hostfile) if options.hostfile else parse_hosts(options.hosts)
     found = HostsOptions(
-        hosts=hosts,
+        hosts=parse_hosts(options.hosts),
         python=options.python or sys.executable,
         variables=dict(_variable(text) for text in options.env),
         address=options.address,
@@ -71,7 +72,7 @@ def _check_none_given(options: argparse.Namespace) -> None:
     given = [name for name in ALONE if getattr(options, name)]
     if given:
         name = given[0].replace("_", "-")
-        raise UsageError(f"--{name} is about several hosts. Name them by --hosts or --hostfile")
+        raise UsageError(f"--{name} is about several hosts. Name them by --hosts")
 
 
 def _check_numbers(processes: int | None, found: HostsOptions) -> None:

@@ -12,7 +12,7 @@ from namespaces import SHELLS, Hosts, needs_hosts
 
 from shoal.launch.hosts.host_checks import problems
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.launch.hosts.ssh_hosts import SshHost, read_hostfile
+from shoal.launch.hosts.ssh_hosts import SshHost
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
@@ -257,15 +257,6 @@ def test_a_shared_disk_is_told_from_two(hosts: Hosts, python: str):
         assert not second.ask("see", probe=own)
         shared = first.ask("write", directory=str(hosts.shared / "runs"))
         assert second.ask("see", probe=shared)
-
-
-def test_a_hostfile_of_windows_reaches_the_hosts(hosts: Hosts, python: str, tmp_path: Path):
-    (tmp_path / "hostfile").write_bytes(
-        "\ufeffbash@node1:2\r\nbash@node2 slots=2 # two\r\n".encode()
-    )
-    listed = read_hostfile(tmp_path / "hostfile")
-    with agents(hosts, python, [one.name for one in listed]) as clients:
-        assert len(clients) == 2
 
 
 @pytest.mark.parametrize(

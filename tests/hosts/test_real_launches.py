@@ -108,14 +108,12 @@ def test_ranks_of_all_hosts_compute_what_one_process_does(tmp_path: Path, networ
         assert hosts.leftovers(LEFT_S) == {}
 
 
-def test_noise_of_login_shells_and_a_hostfile_of_windows_disturb_nothing(hosts: Hosts):
+def test_noise_of_login_shells_disturbs_nothing(hosts: Hosts):
     """With the settings of DISTURBING, too."""
     shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
     hosts.write(hosts.nodes[0], ".bashrc", "echo Welcome; read -t 1 eaten; printf 'no newline'\n")
     hosts.run(hosts.nodes[1], ["tee", "/mnt/home/tcsh/.tcshrc"], "echo Welcome\n")
-    lines = "\ufeffnode1:1\r\ntcsh@node2 slots=1 # by another shell\r\n"
-    (hosts.shared / "hostfile").write_bytes(lines.encode())
-    code, stdout, stderr = Launch(hosts, "--hostfile", "hostfile", "train.py").end()
+    code, stdout, stderr = Launch(hosts, "--hosts", "node1:1,tcsh@node2:1", "train.py").end()
     assert code == 0, stderr
     assert stdout.startswith("0 of 2 ")
     assert hosts.leftovers(LEFT_S) == {}

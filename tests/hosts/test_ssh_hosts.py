@@ -1,13 +1,12 @@
-"""Lists of hosts and hostfiles."""
-
-from pathlib import Path
+"""Lists of hosts."""
 
 import pytest
+from cli_calls import shoal
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, read_hostfile
+from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts
 
 
 def test_a_list_has_names_users_addresses_and_numbers_of_ranks():
@@ -44,36 +43,11 @@ def test_a_list_without_a_host_is_refused():
         parse_hosts("")
 
 
-def test_a_hostfile_of_windows_with_comments_blanks_and_a_byte_order_mark_is_read(tmp_path: Path):
-    file = tmp_path / "hosts"
-    text = "\ufeff# ours\r\n a slots=2  \r\n\r\nme@b:3 # the other\r\n[fd00::1]:1\t\r\nc"
-    file.write_bytes(text.encode())
-    assert read_hostfile(file) == [
-        SshHost("a", 2),
-        SshHost("me@b", 3),
-        SshHost("fd00::1", 1),
-        SshHost("c", None),
-    ]
-
-
-def test_problems_of_a_hostfile_are_told_with_their_lines(tmp_path: Path):
-    file = tmp_path / "hosts"
-    file.write_text("a\nb slots=x\nc max_slots=2\n\na\n")
-    with pytest.raises(UsageError) as caught:
-        read_hostfile(file)
-    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        f"{file}:2: b:x: the number of ranks must be 1 to 10000",
-        f"{file}:3: c max_slots=2 has a character that no name of a host has",
-        f"{file}:5: a is named twice. Name it once, with the sum",
-    ]
-    file.write_text("# nothing\n")
-    with pytest.raises(UsageError, match="no host in it"):
-        read_hostfile(file)
-    file.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="not UTF-8"):
-        read_hostfile(file)
-    with pytest.raises(UsageError, match="No such file"):
-        read_hostfile(tmp_path / "absent")
+def test_a_hostfile_is_refused_with_the_list_to_give(capsys: pytest.CaptureFixture[str]):
+    status, _, err = shoal(capsys, "launch", "--hostfile", "hosts.txt", "train.py")
+    assert status == 2
+    assert "--hostfile: name the hosts themselves: --hosts a:2,b:2. Of a file" in err
+    assert '--hosts "$(paste -sd, FILE)"' in err
 
 
 @settings(max_examples=30)

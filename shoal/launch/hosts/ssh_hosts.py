@@ -1,18 +1,12 @@
-"""Lists of hosts to start ranks on: `a:2,user@b:2,[fd00::1]:2` and hostfiles."""
+"""Lists of hosts to start ranks on: `a:2,user@b:2,[fd00::1]:2`."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from shoal.errors import UsageError, printable
-from shoal.platform.ownership import read_text_of_file
-
-MOST_BYTES = 1 << 20
-"""A longer hostfile is refused."""
 
 ENTRY = re.compile(r"(?P<user>[^@]*@)?(\[(?P<bracketed>[^\]]*)\]|(?P<name>[^:]*))(:(?P<count>.*))?")
 # The user's ssh_config may put a host's name into a shell command (ProxyCommand ... %h).
@@ -45,53 +39,17 @@ def parse_hosts(text: str) -> list[SshHost]:
         UsageError: it names no host, one host twice, or something that is no host. It lists all
             problems.
     """
-    return _hosts((("--hosts", entry.strip()) for entry in text.split(",")), "--hosts")
-
-
-def read_hostfile(path: Path | str) -> list[SshHost]:
-    """Return the hosts of a file with one host a line: `a`, `user@b:2` or `a slots=2`.
-
-    Blank lines and what follows a `#` are ignored, as are a byte-order mark and the line ends of
-    Windows.
-
-    Raises:
-        UsageError: the file cannot be read, or has problems as for `parse_hosts`.
-    """
-    path = Path(path)
-    try:
-        text = read_text_of_file(path, MOST_BYTES)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror or str(error) if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"The hostfile {path} cannot be read: {reason}.") from error
-    return _hosts(_lines(path, text.removeprefix("\ufeff")), str(path))
-
-
-def _lines(path: Path, text: str) -> Iterable[tuple[str, str]]:
-    """Yield place and entry of each line, with `host slots=2` written as `host:2`."""
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if words:
-            slots = words[1].removeprefix("slots=") if len(words) == 2 else ""
-            is_counted = len(words) == 2 and words[1].startswith("slots=")
-            entry = f"{words[0]}:{slots}" if is_counted else " ".join(words)
-            yield f"{path}:{number}", entry
-
-
-def _hosts(entries: Iterable[tuple[str, str]], source: str) -> list[SshHost]:
-    """Return the hosts of all entries, or raise UsageError with all problems."""
     hosts: list[SshHost] = []
     problems: list[str] = []
-    for place, entry in entries:
+    for entry in text.split(","):
         try:
-            host = _host(entry)
+            host = _host(entry.strip())
         except ValueError as error:
-            problems.append(f"{place}: {error}")
+            problems.append(f"--hosts: {error}")
             continue
         if any(other.name == host.name for other in hosts):
-            problems.append(f"{place}: {host.name} is named twice. Name it once, with the sum")
+            problems.append(f"--hosts: {host.name} is named twice. Name it once, with the sum")
         hosts.append(host)
-    if not hosts and not problems:
-        problems.append(f"{source}: there is no host in it")
     if problems:
         raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
     return hosts
