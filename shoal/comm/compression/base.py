@@ -4,6 +4,7 @@ a message: flat tensors one after the other.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.errors import UsageError
 
 
@@ -68,16 +70,27 @@ class BucketEntry:
         return self.shape.numel()
 
 
-class CompressedReducer(Protocol):
+class CompressedReducer(ABC):
     """Approximate means over ranks. One object holds the state of one rank.
 
     In every step `mean` is called for each bucket, in the same order on all ranks, and then `keep`
-    is called once."""
+    is called once.
+
+    Args: memories: what one step leaves for the next; none without error feedback.
+
+    Attributes: finite: all means of this step are finite.
+    """
+
+    def __init__(self, *memories: ErrorFeedback) -> None:
+        self._memories = memories
+        self.finite = True
 
     @property
     def has_error_feedback(self) -> bool:
         """True if the reducer has state from step to step."""
+        return bool(self._memories)
 
+    @abstractmethod
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
     ) -> None:
@@ -89,20 +102,31 @@ class CompressedReducer(Protocol):
             group: None for the default group.
         """
 
+    @abstractmethod
+    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
+        """Return the bytes that one rank sends for a bucket in one step."""
+
     def keep(self, names: Collection[str]) -> None:
         """End a step: save the residuals of these parameters for the next step.
 
         The other parameters were used on no rank, so their residuals stay as they were. If any mean
         of the step is not finite, the step is skipped, and no residual changes."""
+        for memory in self._memories:
+            memory.keep(names if self.finite else ())
+        self.finite = True
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         """Return the state of this rank for a checkpoint."""
+        return {
+            name: value
+            for memory in self._memories
+            for name, value in memory.rank_state_dict().items()
+        }
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Load a `rank_state_dict`. Entries of other owners are ignored, and ours may be absent."""
-
-    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        """Return the bytes that one rank sends for a bucket in one step."""
+        for memory in self._memories:
+            memory.load(state)
 
 
 def uncompressed_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:

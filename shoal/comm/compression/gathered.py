@@ -9,30 +9,28 @@ adds on the way would have to compress again at every hop, with a new error."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.compression.base import BucketEntry, Compression
+from shoal.comm.compression.base import BucketEntry, CompressedReducer, Compression
 from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.equal_chunks import all_gather
 from shoal.platform.tensors import accumulation_dtype
 
 
-class AllGatherReducer:
+class AllGatherReducer(CompressedReducer):
     """Averages messages with error feedback, one message for each parameter.
 
     Gradients of one layer have one scale, so each parameter is compressed alone. Residuals then do
     not depend on the layout of the buckets."""
 
-    has_error_feedback = True
-
     def __init__(self, compression: Compression) -> None:
         self.compression = compression
         self.memory = ErrorFeedback("left_out.")
-        self.finite = True  # all means of this step
+        super().__init__(self.memory)
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
@@ -54,16 +52,6 @@ class AllGatherReducer:
                 sums += self.compression.decode(piece, len(sums), flat.dtype)
         flat.copy_(total / ranks)
         self.finite = self.finite and bool(flat.isfinite().all())
-
-    def keep(self, names: Collection[str]) -> None:
-        self.memory.keep(names if self.finite else ())
-        self.finite = True
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        return self.memory.rank_state_dict()
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        self.memory.load(state)
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
         return (ranks - 1) * sum(self._sizes_bytes(members, dtype))

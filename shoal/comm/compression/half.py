@@ -12,7 +12,7 @@ all-gather of all messages sends n/2 times as much."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.comm.compression.base import BucketEntry, Compression, read, write
+from shoal.comm.compression.base import BucketEntry, CompressedReducer, Compression, read, write
 from shoal.comm.equal_chunks import all_gather, all_to_all
 from shoal.errors import UsageError
 from shoal.platform.tensors import accumulation_dtype, tensor_on
@@ -84,15 +84,14 @@ class Fp16:
         return rounded.to(dtype, copy=True).div_(2.0**shift)
 
 
-class HalfPrecisionReducer:
+class HalfPrecisionReducer(CompressedReducer):
     """Averages gradients that travel as bfloat16 or float16. Rounding errors are dropped.
 
     Args: compression: Bf16 or Fp16; Fp16 has one power of two for each rank's chunk of a bucket.
     """
 
-    has_error_feedback = False
-
     def __init__(self, compression: Compression) -> None:
+        super().__init__()
         self.compression = compression
 
     def mean(
@@ -117,15 +116,6 @@ class HalfPrecisionReducer:
         all_gather(means, message, group)  # [3]
         decoded = [self.compression.decode(mean, count, dtype) for mean in means.view(ranks, -1)]
         flat.copy_(torch.cat(decoded)[: len(flat)])
-
-    def keep(self, names: Collection[str]) -> None:
-        """Save nothing: there is no state."""
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Load nothing: there is no state."""
 
     def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
         count = -(-sum(member.count for member in members) // ranks)

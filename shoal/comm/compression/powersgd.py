@@ -23,7 +23,7 @@ m = all else."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.buckets import apply_flattened
-from shoal.comm.compression.base import BucketEntry, uncompressed_bytes
+from shoal.comm.compression.base import BucketEntry, CompressedReducer, uncompressed_bytes
 from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.deterministic import rank_order_mean
 from shoal.platform.tensors import accumulation_dtype
@@ -48,19 +48,17 @@ class _LowRank:
     q: Tensor  # (m, r)
 
 
-class PowerSgd:
+class PowerSgd(CompressedReducer):
     """Averages gradients as matrices of a given rank, with error feedback and a warm start.
 
     Args: rank: r, at least 1.
     """
 
-    has_error_feedback = True
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.finite = True  # all means of this step
         self.memory = ErrorFeedback("left_out.")
         self.guesses = ErrorFeedback("guess.")  # Q of the last step
+        super().__init__(self.memory, self.guesses)
 
     def mean(
         self, flat: Tensor, members: Sequence[BucketEntry], group: dist.ProcessGroup | None
@@ -109,14 +107,6 @@ class PowerSgd:
         # The bucket may have a narrower dtype; the residual includes that rounding.
         self.memory.drafts[matrix.name] = (matrix.m - matrix.gradient).flatten()
         self.guesses.drafts[matrix.name] = matrix.q
-
-    def keep(self, names: Collection[str]) -> None:
-        for memory in (self.memory, self.guesses):
-            memory.keep(names if self.finite else ())
-        self.finite = True
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        return self.memory.rank_state_dict() | self.guesses.rank_state_dict()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         self.memory.load(state)
