@@ -64,16 +64,15 @@ class GeneratorStates:
             for device in set(devices)
             if device.type == "cuda"
         ]
-        self._others = (random.getstate(), np.random.get_state()) if beyond_torch else None
+        self._host = HostGenerators.now() if beyond_torch else None
 
     def restore(self) -> None:
         """Put the generators back into this state."""
         torch.set_rng_state(self._torch)
         for device, state in self._devices:
             torch.cuda.set_rng_state(state, device)
-        if self._others is not None:
-            random.setstate(self._others[0])
-            np.random.set_state(self._others[1])
+        if self._host is not None:
+            self._host.restore()
 
 
 @contextmanager
@@ -147,17 +146,17 @@ def seeded(make: Callable[[], Iterator[T]], seed: int, ahead: int) -> Iterator[T
 
 def random_state(device: torch.device) -> dict[str, Tensor]:
     """Return the state of this rank's generators as tensors, for a checkpoint."""
-    version, python, gauss = random.getstate()
+    host = HostGenerators.now()
+    version, python, gauss = host.python
     assert version == 3
-    # Tensors can hold only numbers, so the named tuple of NumPy is taken apart.
-    legacy: Any = np.random.get_state(legacy=True)
-    _, keys, position, has_gauss, cached = legacy
+    # Tensors can hold only numbers, so the states are taken apart.
+    keys = np.frombuffer(host.key, dtype=np.uint32).tolist()
     state = {
         "torch": torch.get_rng_state(),
         "python": torch.tensor(python, dtype=torch.int64),
         "python_gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss], dtype=torch.int64),
-        "numpy_gauss": torch.tensor([cached], dtype=torch.float64),
+        "numpy": torch.tensor([*keys, host.position, host.has_gauss], dtype=torch.int64),
+        "numpy_gauss": torch.tensor([host.gauss], dtype=torch.float64),
     }
     return state | ({"cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else {})
 
@@ -171,17 +170,10 @@ def load_random_state(state: Mapping[str, Tensor], device: torch.device) -> list
     """
     torch.set_rng_state(state["torch"])
     gauss = state["python_gauss"].tolist()
-    random.setstate((3, tuple(state["python"].tolist()), gauss[0] if gauss else None))
+    python = (3, tuple(state["python"].tolist()), gauss[0] if gauss else None)
     *keys, position, has_gauss = state["numpy"].tolist()
-    np.random.set_state(
-        (
-            "MT19937",
-            np.array(keys, dtype=np.uint32),
-            position,
-            has_gauss,
-            state["numpy_gauss"].item(),
-        )
-    )
+    key = np.array(keys, dtype=np.uint32).tobytes()
+    HostGenerators(python, key, position, has_gauss, state["numpy_gauss"].item()).restore()
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
     if (device.type == "cuda") == ("cuda" in state):
