@@ -10,7 +10,7 @@ hang_detector.py      words and time in, the late rank out; no clock, no process
 straggler_detector.py times of steps in, the slow rank out; no clock, no process
 
 On several hosts each agent reads the memory of its ranks. The driver asks them for it and runs the
-detectors; see `shoal.launch.hosts.remote_progress`.
+detectors; see `shoal.launch.hosts.remote_ranks`.
 
 A rank does nothing for it but to write. So it is seen also while it sleeps, is stopped, or is in C
 with the interpreter locked.

@@ -16,8 +16,8 @@ import pytest
 
 from shoal.launch.hosts import remote_ranks
 from shoal.launch.hosts.agent_messages import Message, MessageReader, encode
-from shoal.launch.hosts.remote_progress import received_look, sent_look
-from shoal.launch.hosts.remote_ranks import LOOK_S, HostRanks, RemoteRanks
+from shoal.launch.hosts.agent_process import sent_look
+from shoal.launch.hosts.remote_ranks import LOOK_S, HostRanks, RemoteRanks, received_look
 from shoal.launch.rank_set import Look
 from shoal.watchdog.hang_detector import Hang, HangDetector, SilenceCounter
 from shoal.watchdog.progress_word import (

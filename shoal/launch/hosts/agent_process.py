@@ -9,6 +9,7 @@ The agent decides nothing; see `agent_session`. When it ends, however it ends, a
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import importlib
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
@@ -32,7 +34,6 @@ from shoal.launch.hosts.agent_messages import MARKER, Message, encode, shortened
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_progress import sent_look
 from shoal.launch.output import StreamName
 from shoal.launch.private_memory import hold_secret
 from shoal.launch.rank_monitor import SigstopDetector
@@ -265,6 +266,16 @@ class AgentProcess:
             self.ranks.kill()
         self.ranks = None
         self._look_s = inf
+
+
+def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
+    """Look at the ranks of this host. Return number, silence and page of each."""
+    # Pages come first: a rank that goes on before the look is not silent in it.
+    pages = {rank.number: ranks.progress.page(rank.number) for rank in ranks.alive}
+    return [
+        (rank, silent_s, base64.b64encode(zlib.compress(pages[rank], 1)).decode())
+        for rank, silent_s in ranks.look().silent_s.items()
+    ]
 
 
 def _stacks(ranks: Ranks | None, rank: int) -> dict[str, str]:

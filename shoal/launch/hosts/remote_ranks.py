@@ -1,9 +1,14 @@
-"""Ranks on several hosts, as `supervise` and the watchdog see them."""
+"""Ranks on several hosts, as `supervise` and the watchdog see them.
+
+No clock of a host is read by another. An agent counts the silence of its ranks, and says it.
+"""
 
 from __future__ import annotations
 
+import base64
 import sys
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -14,8 +19,9 @@ from shoal.launch.hosts.agent_messages import Message
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.lease import clock_s
-from shoal.launch.hosts.remote_progress import received_look
 from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
+from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
+from shoal.watchdog.progress_writer import now_ns
 
 LOOK_S = 5.0
 """Seconds from one question for the progress of all ranks to the next."""
@@ -241,3 +247,29 @@ def _failure(message: Message) -> Failure:
         code=int(message["code"]),
         is_loss=bool(message["is_loss"]),
     )
+
+
+def received_look(sent: Sequence[Any], ranks: range) -> Look:
+    """Return the look of an agent, with times of this process.
+
+    Args: ranks: those of its host.
+
+    Raises:
+        ValueError: no agent sends this.
+    """
+    progress: dict[int, RankProgress] = {}
+    silent_s: dict[int, float] = {}
+    try:
+        for rank, silence_s, text in sent:
+            if type(rank) is not int or rank not in ranks:
+                raise ValueError(f"rank {rank!r} is none of this host")
+            page = zlib.decompressobj().decompress(base64.b64decode(text), PAGE_BYTES)
+            each = decode_page(page) if len(page) == PAGE_BYTES else None
+            if each is None:
+                raise ValueError("a page that is none, or has no word")
+            silent_s[rank] = float(silence_s)
+            word = each.word._replace(since_ns=now_ns() - int(silent_s[rank] * 1e9))
+            progress[rank] = replace(each, word=word)
+    except (ArithmeticError, AttributeError, TypeError, RecursionError, zlib.error) as error:
+        raise ValueError(f"a look that is none: {error!r}") from error
+    return Look(progress, silent_s)
