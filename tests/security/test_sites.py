@@ -31,7 +31,6 @@ SITES = {
     "launch/hosts/addresses.py": (["listen_at"], "the try of the network"),
     "launch/private_memory.py": (["memfd_create"], "the secret of a job on several hosts"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
-    "launch/slurm/slurm_task.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
     "parameter_server/launcher.py": (["listen"] * 2, "parameter servers"),
     "parameter_server/transport/key.py": (["memfd_create"], "memory without a name"),

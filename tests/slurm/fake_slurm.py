@@ -82,7 +82,9 @@ def srun(words: list[str]) -> None:
 
 
 def scontrol(words: list[str]) -> None:
-    if "requeue" in words:
+    if "hostnames" in words:
+        print("n1")
+    elif "requeue" in words:
         (FOLDER / "requeue").touch()
         state("PENDING")
     else:

@@ -19,12 +19,19 @@ from shoal.errors import UsageError
 from shoal.launch.output import Output
 from shoal.launch.rank import EXIT_RESTART
 
-TASK = "shoal.launch.slurm.slurm_task"
 KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_WAIT")
 """Variables that are the user's and not those of a job from which this command is called."""
 OVERRULING = {"SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_NO_REQUEUE"}
 """Variables without an option of the script's that would change what the script relies on."""
 
+WORLD = """\
+# The variables of env://, for a script that knows nothing of Slurm. Each task adds its own two.
+export WORLD_SIZE={world} LOCAL_WORLD_SIZE={local_world}
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR="${{MASTER_ADDR:-$first}}"
+export MASTER_PORT="${{MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}}"
+"""
+TASK = 'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec "$@"'
 BODY = """\
 # scancel and a pre-emption signal this shell too. It waits for the ranks, which save.
 trap : TERM
@@ -107,6 +114,9 @@ def render(
         *(f"export {name}={shlex.quote(value)}" for name, value in work.environment.items()),
     ]
     parts = [BODY.format(srun=_srun(options, work, python))]
+    if work.needs_rank_variables:
+        world = WORLD.format(world=options.ranks, local_world=options.ranks_per_node)
+        parts.insert(0, world)
     if work.restarts:
         parts.append(RESTARTS.format(restarts=work.restarts))
     parts.append(REQUEUE.format(restart=EXIT_RESTART, requeues=options.requeues))
@@ -135,8 +145,9 @@ def _srun(options: SlurmOptions, work: ClusterWork, python: str) -> str:
         words += ["--output=0", "--error=all"]
     elif work.output == "all":
         words.append("--label")
-    task = ["-m", TASK] if work.needs_rank_variables else []
-    return f"{shlex.join(words)} \\\n    {shlex.join([python, *task, *work.words])}"
+    if work.needs_rank_variables:
+        words += ["bash", "-c", TASK, "task"]
+    return f"{shlex.join(words)} \\\n    {shlex.join([python, *work.words])}"
 
 
 def remark(words: list[str]) -> str:
