@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
-import sys
 import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -15,9 +12,8 @@ from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
 from shoal.launch.output import Output
-from shoal.launch.rank_set import RankSet
 from shoal.launch.start import start
-from shoal.launch.supervise import Supervision, arrived, caught
+from shoal.launch.supervise import Supervision, caught
 
 NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 
@@ -76,23 +72,9 @@ def run(
                 torch_store=torch_store,
             ) as ranks,
         ):
-            return supervised(ranks, signals, grace_s)
+            return Supervision(ranks, grace_s).run(signals)
     except KeyboardInterrupt:  # before signals are caught
         return rank.EXIT_INTERRUPTED
-
-
-def supervised(ranks: RankSet[Any], signals: socket.socket, grace_s: float) -> int:
-    """Supervise ranks to their end, and return the exit code of the command.
-
-    Args:
-        signals: as `supervise.caught` yields it.
-    """
-    supervision = Supervision(ranks, grace_s)
-    while ranks.alive:
-        supervision.step(sources=[signals])
-        for number in arrived(signals):
-            supervision.forward(number)
-    return exit_code(supervision)
 
 
 def run_script(
@@ -133,19 +115,3 @@ def script_preload(path: str) -> list[str]:
         ) from error
     except SyntaxError:  # text in no known encoding; the ranks report it with the line
         return []
-
-
-def exit_code(supervision: Supervision) -> int:
-    """Return the exit code of a world that has ended. Print its root cause, if it has one."""
-    if supervision.stop_signal == signal.SIGINT:
-        return rank.EXIT_INTERRUPTED
-    cause = supervision.cause
-    if cause is not None:
-        print(cause.describe(len(supervision.ranks.all)), file=sys.stderr, flush=True)
-        return cause.code
-    codes = supervision.codes.values()
-    all_ended = len(codes) == len(supervision.ranks.all)
-    all_saved = all_ended and set(codes) <= {0, rank.EXIT_RESTART}
-    if supervision.stop_signal is not None and not all_saved:
-        return 128 + supervision.stop_signal
-    return rank.EXIT_RESTART if rank.EXIT_RESTART in codes else 0

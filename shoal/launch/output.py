@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -70,3 +71,15 @@ def print_lines(rank: int, sink: TextIO, lines: list[str]) -> None:
     """Print lines that begin with the rank."""
     sink.write("".join(f"[rank {rank}] {line}" for line in lines))
     sink.flush()
+
+
+def print_line(text: str) -> None:
+    """Print a text of the launcher on a line of its own."""
+    # On a terminal a rank that was killed leaves its progress bar, without the end of its line.
+    begin = "\n" if sys.stderr.isatty() else ""
+    print(f"{begin}{text}", file=sys.stderr, flush=True)
+
+
+def print_note(text: str) -> None:
+    """Print a note of the launcher."""
+    print_line(f"note: {text}")

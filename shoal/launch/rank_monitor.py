@@ -7,12 +7,12 @@ which part of a step, and where its code stands.
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.launch.failure import Failure
+from shoal.launch.output import print_line
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankHandle, RankSet
 from shoal.platform.processes import process_state
 from shoal.watchdog.hang_detector import Hang, HangDetector
@@ -48,7 +48,7 @@ class RankMonitor:
 
     def __init__(self, source: RankSet[Any], tell: Callable[[str], None] | None = None) -> None:
         self._source = source
-        self._tell = tell or print_to_stderr
+        self._tell = tell or print_line
         limit_s = source.hang_limit_s
         self._hangs = HangDetector(limit_s) if limit_s > 0 else None
         self._stragglers = StragglerDetector()
@@ -69,12 +69,6 @@ class RankMonitor:
         self._tell(report(hang, self._source))
         text = headline(hang, self._source)
         return [Failure(hang.late, time.monotonic(), text, "", False, code=EXIT_HANG, is_loss=True)]
-
-
-def print_to_stderr(text: str) -> None:
-    """Print a text on a line of its own."""
-    begin = "\n" if sys.stderr.isatty() else ""
-    print(f"{begin}{text}", file=sys.stderr, flush=True)
 
 
 def headline(hang: Hang, source: RankSet[Any]) -> str:

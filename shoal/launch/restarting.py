@@ -15,7 +15,6 @@ between. Requests of `shoal scale` come one at a time:
 from __future__ import annotations
 
 import socket
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from typing import Any
 
 from shoal.launch import rank
 from shoal.launch.control_channel import ControlConnection, ControlServer
-from shoal.launch.local import exit_code
+from shoal.launch.output import print_note
 from shoal.launch.rank_set import RankSet
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision, arrived, caught
@@ -212,7 +211,7 @@ class RestartingRun:
                     supervision = self._supervise(ranks, signals)
                 if not (self._may_rescale(supervision) or self._may_restart(supervision, signals)):
                     self.scaling.cancel()
-                    return exit_code(supervision)
+                    return supervision.exit_code()
                 step = self.scaling.saved_step()
                 ranks = self.job.restart(self.processes)
                 self.scaling.confirm(step)
@@ -225,7 +224,7 @@ class RestartingRun:
         supervision = Supervision(ranks, self.grace_s)
         while ranks.alive and (self.policy.is_exhausted or not _has_lost_rank(supervision)):
             if self.control.is_due and (problem := self.control.open()):
-                _print_note(f"`shoal scale` cannot reach this run: {problem}")
+                print_note(f"`shoal scale` cannot reach this run: {problem}")
             # The run claims its directory without an event, so look for it.
             timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
             supervision.step(timeout_s, sources=[signals, *self.control.sources])
@@ -245,7 +244,7 @@ class RestartingRun:
         previous = self.processes
         self.processes = self.scaling.requested or previous
         start = self._describe_start(self.job.saved_step())
-        _print_note(f"{previous} stopped for `shoal scale`; {start}")
+        print_note(f"{previous} stopped for `shoal scale`; {start}")
         return True
 
     def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
@@ -256,7 +255,7 @@ class RestartingRun:
         loss = cause.summary(self.processes)
         saved_step = self.job.saved_step()
         if reason := self.policy.refusal_reason(loss, saved_step):
-            _print_note(reason)
+            print_note(reason)
             return False
         # A rank may have been lost while all stopped for `shoal scale`.
         self.processes = self.scaling.requested or self.processes
@@ -267,7 +266,7 @@ class RestartingRun:
             return False
         self.processes = found
         count = f"restart {self.policy.made} of {self.policy.restarts}"
-        _print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
+        print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True
 
     def _describe_start(self, step: int | None) -> str:
@@ -290,12 +289,6 @@ def _tell_secret(caller: ControlConnection, secret: bytes | None) -> None:
     else:
         caller.send(secret=secret.hex())
     caller.close()
-
-
-def _print_note(text: str) -> None:
-    # On a terminal a rank that was killed leaves its progress bar, without the end of its line.
-    begin = "\n" if sys.stderr.isatty() else ""
-    print(f"{begin}note: {text}", file=sys.stderr, flush=True)
 
 
 class Scaling:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from math import inf
 from typing import Any
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
-from shoal.launch.rank import EXIT_RESTART, RankResult
+from shoal.launch.rank import EXIT_INTERRUPTED, EXIT_RESTART, RankResult
 from shoal.launch.rank_monitor import POLL_S, RankMonitor, SigstopDetector
 from shoal.launch.rank_set import RankEvent, RankExited, RankSet
 
@@ -101,6 +102,17 @@ class Supervision:
     def __post_init__(self) -> None:
         self._monitor = RankMonitor(self.ranks)
 
+    def run(self, signals: socket.socket) -> int:
+        """Supervise the ranks to their end, and return the exit code of the command.
+
+        Args: signals: as `caught` yields it.
+        """
+        while self.ranks.alive:
+            self.step(sources=[signals])
+            for number in arrived(signals):
+                self.forward(number)
+        return self.exit_code()
+
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.
 
@@ -149,6 +161,21 @@ class Supervision:
         self._is_stopping = True
         for rank in self.ranks.alive:
             rank.signal(signal.SIGTERM)
+
+    def exit_code(self) -> int:
+        """Return the exit code of ranks that have ended. Print the root cause, if there is one."""
+        if self.stop_signal == signal.SIGINT:
+            return EXIT_INTERRUPTED
+        cause = self.cause
+        if cause is not None:
+            print(cause.describe(len(self.ranks.all)), file=sys.stderr, flush=True)
+            return cause.code
+        codes = self.codes.values()
+        all_ended = len(codes) == len(self.ranks.all)
+        all_saved = all_ended and set(codes) <= {0, EXIT_RESTART}
+        if self.stop_signal is not None and not all_saved:
+            return 128 + self.stop_signal
+        return EXIT_RESTART if EXIT_RESTART in codes else 0
 
     @property
     def cause(self) -> Failure | None:

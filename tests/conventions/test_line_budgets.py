@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_480,
     "shoal/doctor": 550,
     "shoal/integrations": 260,
-    "shoal/launch": 6_690,
+    "shoal/launch": 6_680,
     "shoal/loggers": 580,
     "shoal/models": 880,
     "shoal/optim": 250,

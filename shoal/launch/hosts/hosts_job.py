@@ -7,7 +7,6 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -30,12 +29,11 @@ from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
-from shoal.launch.local import supervised
-from shoal.launch.output import Output
+from shoal.launch.output import Output, print_note
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import ResumableJob, run_with_restarts
-from shoal.launch.supervise import caught
+from shoal.launch.supervise import Supervision, caught
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 PREPARE_S = 300.0
@@ -153,7 +151,7 @@ class HostsJob(ResumableJob):
             kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
             raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
         for note in host_notes(self.connections):
-            _print_note(note)
+            print_note(note)
 
     def problems(self, processes: int) -> Sequence[str]:
         slots = self._slots()
@@ -194,13 +192,13 @@ class HostsJob(ResumableJob):
             if is_readable([signals]):
                 return 0
             for problem in problems:
-                _print_note(problem)
+                print_note(problem)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
             if found == wanted or self._may_go_on(len(slots), found):
                 self._wanted, self._found = wanted, found
                 return found
-        _print_note("the lost hosts did not come back")
+        print_note("the lost hosts did not come back")
         return 0
 
     def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
@@ -227,10 +225,10 @@ class HostsJob(ResumableJob):
         if fewest is None or hosts < fewest:
             return False
         if problems := self.work.problems(processes):
-            _print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
+            print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
             return False
         left = ", ".join(self.connections.name(host) for host in self._missing())
-        _print_note(f"the run goes on without {left}")
+        print_note(f"the run goes on without {left}")
         return True
 
     def _start(self, processes: int, again: bool) -> RemoteRanks:
@@ -286,10 +284,6 @@ class HostsJob(ResumableJob):
         return variables
 
 
-def _print_note(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
-
-
 def run_on_hosts(options: HostsOptions, work: RemoteWork, grace_s: float = 60.0) -> int:
     """Run `work` once on all hosts, and wait for its end. Main thread only.
 
@@ -306,7 +300,7 @@ def run_on_hosts(options: HostsOptions, work: RemoteWork, grace_s: float = 60.0)
             caught() as signals,
             job.start(options.processes) as ranks,
         ):
-            return supervised(ranks, signals, grace_s)
+            return Supervision(ranks, grace_s).run(signals)
     except KeyboardInterrupt:  # before signals are caught
         return EXIT_INTERRUPTED
 
