@@ -46,13 +46,6 @@ class HostSpoke:
 
 
 @dataclass(frozen=True)
-class HostSilent:
-    """No heartbeat for half a lease."""
-
-    host: int
-
-
-@dataclass(frozen=True)
 class HostLost:
     """The host's agent is gone or does not answer. A new one may be connected."""
 
@@ -60,7 +53,7 @@ class HostLost:
     reason: str
 
 
-DriverEvent = HostSpoke | HostSilent | HostLost
+DriverEvent = HostSpoke | HostLost
 
 
 @dataclass
@@ -78,7 +71,6 @@ class HostState:
     is_ready: bool = False
     heard_s: float = -inf
     epoch: int = 0
-    is_silent: bool = False
     reader: MessageReader = field(default_factory=MessageReader)
     outgoing: deque[bytes] = field(default_factory=deque)
 
@@ -143,21 +135,13 @@ class DriverSession:
             silence_s = now_s - state.heard_s
             if silence_s >= self.times.lost_s:
                 events += self.disconnected(host, f"no word for {silence_s:.1f} s")
-            elif silence_s >= self.times.silent_s and not state.is_silent:
-                state.is_silent = True
-                events.append(HostSilent(host))
         return events
 
     @property
     def due_s(self) -> float:
         """The time at which `tick` must be called at the latest."""
-        times = self.times
-        waits = (
-            state.heard_s + (times.lost_s if state.is_silent else times.silent_s)
-            for state in self.states
-            if state.is_connected
-        )
-        return min(waits, default=inf)
+        heard_s = (state.heard_s for state in self.states if state.is_connected)
+        return min(heard_s, default=inf) + self.times.lost_s
 
     def clear_at_s(self, host: int) -> float:
         """Return when the host surely runs no ranks: -inf now, inf while nobody can say it."""
@@ -220,7 +204,7 @@ class DriverSession:
         state = self.states[host]
         _check_fields(message)
         if message["do"] == "beat":
-            state.heard_s, state.is_silent = now_s, False
+            state.heard_s = now_s
             self._send(host, "ok", n=int(message["n"]))
             return []
         if message["do"] == "hello":  # the agent's lease begins with it

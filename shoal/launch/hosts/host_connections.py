@@ -16,7 +16,6 @@ from shoal.launch.hosts.driver_session import (
     DriverEvent,
     DriverSession,
     HostLost,
-    HostSilent,
     HostSpoke,
 )
 from shoal.launch.hosts.host_facts import PROTOCOL, HostFacts
@@ -221,8 +220,6 @@ class HostConnections:
                 self.printer.note_dropped(int(lines))
             case HostSpoke(_, {"do": "bye"}):
                 pass
-            case HostSilent(host):
-                print(f"note: host {self.name(host)} is silent", file=sys.stderr, flush=True)
             case _:
                 return True
         return False

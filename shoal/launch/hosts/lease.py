@@ -41,11 +41,6 @@ class LeaseTimes:
         return self.lease_s / 4
 
     @property
-    def silent_s(self) -> float:
-        """Seconds without a heartbeat after which the user is told."""
-        return self.lease_s / 2
-
-    @property
     def lost_s(self) -> float:
         """Seconds without a heartbeat after which no rank of the host is alive."""
         return self.lease_s + self.kill_s
