@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -20,7 +21,7 @@ from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
 from shoal.launch.rank import STACKS_SIGNAL
 from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
-from shoal.platform.processes import PROC, parent_pid, process_state
+from shoal.platform.processes import PROC, process_state
 from shoal.watchdog.hang_detector import SilenceCounter
 from shoal.watchdog.progress_word import ProgressMemory
 from shoal.watchdog.progress_writer import now_ns
@@ -56,7 +57,6 @@ class Rank:
         self.report = report
         self.streams = list(streams)
         self.pid: int = process.pid
-        self.parent = parent_pid(process.pid)
         self.is_alive = True
 
     @property
@@ -162,7 +162,7 @@ class Ranks(RankSet[Rank]):
         for rank in alive:
             events += rank.read_events(ready.intersection(rank.sources))
         if any(isinstance(event, RankExited) and event.code == UNKNOWN_CODE for event in events):
-            events = [*self._lost_fork_server(alive), *events]
+            events = [*self._lost_fork_server(alive[0].number), *events]
         if ready.intersection(stores) and self.alive:
             assert self.store is not None
             self.store.join()
@@ -182,31 +182,21 @@ class Ranks(RankSet[Rank]):
         for rank in self.alive:
             rank.signal_group(signal.SIGCONT)
 
-    def _lost_fork_server(self, alive: Sequence[Rank]) -> list[RankEvent]:
+    def _lost_fork_server(self, rank: int) -> list[RankEvent]:
         """Return the failure of the fork server, once it has ended. Nothing can start any more."""
-        parents = {rank.parent for rank in alive} - {os.getpid(), None}
-        limit_s = time.monotonic() + END_S
-        for pid in parents:
-            # Its pipes close a moment before the kernel reports its end.
-            while (has_ended := _has_ended(pid)) is False and time.monotonic() < limit_s:
-                time.sleep(0.01)
-            if pid is None or not has_ended:
-                continue
-            name = f"the fork server (process {pid}), from which ranks are started,"
-            headline = _end_of_child(pid)
-            return [
-                Failure(
-                    alive[0].number,
-                    0.0,
-                    headline,
-                    "",
-                    is_secondary=False,
-                    code=1,
-                    is_loss=True,
-                    process=name,
-                )
-            ]
-        return []
+        pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+        end, limit_s = None, time.monotonic() + END_S
+        # Its pipes close a moment before the kernel reports its end. Its owner reaps it.
+        while end is None and time.monotonic() < limit_s:
+            time.sleep(0.01)
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is None:
+            return []
+        is_killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        headline = f"was killed by {signal_name(end.si_status)}" if is_killed else "has ended"
+        name = f"the fork server (process {pid}), from which ranks are started,"
+        failure = Failure(rank, 0.0, headline, "", False, code=1, is_loss=True, process=name)
+        return [failure]
 
     def look(self) -> Look:
         alive = self.alive
@@ -251,19 +241,6 @@ class Ranks(RankSet[Rank]):
         if self._private is not None:
             self._private.close()
         self.progress.close()
-
-
-def _has_ended(pid: int | None) -> bool:
-    return pid is not None and process_state(pid) in (None, "Z", "X")
-
-
-def _end_of_child(pid: int) -> str:
-    """Return how a child of this process has ended, and leave it to its owner to reap."""
-    with contextlib.suppress(OSError, AttributeError):
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if found is not None and found.si_code in (os.CLD_KILLED, os.CLD_DUMPED):
-            return f"was killed by {signal_name(found.si_status)}"
-    return "has ended"
 
 
 def _are_halted(ranks: Sequence[Rank]) -> bool:

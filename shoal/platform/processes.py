@@ -26,14 +26,6 @@ def process_state(pid: int) -> str | None:
     return None
 
 
-def parent_pid(pid: int) -> int | None:
-    """Return the process that a process was started by, or was left to; None when unknown."""
-    with suppress(OSError, IndexError, ValueError):
-        stat = (PROC / str(pid) / "stat").read_text(errors="replace")
-        return int(stat.rpartition(")")[2].split()[1])
-    return None
-
-
 def boot_id() -> str:
     """Return the kernel's random boot id, the same in all containers of one host.
 
