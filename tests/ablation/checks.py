@@ -138,12 +138,12 @@ CHECKS = {
         planted_in="run/guards/test_bypasses_under_strategies.py",
         scripts="ResumedInPlace BestWeights AverageOfWholeWeights",
     ),
-    "saved modules": Check(
-        (f"{GUARDS}.saved_modules",),
-        "torch.save(model)",
-        without_guard("guard_saved_modules"),
-        planted_in="run/test_saved_modules.py",
-        scripts="SavedModule",
+    "refused calls": Check(
+        (f"{GUARDS}.refused_calls",),
+        "functional_call, torch.save(model) and torch's GradScaler",
+        without_guard("guard_refused_calls"),
+        planted_in="run/guards/test_bypasses_under_strategies.py",
+        scripts="MetaLearning SavedModule ScaledGradients",
     ),
     "clipping": Check(
         (f"{GUARDS}.grad_clipping",),
@@ -152,34 +152,13 @@ CHECKS = {
         planted_in="run/guards/test_bypasses_under_strategies.py",
         scripts="ClippingByTorch NanoGpt StepsByHand",
     ),
-    "loss scaling": Check(
-        (f"{GUARDS}.grad_scaling",),
-        "torch's GradScaler",
-        without_guard("guard_grad_scalers"),
+    "functions of shards": Check(
+        (f"{GUARDS}.shard_functions",),
+        "arithmetic of shards and whole tensors, norms of parts, draws like a shard",
+        without_guard("guard_shards"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
-        scripts="ScaledGradients",
-    ),
-    "partial numbers": Check(
-        (),
-        "norms of parts by hand",
-        without_guard("guard_partial_numbers"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-        scripts="LayerwiseRates NormOfGroups SharpnessAware LoggedMoments",
-    ),
-    "mixed shards": Check(
-        (f"{GUARDS}.mixed_shards",),
-        "arithmetic of shards and whole tensors",
-        without_guard("guard_mixed_shards"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-        scripts="ConflictingTasks WeightAverage MomentumContrast "
-        "Pruning SharpnessAware DiffusionAverage NoisyWeights",
-    ),
-    "drawn shards": Check(
-        (f"{GUARDS}.drawn_shards",),
-        "randn_like of a shard",
-        without_guard("guard_drawn_shards"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-        scripts="NoisyWeights RedrawnHead",
+        scripts="ConflictingTasks WeightAverage MomentumContrast Pruning SharpnessAware "
+        "DiffusionAverage NoisyWeights RedrawnHead LayerwiseRates NormOfGroups LoggedMoments",
     ),
     "absent weights": Check(
         (f"{GUARDS}.absent_weights",),
@@ -187,13 +166,6 @@ CHECKS = {
         without_guard("guard_absent_weights"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
         scripts="WeightAverage NoisyWeights Pruning RedrawnHead MomentumContrast",
-    ),
-    "borrowed weights": Check(
-        (f"{GUARDS}.borrowed_weights",),
-        "functional_call",
-        without_guard("guard_functional_call"),
-        planted_in="run/guards/test_bypasses_under_strategies.py",
-        scripts="MetaLearning",
     ),
     "backward passes": Check(
         (f"{GUARDS}.backward_hooks",),

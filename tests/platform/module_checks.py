@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from shoal.platform.torch_private.replaced_functions import replace_function
 
 
 def _replace_call(replace_call: Any) -> bool:
@@ -86,93 +91,58 @@ def _has_one_width(has_one_width: Any) -> bool:
     return [has_one_width(attention) for attention in attentions] == [True, False]
 
 
-def _clipping_calls(name: str) -> int:
-    """How often clipping the gradients of one parameter by norm calls a function of this name."""
-    from shoal.platform.torch_private.replaced_functions import replace_clipping
+def _is_called_by(act: Callable[[], Any], times: int) -> Callable[[Any], bool]:
+    """Return a check that an act calls a function of some places so often, while it is replaced."""
 
-    calls = []
+    def check(places: Any) -> bool:
+        calls = []
 
-    def noting(original: Any) -> Any:
-        def noted(*args: Any, **options: Any) -> Any:
-            calls.append(name)
-            return original(*args, **options)
+        def noting(original: Any) -> Any:
+            def noted(*args: Any, **options: Any) -> Any:
+                calls.append(args)
+                return original(*args, **options)
 
-        return noted
+            return noted
 
-    weight = nn.Parameter(torch.ones(2))
-    weight.grad = torch.ones(2)
-    put_back = replace_clipping(name, noting)
-    nn.utils.clip_grad_norm_([weight], 1.0)
-    put_back()
-    seen = len(calls)
-    nn.utils.clip_grad_norm_([weight], 1.0)
-    return seen if len(calls) == seen else -1
-
-
-def _replaces_functional_call(replace: Any) -> bool:
-    from torch.func import functional_call
-
-    calls = []
-
-    def noting(original: Any) -> Any:
-        def noted(*args: Any, **options: Any) -> Any:
-            calls.append(args[0])
-            return original(*args, **options)
-
-        return noted
-
-    model, x = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
-    put_back = replace(noting)
-    found = functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
-    put_back()
-    functional_call(model, {"weight": torch.zeros(1, 1)}, (x,))
-    return found.item() == 0.0 and calls == [model]
-
-
-def _replaces_backward_call(replace: Any) -> bool:
-    calls = []
-
-    def noting(original: Any) -> Any:
-        def noted(*args: Any, **options: Any) -> Any:
-            calls.append(1)
-            return original(*args, **options)
-
-        return noted
-
-    x = torch.ones(1, requires_grad=True)
-    put_back = replace(noting)
-    try:
-        x.sum().backward()
-        torch.autograd.grad(x.sum(), x)
-    finally:
+        put_back = replace_function(places, noting)
+        act()
         put_back()
+        while_replaced = len(calls)
+        act()
+        return len(calls) == while_replaced == times
+
+    return check
+
+
+def _call_functionally() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    found = functional_call(model, {"weight": torch.zeros(1, 1)}, (torch.ones(1, 1),))
+    assert found.item() == 0.0
+
+
+def _pass_backward() -> None:
+    x = torch.ones(1, requires_grad=True)
     x.sum().backward()
-    return len(calls) == 2
+    torch.autograd.grad(x.sum(), x)
 
 
-def _replaces_unscaling(replace: Any) -> bool:
-    calls = []
-
-    def noting(original: Any) -> Any:
-        def noted(*args: Any) -> Any:
-            calls.append(1)
-            return original(*args)
-
-        return noted
-
+def _scale() -> None:
     x = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([x], lr=0.5)
-    put_back = replace(noting)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    try:
-        scaler.scale(x.sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    finally:
-        put_back()
-    scaler.update()
+    scaler.scale(x.sum()).backward()
     scaler.unscale_(optimizer)
-    return len(calls) == 1 and x.item() == 0.5
+    scaler.step(optimizer)
+    assert x.item() == 0.5
+
+
+def _clip(call: Callable[..., Any], *options: Any) -> Callable[[], Any]:
+    def act() -> None:
+        x = torch.ones(1, requires_grad=True)
+        x.sum().backward()
+        call([x], *options)
+
+    return act
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
@@ -200,14 +170,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.is_compiled": _is_compiled,
     "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,
-    "replaced_functions.TOTAL_NORM": lambda name: _clipping_calls(name) == 1,
-    "replaced_functions.USES_LISTS": lambda name: _clipping_calls(name) > 0,
-    "replaced_functions.replace_clipping": lambda _: _clipping_calls("_get_total_norm") == 1,
-    "replaced_functions.replace_unscaling": _replaces_unscaling,
-    "replaced_functions.replace_functional_call": _replaces_functional_call,
-    "replaced_functions._PLACES": lambda found: all(
-        hasattr(place, "_engine_run_backward") for place in found
-    ),
-    "replaced_functions._NAME": lambda found: found == "_engine_run_backward",
-    "replaced_functions.replace_backward_call": _replaces_backward_call,
+    "replaced_functions.TOTAL_NORM": _is_called_by(_clip(clip_grad_norm_, 1.0), 1),
+    "replaced_functions.USES_LISTS": _is_called_by(_clip(clip_grad_value_, 1.0), 1),
+    "replaced_functions.BACKWARD": _is_called_by(_pass_backward, 2),
+    "replaced_functions.FUNCTIONAL_CALL": _is_called_by(_call_functionally, 1),
+    "replaced_functions.UNSCALING": _is_called_by(_scale, 1),
+    "replaced_functions.SAVE": _is_called_by(lambda: torch.save(1, io.BytesIO()), 1),
+    "replaced_functions.replace_function": lambda _: True,  # the ones above call it
 }

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
+from shoal.platform.torch_private.subclasses import DISABLED_TORCH_FUNCTION
 from shoal.testing import world
 
 
@@ -29,6 +30,23 @@ def _watches_numbers() -> bool:
     end()
     tensor.sum().item()
     return read == 2.0 and len(seen) == 1
+
+
+def _answers_for_shards() -> bool:
+    from shoal.platform.torch_private.replaced_functions import answer_for_shards
+
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(func.__name__)
+        return func(*args, **kwargs)
+
+    seen: list[str] = []
+    shard = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)))
+    end = answer_for_shards(call)
+    result = torch.ones(()) * shard.add_(1)
+    nn.functional.mse_loss(shard, shard)
+    end()
+    shard.add_(1)
+    return isinstance(result, DTensor) and seen == ["add_", "mul", "mse_loss"]
 
 
 def _default_store() -> bool:
@@ -231,6 +249,8 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "replaced_functions._READ_NUMBER": lambda found: (
         str(found) == "aten._local_scalar_dense.default"
     ),
+    "replaced_functions._ANSWER": lambda name: DTensor.__dict__[name] is DISABLED_TORCH_FUNCTION,
+    "replaced_functions.answer_for_shards": _over(1, _answers_for_shards),
     "replaced_functions.watch_numbers": _over(1, _watches_numbers),
     "c10d.GradBucket": lambda found: found is dist.GradBucket,  # type: ignore[attr-defined]
     "c10d.Options": lambda found: all(

@@ -17,10 +17,6 @@ foreach_zero_ = torch._foreach_zero_
 # each step does it. Without: 25 us more for 64 tensors. Checked: 2.11, 2.13, 2.15.
 flatten_dense_tensors = torch._C._nn.flatten_dense_tensors
 
-# Why: averages of weights call them with tensors of two kinds, and torch's error is to be put in
-# our words. Without: torch's words. Checked: 2.11, 2.13, 2.15.
-FUNCTIONS_OF_LISTS = ("_foreach_add_", "_foreach_copy_", "_foreach_lerp_", "_foreach_mul_")
-
 # Why: a check of numbers on a GPU that does not wait for it. Without: every embedding in slices
 # would wait. Checked: 2.11, 2.13, 2.15.
 assert_async = torch._assert_async

@@ -18,9 +18,9 @@ from torch.utils.hooks import unserializable_hook
 
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
-from shoal.platform.torch_private.replaced_functions import replace_backward_call
+from shoal.platform.torch_private.replaced_functions import BACKWARD
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
-from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
+from shoal.run.guards.process_wide import ProcessWidePatch, replaced
 
 _FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
 LENGTH_WITH_INPUTS = 5
@@ -123,4 +123,4 @@ def _refusing(name: str, phase: StepPhase) -> Any:
     return unserializable_hook(check)
 
 
-_backward_call = ProcessWidePatch(replaced_by(replace_backward_call, _make_backward_call))
+_backward_call = replaced(BACKWARD, _make_backward_call)

@@ -10,7 +10,6 @@ servers                          the same error, by `absent_gradient.py`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +19,10 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.norm import full_tensor, global_norm
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
-from shoal.platform.torch_private.replaced_functions import (
-    TOTAL_NORM,
-    USES_LISTS,
-    replace_clipping,
-)
+from shoal.platform.torch_private.replaced_functions import TOTAL_NORM, USES_LISTS
 from shoal.run.guards.absent_gradient import AbsentGradient
 from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.guards.process_wide import ProcessWidePatch, replaced_by
+from shoal.run.guards.process_wide import ProcessWidePatch, replaced
 
 
 def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:
@@ -105,5 +100,5 @@ def _owner_of(gradients: Sequence[Tensor], patch: ProcessWidePatch) -> GuardedMo
     return None
 
 
-_total_norm = ProcessWidePatch(replaced_by(partial(replace_clipping, TOTAL_NORM), _make_total_norm))
-_uses_lists = ProcessWidePatch(replaced_by(partial(replace_clipping, USES_LISTS), _make_uses_lists))
+_total_norm = replaced(TOTAL_NORM, _make_total_norm)
+_uses_lists = replaced(USES_LISTS, _make_uses_lists)

@@ -17,8 +17,6 @@ from shoal.run.batch_history import BatchHistory
 from shoal.run.guards.absent_gradient import AbsentGradients
 from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
-from shoal.run.guards.borrowed_weights import guard_functional_call
-from shoal.run.guards.drawn_shards import guard_drawn_shards
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
     copy_without_gradients,
@@ -27,14 +25,11 @@ from shoal.run.guards.full_state import (
     push_state,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
-from shoal.run.guards.grad_scaling import guard_grad_scalers
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
-from shoal.run.guards.mixed_shards import guard_mixed_shards, guard_partial_numbers
-from shoal.run.guards.optimizer_guards import (
-    guard_group_numbers,
-)
+from shoal.run.guards.optimizer_guards import guard_group_numbers
 from shoal.run.guards.optimizer_state import OptimizerStates
-from shoal.run.guards.saved_modules import guard_saved_modules
+from shoal.run.guards.refused_calls import guard_refused_calls
+from shoal.run.guards.shard_functions import guard_shards
 from shoal.run.guards.weight_writes import WeightWatch
 from shoal.strategies.base import LocalModel
 
@@ -101,14 +96,10 @@ class Guards:
         handles += cut_given_weights(guarded)
         handles += copy_without_gradients(guarded)
         handles += guard_state_requests(guarded)
-        handles += guard_saved_modules(guarded)
+        handles += guard_refused_calls(guarded)
         handles += guard_clipping(guarded)
-        handles += guard_grad_scalers(guarded)
-        handles += guard_partial_numbers(guarded)
-        handles += guard_mixed_shards(guarded)
-        handles += guard_drawn_shards(guarded)
+        handles += guard_shards(guarded)
         handles += guard_absent_weights(guarded)
-        handles += guard_functional_call(guarded)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
             handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
         if not self.enabled:

@@ -9,7 +9,11 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+from shoal.platform.torch_private.replaced_functions import replace_function
 from shoal.run.guards.guarded_models import GuardedModels
+
+Places = tuple[tuple[Any, str], ...]
+"""Owners of a function, and its name there: such as TOTAL_NORM of `replaced_functions`."""
 
 
 class ProcessWidePatch:
@@ -25,6 +29,7 @@ class ProcessWidePatch:
         self.refs: list[ref[GuardedModels]] = []
         self._install = install
         self._put_back: Callable[[], None] | None = None
+        self._pauses = 0
 
     @property
     def active(self) -> list[GuardedModels]:
@@ -45,6 +50,18 @@ class ProcessWidePatch:
             self._put_back()
             self._put_back = None
 
+    def pause(self, *_: Any) -> None:
+        """Put the function back until `go_on` is called as often."""
+        self._pauses += 1
+        if self._pauses == 1 and self._put_back is not None:
+            self._put_back()
+
+    def go_on(self, *_: Any) -> None:
+        """Replace the function again."""
+        self._pauses -= 1
+        if self._pauses == 0 and self._put_back is not None:
+            self._put_back = self._install(self)
+
 
 class PatchUse:
     """One run's use of a replaced function."""
@@ -56,9 +73,8 @@ class PatchUse:
         self._patch.discard(self._guarded)
 
 
-def replaced_by(
-    replace: Callable[[Callable[[Any], Any]], Callable[[], None]],
-    make: Callable[[ProcessWidePatch, Any], Any],
-) -> Callable[[ProcessWidePatch], Callable[[], None]]:
-    """Return the `install` of a patch whose replacement knows the patch and the original."""
-    return lambda patch: replace(lambda original: make(patch, original))
+def replaced(places: Places, make: Callable[[ProcessWidePatch, Any], Any]) -> ProcessWidePatch:
+    """Return the patch of a function by what `make` returns for the patch and the original."""
+    return ProcessWidePatch(
+        lambda patch: replace_function(places, lambda original: make(patch, original))
+    )

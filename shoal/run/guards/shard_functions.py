@@ -1,0 +1,150 @@
+"""Functions of torch that are given a shard of a weight: right, or an error that says what to do.
+
+mean.lerp_(parameter, 0.1)      an average of weights; the parameter is a DTensor, the mean is whole
+F.linear(x, parameter)          the input is whole
+p.tolist(), p.numpy()           torch reads no shards
+
+p.grad.norm()                   a DTensor: each rank has the norm of its shard
+p.grad.norm().sqrt()            torch combines the parts
+p.grad.norm().item()            torch returns this rank's part: an error
+
+torch.randn_like(weight)        torch would draw a rank's shard from the start of its stream, so
+nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbers. Each rank draws
+                                for the whole weight and keeps its part: one device's numbers
+
+torch asks the class of shards about each function that is given one, so one method is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.assembly import shard_like
+from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
+from shoal.platform.torch_private.replaced_functions import answer_for_shards, watch_numbers
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.guards.process_wide import ProcessWidePatch
+
+_DRAWS = frozenset(
+    [
+        *("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
+        *("exponential_", "random_", "log_normal_", "cauchy_", "geometric_"),
+    ]
+)
+_IN_A_STEP = dict.fromkeys(
+    (
+        *("embedding", "linear", "bilinear", "cosine_similarity", "conv1d", "conv2d", "conv3d"),
+        *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    ),
+    " Inside of compute_loss a layer that is part of no block may be called.",
+) | dict.fromkeys(
+    ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
+    " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
+)
+_MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
+_UNREADABLE = "not supported for tensor subclasses"
+
+
+def guard_shards(guarded: GuardedModels) -> Iterator[Removable]:
+    """Look at functions that are given shards, if parameters are shards; yield handles."""
+    if not guarded.local_model.has_sharded_params:
+        return
+    yield _shards.add(guarded)
+    for model in guarded.models.values():
+        for module in model.modules():
+            # It writes 0 for padded tokens where no class of its parameters answers for itself.
+            if isinstance(module, nn.TransformerEncoder):
+                before, after = (ModuleHook(end) for end in (_shards.pause, _shards.go_on))
+                yield module.register_forward_pre_hook(before)
+                yield module.register_forward_hook(after, always_call=True)
+
+
+def _install(patch: ProcessWidePatch) -> Callable[[], None]:
+    def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__:
+            return _drawn(func, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            explained = _explained(name.strip("_"), error, patch.active)
+            if explained is None:
+                raise
+            raise explained from error
+
+    ends = [answer_for_shards(call), watch_numbers(_check_number)]
+
+    def put_back() -> None:
+        for end in ends:
+            end()
+
+    return put_back
+
+
+def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that draws like a shard, or into it, for the whole; keep this rank's part."""
+    shard: DTensor = next(x for x in tree_leaves((args, kwargs)) if isinstance(x, DTensor))
+
+    def whole_like(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device=value.to_local().device)
+
+    whole_args, whole_kwargs = tree_map(whole_like, (tuple(args), dict(kwargs)))
+    with torch.no_grad():
+        drawn: Any = shard_like(func(*whole_args, **whole_kwargs), shard)
+        if not func.__name__.endswith("_like"):
+            shard.to_local().copy_(drawn.to_local())
+            return shard
+    return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
+
+
+def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> UsageError | None:
+    """Return torch's error about shards in our words; None for another error.
+
+    Args: name: of the function.
+    """
+    under = next((guarded.under for guarded in active), "")
+    if _UNREADABLE in str(error):
+        return UsageError(
+            f"{name}(){call_site()}{under}: each rank holds a part of this tensor. Take whole "
+            "values from run.weights() or run.gradients(), on all ranks."
+        )
+    in_passes = any(guarded.phase.in_passes for guarded in active)
+    cure = _IN_A_STEP.get(name, "")
+    if not any(words in str(error) for words in _MIXED) or (cure and in_passes):
+        return None  # of a layer in a step the strategy says more
+    instead = (
+        "Take whole values from run.weights() or run.gradients(), on all ranks, for an average of "
+        f"weights for example; or use ddp, where every rank holds whole parameters.{cure}"
+    )
+    if in_passes:
+        instead = (
+            "Use ddp, where compute_loss has whole parameters. A penalty c * p.pow(2).sum() of all "
+            "of them is also weight_decay=2 * c of SGD."
+        )
+    return UsageError(
+        f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its gradient, "
+        f"and that part was combined with a whole tensor. {instead}"
+    )
+
+
+def _check_number(tensor: DTensor) -> None:
+    """Raise UsageError for a number of which this rank has a part."""
+    if any(placement.is_partial() or placement.is_shard() for placement in tensor.placements):
+        raise UsageError(
+            f"item(){call_site()}: this rank has its part of this number only, that of its shards. "
+            "Use x.full_tensor().item() on all ranks; for the norm of all gradients "
+            "run.clip_gradients(max_norm) or torch.nn.utils.clip_grad_norm_, for whole ones "
+            "run.gradients()."
+        )
+
+
+_shards = ProcessWidePatch(_install)
