@@ -26,8 +26,7 @@ class Peak(TorchDispatchMode):
         device: of the model; other devices' tensors are left out.
 
     Attributes: peak_bytes: the most that was held at once. beside_bytes: the most that was held at
-        once of all that is neither owned nor memory of gradients. gradient_bytes: the most that
-        gradients of `parameters` held at once, wherever they lie.
+        once of all that is neither owned nor memory of gradients.
     """
 
     def __init__(self, parameters: list[Tensor], state: list[Tensor], device: torch.device) -> None:
@@ -35,7 +34,7 @@ class Peak(TorchDispatchMode):
         self.parameters, self.device = parameters, device
         self.storages: WeakSet[UntypedStorage] = WeakSet()
         self.states: WeakSet[UntypedStorage] = WeakSet()
-        self.peak_bytes = self.beside_bytes = self.gradient_bytes = 0
+        self.peak_bytes = self.beside_bytes = 0
         for tensor in [*parameters, *state, *self._gradients()]:
             self._notice(tensor)
             self.states.update(_storages(tensor))
@@ -59,9 +58,7 @@ class Peak(TorchDispatchMode):
         return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
 
     def _count(self) -> None:
-        gradients = self._gradients()
-        self.gradient_bytes = max(self.gradient_bytes, held_bytes(gradients))
-        for gradient in gradients:
+        for gradient in self._gradients():
             self.states.update(_storages(gradient))
         states, alive = set(self.states), list(self.storages)
         self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in alive))

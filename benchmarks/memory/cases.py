@@ -21,20 +21,15 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Case(NamedTuple):
-    """A strategy as its line is written, an optimizer of `OPTIMIZERS`, and whether it steps in
-    the backward pass.
-    """
+    """A strategy as its line is written, and an optimizer of `OPTIMIZERS`."""
 
     strategy: str
     optimizer: str = "AdamW"
-    in_backward: bool = False
 
     @property
     def label(self) -> str:
         optimizer = [] if self.optimizer == "AdamW" else [self.optimizer]
-        return ", ".join(
-            [self.strategy, *optimizer, *(["in backward"] if self.in_backward else [])]
-        )
+        return ", ".join([self.strategy, *optimizer])
 
     @property
     def offloaded(self) -> bool:
@@ -58,12 +53,8 @@ CASES = (
     Case("recompute=2,zero3"),
     Case("ddp", "Adafactor"),
     Case("ddp", "AdamW8bit"),
-    Case("ddp", in_backward=True),
     Case("zero3", "Adafactor"),
     Case("zero3", "AdamW8bit"),
-    Case("zero3", in_backward=True),
-    Case("zero3", "AdamW8bit", in_backward=True),
-    Case("recompute,zero3", "AdamW8bit", in_backward=True),
 )
 
 

@@ -1,9 +1,7 @@
 """The bytes of states that a rank should hold, from the shapes of the model's parameters alone.
 
     parameters  4 each
-    gradients   4 each; in backward, those that live at once:
-                on one rank the largest parameter's, on several the largest unit's, which is reduced
-                as one
+    gradients   4 each
     optimizer   AdamW      8 for each parameter: two moments
                 AdamW8bit  2 for each, 4 for each block and moment, 1,024 for the map of each
                            moment; 8 for each of those that stay in full precision
@@ -20,7 +18,6 @@ from torch import Size, nn
 
 from benchmarks.memory.cases import Case, gpt
 from shoal.optim.adamw8bit import AdamW8bit
-from shoal.strategies.wrap_units import units
 
 MAP_ENTRIES = 256
 
@@ -29,23 +26,11 @@ def expected(case: Case, ranks: int) -> dict[str, int]:
     """Bytes on the fullest of `ranks`, where the case is not refused."""
     model, parts = gpt(), ranks if "zero" in case.strategy else 1
     parameters = list(model.parameters())
-    at_once = _freed_together(model, parts) if case.in_backward else [parameters]
     return {
         "parameters": 4 * _numel(parameters, parts),
-        "gradients": max(4 * _numel(together, parts) for together in at_once),
+        "gradients": 4 * _numel(parameters, parts),
         "optimizer": _optimizer(case.optimizer, model, parts),
     }
-
-
-def _freed_together(model: nn.Module, parts: int) -> list[list[nn.Parameter]]:
-    """Sets of parameters whose gradients are freed together in the backward pass."""
-    if parts == 1:
-        return [[parameter] for parameter in model.parameters()]
-    inside = [
-        list(unit.parameters()) for unit in units(model).values()
-    ]  # a GPT's lie beside each other
-    taken = {parameter for unit in inside for parameter in unit}
-    return [*inside, [parameter for parameter in model.parameters() if parameter not in taken]]
 
 
 def _optimizer(name: str, model: nn.Module, parts: int) -> int:

@@ -37,7 +37,7 @@ def counted(case: Case) -> dict[str, int] | str:
     """Four steps on this rank: bytes of each kind, or why the case is refused. Collective."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    run = shoal.init(case.strategy, step_in_backward=case.in_backward, announce=lambda _: None)
+    run = shoal.init(case.strategy, announce=lambda _: None)
     model = gpt()
     tokens = torch.randint(0, VOCABULARY, (4 * BATCH, TIME))
     loader = DataLoader(TensorDataset(tokens, tokens), batch_size=BATCH)
@@ -63,7 +63,7 @@ def counted(case: Case) -> dict[str, int] | str:
             optimizer.step()
     return {
         "parameters": held_bytes(parameters),
-        "gradients": peak.gradient_bytes if case.in_backward else gradients,
+        "gradients": gradients,
         "optimizer": held_bytes(state),
         "beside": peak.beside_bytes,
         "peak": peak.beside_bytes if case.offloaded else peak.peak_bytes,

@@ -192,10 +192,6 @@ class OptimizerConfig:
     nesterov: bool = setting(False, "SGD: Nesterov's momentum")
     weight_decay: float = setting(0.0, "weight decay", NOT_NEGATIVE)
     decay_norm_and_bias: bool = setting(True, "apply weight decay to biases and norm layers too")
-    in_backward: bool = setting(
-        False,
-        "step inside the backward pass and free each gradient at once; one rank, or zero1 to zero3",
-    )
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata={

@@ -76,8 +76,6 @@ def _optimizer(job: Job) -> Iterator[Violation]:
     if sgd and optimizer.nesterov and optimizer.options.get("dampening"):
         names = ("optimizer.nesterov", "optimizer.options")
         yield names, f"needs optimizer.options.dampening 0, not {optimizer.options['dampening']}"
-    if optimizer.in_backward:
-        yield from _in_backward(job)
     # These settings are passed to the constructor too, so an option of the same name would clash.
     for field in ("lr", "weight_decay", *(("momentum", "nesterov") if sgd else ())):
         if field in optimizer.options:
@@ -85,26 +83,6 @@ def _optimizer(job: Job) -> Iterator[Violation]:
                 ("optimizer.options",),
                 f"holds '{field}', which is a setting of its own; set optimizer.{field}",
             )
-
-
-def _in_backward(job: Job) -> Iterator[Violation]:
-    """Check the settings that need all gradients at once, which `optimizer.in_backward` frees."""
-    train = job.train
-    if train.clip_norm is not None:
-        names = ("optimizer.in_backward", "train.clip_norm")
-        yield (
-            names,
-            "has no norm of all gradients, which train.clip_norm needs; turn one of them off",
-        )
-    if train.accumulate > 1:
-        names = ("optimizer.in_backward", "train.accumulate")
-        yield names, f"adds up no gradients; train.accumulate is {train.accumulate}, and must be 1"
-    if train.precision == "fp16":
-        names = ("optimizer.in_backward", "train.precision")
-        yield (
-            names,
-            "cannot skip a step whose gradients overflow, as fp16 must; set train.precision bf16",
-        )
 
 
 def _schedule(job: Job) -> Iterator[Violation]:

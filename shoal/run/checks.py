@@ -33,15 +33,6 @@ def check_on_device(model: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_loader_not_needed(step_in_backward: bool) -> None:
-    """Raise UsageError for settings that need to know the global batch size beforehand."""
-    if step_in_backward:
-        raise UsageError(
-            "step_in_backward needs the size of the global batch before the backward pass. Prepare "
-            "a loader, or use step_in_backward=False."
-        )
-
-
 def check_no_renormalising(model: nn.Module, data_ranks: int) -> None:
     """Raise StrategyRefused if a layer writes its weight in the forward pass, by a rank's rows."""
     if data_ranks == 1:
@@ -68,28 +59,11 @@ def check_one_optimizer(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def check_one_optimizer_in_backward(optimizers: Sequence[Optimizer]) -> None:
-    """Raise UsageError if steps inside the backward pass were to be those of several optimizers."""
-    if len(optimizers) > 1:
-        raise UsageError(
-            f"step_in_backward steps all parameters in each backward pass, and {len(optimizers)} "
-            "optimizers decide for themselves when to step. Use step_in_backward=False."
-        )
-
-
-def check_settings_for_servers(scaled: bool, step_in_backward: bool) -> None:
-    """Raise StrategyRefused for settings that need an optimizer step in this process.
-
-    Args:
-        scaled: gradients carry the loss scale of fp16.
-    """
+def check_settings_for_servers(scaled: bool) -> None:
+    """Raise StrategyRefused if gradients that servers step carry the loss scale of fp16."""
     if scaled:
         raise StrategyRefused(
             "fp16 skips a step if any gradient overflows; servers cannot skip one. Use bf16."
-        )
-    if step_in_backward:
-        raise StrategyRefused(
-            "step_in_backward: servers step the parameters. Use step_in_backward=False."
         )
 
 
@@ -281,7 +255,7 @@ def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Except
     return error
 
 
-def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool) -> None:
+def check_can_apply_again(strategies: Iterable[Strategy]) -> None:
     """Raise StrategyRefused if other parameters cannot be trained than in the first `prepare`."""
     if not all(strategy.can_apply_again for strategy in strategies):
         raise StrategyRefused(
@@ -291,20 +265,14 @@ def check_can_apply_again(strategies: Iterable[Strategy], step_in_backward: bool
             "rate of 0 for those that rest; or save with run.save(path) and train the next "
             "phase in a run of its own; or use ddp, zero or tensor."
         )
-    if step_in_backward:
-        raise StrategyRefused(
-            "prepare: other parameters are trained than in the first prepare, and "
-            "step_in_backward steps the first ones. Use step_in_backward=False."
-        )
 
 
-def check_takes_second_optimizer(local_model: LocalModel, step_in_backward: bool) -> None:
+def check_takes_second_optimizer(local_model: LocalModel) -> None:
     """Raise StrategyRefused if an optimizer cannot take the place of another one."""
-    if local_model.remote_optimizer is not None or step_in_backward:
+    if local_model.remote_optimizer is not None:
         raise StrategyRefused(
-            "prepare: a second optimizer after training has begun: parameter servers, and "
-            "step_in_backward, keep the first one's settings. Change the groups of the first "
-            "optimizer, or use ddp or zero without step_in_backward."
+            "prepare: a second optimizer after training has begun: parameter servers keep the "
+            "first one's settings. Change the groups of the first optimizer, or use ddp or zero."
         )
 
 
@@ -315,12 +283,3 @@ def check_has_optimizer(optimizers: Collection[Optimizer]) -> None:
             "forward_backward: no optimizer was prepared. Before the loop: model, "
             "optimizer, loader = run.prepare(model, optimizer, loader)."
         )
-
-
-def check_keeps_gradients(call: str, reason: str, step_in_backward: bool) -> None:
-    """Raise UsageError if gradients are stepped and freed in the backward pass.
-
-    Args: call: that needs them. reason: why it cannot do without.
-    """
-    if step_in_backward:
-        raise UsageError(f"{call}: with step_in_backward {reason}. Use step_in_backward=False.")

@@ -22,7 +22,6 @@ from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
 from shoal.run.line_log import log_line
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
-from shoal.run.optimizer_in_backward import check_settings
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
 from shoal.run.tracing import Tracing
@@ -36,6 +35,11 @@ from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm
 
 PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
+STEP_IN_BACKWARD = (
+    "step_in_backward was removed: it freed gradients, and the peak of a step stayed what it was, "
+    'which activations make. strategy="zero2" shards gradients, "recompute" frees activations, and '
+    "shoal.optim.AdamW8bit has smaller moments."
+)
 LIMIT = 2**63
 """Seeds and counts are below it: torch takes no larger integers."""
 
@@ -71,9 +75,7 @@ def init(
         accumulate: micro-batches of each rank's share of a batch; more of them save memory.
         precision: "bf16" and "fp16" run the forward pass under autocast.
         compile: compile the model with torch.compile.
-        step_in_backward: step each parameter inside the backward pass, as soon as its gradient is
-            known, and free the gradient. The loop stays as it is; its `optimizer.step()` has
-            nothing left to do.
+        step_in_backward: was removed; True is refused.
         sync_batchnorm: BatchNorm layers in training normalise over the samples of all ranks, on
             CPUs and GPUs, and so compute what they compute on one device.
         draws: "rank": each rank draws random numbers of its own, such as dropout masks. "global":
@@ -98,8 +100,7 @@ def init(
 
     Raises:
         EnvironmentConflict: the launcher's variables contradict each other.
-        ConfigError: the strategy, the steps to trace or the kind of draws do not exist, or
-            step_in_backward was given with accumulate or fp16.
+        ConfigError: the strategy, the steps to trace or the kind of draws do not exist.
     """
     variables: Mapping[str, str] = os.environ if overrides else {}
     strategy = text_of(strategy) if isinstance(strategy, Mapping) else strategy
@@ -121,7 +122,7 @@ def init(
         max_nonfinite=max_nonfinite,
     )
     if step_in_backward:
-        check_settings(accumulate, loss_scale=precision == "fp16")
+        raise ConfigError([STEP_IN_BACKWARD])
     window = None if trace is None else parse_window(trace, "trace")
     chosen = build_strategies(parse_line(strategy))
     # Helper processes are forked from a process that starts before the mesh does.
@@ -145,7 +146,7 @@ def init(
     return Run(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(seed, accumulate, step_in_backward, draws, reaction, AUTOCAST.get(precision)),
+        RunSettings(seed, accumulate, draws, reaction, AUTOCAST.get(precision)),
         loss_scale,
         tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),

@@ -54,8 +54,6 @@ class NonfiniteSteps:
         announce: prints a note, on rank 0.
         scaled: gradients carry the loss scale of fp16, which looks at them itself: then only the
             loss is looked at.
-        in_backward: parameters are stepped and gradients freed in the backward pass, where nothing
-            can be skipped.
 
     Attributes:
         is_finite: the last step was finite on all ranks.
@@ -70,13 +68,11 @@ class NonfiniteSteps:
         settings: NonfiniteSettings,
         announce: Callable[[str], None],
         scaled: bool = False,
-        in_backward: bool = False,
     ) -> None:
         self._mesh = mesh
         self._settings = settings
         self._announce = announce
         self._scaled = scaled
-        self._in_backward = in_backward
         self._skip_next = False
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
@@ -191,10 +187,8 @@ class NonfiniteSteps:
         )
 
     def _reduced_values(self) -> list[Tensor]:
-        """Return the gradients after the reduction; the weights if those are stepped by now."""
+        """Return the gradients after the reduction."""
         parameters = self._model.trainable_params.values()
-        if self._in_backward:
-            return [parameter.detach() for parameter in parameters]
         # To ask for a gradient takes as long as to look at a small one: once is enough.
         return [gradient for p in parameters if (gradient := p.grad) is not None]
 
@@ -205,7 +199,8 @@ class NonfiniteSteps:
         """
         check, owned = self._model.finite_check, self._model.trainable_params
         loss = next((value for value in check.losses if not bool(torch.isfinite(value))), None)
-        after = [] if not check.enabled else nonfinite_names(self._after_reduction())
+        gradients = {name: parameter.grad for name, parameter in owned.items()}
+        after = [] if not check.enabled else nonfinite_names(gradients)
         mine = {
             "loss": None if loss is None else str(loss.item()),
             "before": [name for name in dict.fromkeys(check.names) if name in owned],
@@ -220,22 +215,11 @@ class NonfiniteSteps:
             loss_is_finite=loss_is_finite,
         )
 
-    def _after_reduction(self) -> dict[str, Tensor | None]:
-        parameters = self._model.trainable_params
-        if self._in_backward:
-            return {name: parameter.detach() for name, parameter in parameters.items()}
-        return {name: parameter.grad for name, parameter in parameters.items()}
-
     def _react(self, problems: list[str]) -> None:
         self.skipped += 1
         self.in_a_row += 1
         fact = f"step {self.steps} is not finite: {'; '.join(problems)}"
         cure = "Look at the data and the loss there, or lower the learning rate"
-        if self._in_backward:
-            raise TrainingDiverged(
-                f"{fact}. Parameters were stepped in the backward pass, so nothing could be "
-                f"skipped. {cure}; without step_in_backward such a step is skipped."
-            )
         if self._settings.reaction == "stop":
             raise TrainingDiverged(f"{fact}. No rank has taken the step. {cure}.")
         if self.in_a_row >= self._settings.max_in_a_row:

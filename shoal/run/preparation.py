@@ -46,7 +46,6 @@ class RunSettings:
 
     seed: int
     accumulate: int
-    step_in_backward: bool = False
     draws: Draws = "rank"
     nonfinite: NonfiniteSettings = field(default_factory=NonfiniteSettings)
     autocast: torch.dtype | None = None
@@ -118,7 +117,6 @@ def bind_optimizers(
     groups: Sequence[list[list[str]]],
     root: nn.Module,
     local_model: base.LocalModel,
-    settings: RunSettings,
     loss_scale: LossScale | None,
 ) -> None:
     """Point the optimizers at what this rank owns, or hand that to parameter servers. Collective.
@@ -129,7 +127,7 @@ def bind_optimizers(
         loss_scale: of fp16, which gradients carry; None without it.
 
     Raises:
-        StrategyRefused: an optimizer or a setting does not go with the strategy.
+        StrategyRefused: an optimizer or the loss scale does not go with the strategy.
     """
     owned = local_model.trainable_params
     absent = {
@@ -147,7 +145,7 @@ def bind_optimizers(
     if local_model.strategy_state.in_gradient_units:
         check_not_scaled(loss_scale is not None)
     if local_model.remote_optimizer is not None:
-        check_settings_for_servers(loss_scale is not None, settings.step_in_backward)
+        check_settings_for_servers(loss_scale is not None)
         check_one_optimizer(optimizers)
         local_model.remote_optimizer.attach(optimizers[0])
 

@@ -24,10 +24,8 @@ from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
     check_can_apply_again,
     check_frozen_unchanged,
-    check_loader_not_needed,
     check_no_renormalising,
     check_on_device,
-    check_one_optimizer_in_backward,
     check_takes_second_optimizer,
 )
 from shoal.run.first_step_notes import FirstStepNotes, notes_for
@@ -36,7 +34,6 @@ from shoal.run.loop_watch import LoopWatch
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_groups import BoundGroups, group_names
-from shoal.run.optimizer_in_backward import OptimizerInBackward
 from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
@@ -103,7 +100,6 @@ class Prepared:
             settings.nonfinite,
             announce,
             scaled=loss_scale is not None,
-            in_backward=settings.step_in_backward,
         )
         self._guards = guards
         self._strategies = strategies
@@ -127,11 +123,6 @@ class Prepared:
     def is_applied(self) -> bool:
         """True if the strategies have made the local model."""
         return self.step is not None
-
-    @property
-    def steps_in_backward(self) -> bool:
-        """True if gradients are stepped and freed in the backward pass."""
-        return self.step is not None and self.step.optimizer_in_backward is not None
 
     @property
     def root(self) -> nn.Module:
@@ -221,8 +212,6 @@ class Prepared:
         groups = group_names(self.optimizers, self.root, self._bound)
         begins = not self._was_applied
         self._announce_once()
-        if not self.loaders:
-            check_loader_not_needed(self.settings.step_in_backward)
         if self.needs_example and self.mesh.size > 1:
             # Until the first batch divides it, a script may evaluate the model on every rank.
             self.mesh.broadcast_module(self.root)
@@ -253,13 +242,7 @@ class Prepared:
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
-        bind_optimizers(
-            self.optimizers, groups, self.root, local_model, self.settings, self.loss_scale
-        )
-        in_backward = None
-        if self.settings.step_in_backward:
-            check_one_optimizer_in_backward(self.optimizers)
-            in_backward = OptimizerInBackward(self.optimizers[0], local_model)
+        bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
         scale_guard = None
         if self.loss_scale is not None:
             scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
@@ -270,15 +253,10 @@ class Prepared:
         self.step = TrainingStep(
             local_model,
             self.mesh,
-            in_backward,
             self.tracing,
             StepChecks(self._guards, self.nonfinite_steps, scale_guard),
             notes,
-            ParameterHooks(
-                local_model,
-                before,
-                self.settings.step_in_backward or self.mesh.size * self.settings.accumulate == 1,
-            ),
+            ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )
         self._was_applied = True
         self._install(groups)
@@ -292,12 +270,10 @@ class Prepared:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
         groups = group_names(self.optimizers, self.root, self._bound)
-        check_takes_second_optimizer(local_model, self.settings.step_in_backward)
+        check_takes_second_optimizer(local_model)
         self._guards.remove()
         self._bound.show(self.optimizers)
-        bind_optimizers(
-            self.optimizers, groups, self.root, local_model, self.settings, self.loss_scale
-        )
+        bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
         self._install(groups)
 
     def _install(self, groups: list[list[list[str]]]) -> None:
@@ -319,14 +295,13 @@ class Prepared:
             groups,
             self.local_model(),
             self.mesh,
-            self.settings.step_in_backward,
         )
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where they can make all parameters whole again; those that
         need a batch wait for the next one. Collective.
         """
-        check_can_apply_again(self._strategies, self.settings.step_in_backward)
+        check_can_apply_again(self._strategies)
         root = as_one_module(self.models)
         groups = group_names(self.optimizers, root, self._bound)
         assert self._local_model is not None

@@ -109,9 +109,7 @@ class Run(StatefulRun):
         """Compute the loss of this rank's share of a global batch, and its gradients. Collective.
 
         Afterwards `.grad` holds the global means, and the optimizer's step comes next. Calls before
-        one step add up. If fp16 overflows, `.grad` is NaN until that step, which is skipped. With
-        `step_in_backward` the parameters are stepped already, and no gradients remain; an error in
-        the middle leaves some parameters stepped.
+        one step add up. If fp16 overflows, `.grad` is NaN until that step, which is skipped.
 
         Args:
             compute_loss: (*batch, **named_batch) -> loss or (loss, extra). It calls the prepared
@@ -301,10 +299,7 @@ class Run(StatefulRun):
         Returns: the norm before, a scalar tensor.
         """
         checks.check_max_norm(max_norm)
-        local_model = self._local_model()
-        reason = "clipping needs the norm of all gradients at once"
-        checks.check_keeps_gradients("clip_gradients", reason, self._prepared.steps_in_backward)
-        return clip_gradients(local_model, max_norm)
+        return clip_gradients(self._local_model(), max_norm)
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
         """Scale gradients as `torch.nn.utils.clip_grad_norm_` does. Collective.
@@ -323,8 +318,6 @@ class Run(StatefulRun):
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the full gradients of all trainable parameters, by name. Collective."""
-        reason = "they have been used and freed"
-        checks.check_keeps_gradients("gradients", reason, self._prepared.steps_in_backward)
         local_model = self._local_model()
         if local_model.strategy_state.has_rank_local_optimizer:
             raise UsageError(

@@ -5,11 +5,10 @@ passes ──> rescale by the count ──> unscale (fp16) ──> add earlier c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.run.checks import check_some_gradient
@@ -18,7 +17,6 @@ from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_in_backward import OptimizerInBackward, require_mean
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
@@ -58,8 +56,6 @@ class TrainingStep:
     """Computes `forward_backward` of one local model.
 
     Args:
-        optimizer_in_backward: steps parameters inside the backward pass; None if the user's
-            `optimizer.step()` does.
         tracing: None without a trace.
         notes: who is told what makes the first step differ from one device's.
         hooks: of the script on parameters.
@@ -69,14 +65,12 @@ class TrainingStep:
         self,
         local_model: base.LocalModel,
         mesh: Mesh,
-        optimizer_in_backward: OptimizerInBackward | None,
         tracing: Tracing | None,
         checks: StepChecks,
         notes: FirstStepNotes,
         hooks: ParameterHooks,
     ) -> None:
         self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
-        self.optimizer_in_backward = optimizer_in_backward
         self._local_model = local_model
         self._mesh = mesh
         self._tracing = tracing
@@ -92,17 +86,12 @@ class TrainingStep:
         """Leave the global mean gradients in `.grad`. Collective."""
         self._progress.begin_step(shapes_of(batch))
         self._guards.before_step()
-        compute_loss = batch.compute_loss
-        if self.optimizer_in_backward is not None:
-            compute_loss = require_mean(compute_loss)
-        batch = batch._replace(
-            compute_loss=compute_loss,
-            sum_counts=self._sum_counts,
-            note_loss=self._nonfinite_steps.begin(),
-        )
+        batch = batch._replace(sum_counts=self._sum_counts, note_loss=self._nonfinite_steps.begin())
         self._hooks.check()
-        result, earlier = self._run_passes(batch)
-        if not self._has_stepped and self.optimizer_in_backward is None:
+        earlier = detach_gradients(self._local_model)
+        with self._guards.in_step(), nullcontext() if self._has_stepped else self._noting():
+            result = self._compute(batch)
+        if not self._has_stepped:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
@@ -120,26 +109,9 @@ class TrainingStep:
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals)
 
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        """Announce what makes the first step differ from one device's. Collective."""
-        notes, self._notes = self._notes, FirstStepNotes()
-        with noting_first_step(self._local_model.module, self._mesh, notes):
-            yield
-
-    def _run_passes(
-        self, batch: base.LocalBatch
-    ) -> tuple[base.StepResult, dict[nn.Parameter, Tensor]]:
-        """Run all passes of a batch. Return their result, and the gradients of earlier calls."""
-        if self.optimizer_in_backward is not None:
-            with self._guards.in_step(), self.optimizer_in_backward.stepping(), self._noting():
-                return self._compute(batch), {}
-        earlier = detach_gradients(self._local_model)
-        if self._has_stepped:
-            with self._guards.in_step():
-                return self._compute(batch), earlier
-        with self._guards.in_step(), self._noting():
-            return self._compute(batch), earlier
+    def _noting(self) -> AbstractContextManager[None]:
+        """Return a context that announces what makes the first step differ from one device's."""
+        return noting_first_step(self._local_model.module, self._mesh, self._notes)
 
     def _compute(self, batch: base.LocalBatch) -> base.StepResult:
         if self._tracing is not None:

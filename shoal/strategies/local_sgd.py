@@ -51,10 +51,6 @@ from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
 
 BUCKET_BYTES = 25 * MIB
-NOT_SHARDABLE_MESSAGE = (
-    "local steps keep every rank's whole optimizer anyway. Use zero1, zero2 or zero3, which shard "
-    "it."
-)
 WORLD_CHANGED_MESSAGE = (
     "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on "
     "from the first one's"
@@ -160,7 +156,6 @@ def _apply_local_steps(
         model,
         run=engine.run,
         gather_params=engine.gather,
-        pass_traits=replace(model.pass_traits, grads_not_ready_reason=NOT_SHARDABLE_MESSAGE),
         strategy_state=engine,
         summary_lines=(*model.summary_lines, summary),
     )

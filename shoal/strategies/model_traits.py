@@ -34,14 +34,6 @@ class PassTraits:
     """A forward pass is collective: every rank must make as many as the others."""
     recomputes: bool = False
     """Some modules compute again in the backward pass, with the weights that they have then."""
-    grads_not_ready_reason: str = ""
-    """Reason why an owned `.grad` cannot be used as soon as it is accumulated. Empty if it is the
-    global mean by then.
-    """
-    maybe_unused: Set[str] = frozenset()
-    """Names of owned parameters whose `.grad` may be removed again by `reduce_gradients`. The set
-    is filled during the backward pass, before the parameter gets its gradient.
-    """
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,6 @@ def _check_world_of_one(line: StrategyLine, ranks: int) -> Iterator[str]:
 
 def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
     optimizer = job.optimizer
-    if optimizer.in_backward and any(spec.name == "ddp" for spec in line.specs):
-        yield (
-            "optimizer.in_backward: ddp on several ranks keeps all gradients anyway. Use strategy "
-            "zero1, zero2 or zero3, or optimizer.in_backward=false."
-        )
     sharding = [spec.name for spec in line.specs if isinstance(spec.options, ZeroOptions)]
     if optimizer.name in OPTIMIZERS_OF_FULL_PARAMETERS and sharding:
         yield (

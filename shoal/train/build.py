@@ -79,7 +79,6 @@ def init_run(job: Job, announce: Callable[[str], None]) -> Run:
         accumulate=job.train.accumulate,
         precision=job.train.precision,
         compile=job.model.compile,
-        step_in_backward=job.optimizer.in_backward,
         sync_batchnorm=job.model.sync_batchnorm,
         draws=job.train.draws,
         nonfinite=job.train.nonfinite,

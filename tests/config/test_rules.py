@@ -24,15 +24,6 @@ BROKEN = {
     "optimizer.options.lr=1": (
         "optimizer.options holds 'lr', which is a setting of its own; set optimizer.lr"
     ),
-    "optimizer.in_backward=true train.clip_norm=1": (
-        "has no norm of all gradients, which train.clip_norm needs"
-    ),
-    "optimizer.in_backward=true train.accumulate=2": (
-        "adds up no gradients; train.accumulate is 2, and must be 1"
-    ),
-    "optimizer.in_backward=true train.precision=fp16": (
-        "cannot skip a step whose gradients overflow, as fp16 must"
-    ),
     "schedule.milestones=[30,30]": (
         "schedule.milestones must be epochs from 1 on in ascending order, not [30, 30]"
     ),

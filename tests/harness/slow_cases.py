@@ -68,7 +68,6 @@ SLOW_CASES = tuple(
         ("run/test_loop_watch.py", "run", "loops that mix rows"),
         ("run/test_loss_scaling.py", "run strategies/zero", "overflows under zero1"),
         ("run/test_nonfinite_steps.py", "run", "NaN in each place under each strategy"),
-        ("run/test_optimizer_in_backward.py", "run", "steps inside of backward on four ranks"),
         ("run/test_pipeline_words.py", "run strategies/pipeline", "messages under pipelines"),
         ("run/test_replica_check.py", "run", "bits that flip on one rank"),
         (
@@ -144,7 +143,6 @@ SLOW_CASES = tuple(
         ("train/test_export.py", "train", "memory of an export under ddp"),
         ("train/test_full_disk.py", "checkpoint", "a disk that is full"),
         ("train/test_kill.py", "train", "kills at each moment of a run"),
-        ("train/test_optimizer_in_backward_job.py", "train run", "steps inside of backward"),
         ("train/test_recipe.py", "train", "recipes on three ranks"),
         ("train/test_restarts.py", "launch train", "restarts after lost ranks"),
         ("train/test_resume.py", "train", "every layout to every other"),

@@ -136,10 +136,8 @@ def data() -> TensorDataset:
     return TensorDataset(torch.randn(24, 16, 5, 5, generator=generator), torch.arange(24) % 3)
 
 
-def prepared(
-    strategy: str, early: bool = False, kind: Any = AdamW8bit, **options: Any
-) -> tuple[Any, ...]:
-    run = shoal.init(strategy, step_in_backward=early, announce=lambda _: None)
+def prepared(strategy: str, kind: Any = AdamW8bit, **options: Any) -> tuple[Any, ...]:
+    run = shoal.init(strategy, announce=lambda _: None)
     model = Net()
     optimizer = kind(model.parameters(), **{"lr": 0.01, **options})
     return run, *run.prepare(model, optimizer, DataLoader(data(), batch_size=6, shuffle=True))
@@ -152,17 +150,17 @@ def epoch(run: Any, model: nn.Module, optimizer: Any, loader: Any) -> None:
         optimizer.step()
 
 
-def saves(directory: Path, strategy: str, early: bool = False) -> dict[str, Tensor]:
+def saves(directory: Path, strategy: str) -> dict[str, Tensor]:
     """An epoch, a checkpoint, an epoch more: the whole state at its end."""
-    run, *parts = prepared(strategy, early)
+    run, *parts = prepared(strategy)
     epoch(run, *parts)
     Checkpoints(directory).save(1, *run.state())
     epoch(run, *parts)
     return whole_state(run)
 
 
-def resumes(directory: Path, strategy: str, epochs: int, early: bool = False) -> dict[str, Tensor]:
-    run, *parts = prepared(strategy, early, lr=0.5)  # the rate is among what is restored
+def resumes(directory: Path, strategy: str, epochs: int) -> dict[str, Tensor]:
+    run, *parts = prepared(strategy, lr=0.5)  # the rate is among what is restored
     saved = Checkpoints(directory).load(print, like=run.layout_of())
     assert saved is not None
     run.load_state(saved.tensors, saved.info, saved.private)
@@ -187,20 +185,12 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("strategy", "early"),
-    [
-        pytest.param("ddp", False, marks=SLOW),
-        pytest.param("zero3", False, marks=SLOW),
-        pytest.param("zero3", True, marks=SLOW),
-    ],
-)
-def test_resumed_at_the_same_world_it_ends_bit_equal(
-    tmp_path: Path, strategy: str, early: bool
-) -> None:
-    expected = world.run(3, saves, tmp_path, strategy, early)[0]
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_resumed_at_the_same_world_it_ends_bit_equal(tmp_path: Path, strategy: str) -> None:
+    expected = world.run(3, saves, tmp_path, strategy)[0]
     assert sum(name.endswith(".codes") for name in expected) == 2 * 4
-    assert_equal(world.run(3, resumes, tmp_path, strategy, 1, early)[0], expected)
+    assert_equal(world.run(3, resumes, tmp_path, strategy, 1)[0], expected)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +241,7 @@ def test_torchaos_own_is_refused_on_shards() -> None:
     with pytest.raises(
         LaunchError, match=r"torchao's AdamW8bit quantises what each rank.*Use AdamW8bit of shoal"
     ):
-        world.run(2, prepared, "zero1", False, torchao.optim.AdamW8bit)
+        world.run(2, prepared, "zero1", torchao.optim.AdamW8bit)
 
 
 def test_torchaos_own_cannot_be_saved_without_pickle() -> None:
@@ -269,7 +259,7 @@ def test_optimizers_that_cannot_step_shards_are_refused(name: str) -> None:
     with pytest.raises(
         LaunchError, match=rf"{name} cannot step the shards of conv\.weight.*Use ddp, or another"
     ):
-        world.run(2, prepared, "zero3", False, getattr(torch.optim, name))
+        world.run(2, prepared, "zero3", getattr(torch.optim, name))
 
 
 def test_without_torchao_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,11 +177,6 @@ def test_a_run_that_ignores_them_steps_without_a_note() -> None:
     assert notes == []
 
 
-def test_steps_in_the_backward_pass_end_at_once_as_they_cannot_be_skipped() -> None:
-    with pytest.raises(TrainingDiverged, match="stepped in the backward pass"):
-        trains("single", PLANTS, {"step_in_backward": True})
-
-
 def test_gradients_whose_sum_overflows_are_finite() -> None:
     run = shoal.init(announce=lambda _: None)
     model = nn.Linear(300, 2, bias=False)

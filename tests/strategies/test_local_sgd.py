@@ -231,7 +231,6 @@ def refused(strategy: str, options: dict[str, Any]) -> None:
     [
         ("tensor=2,local=2", {}, "Use ddp"),
         ("local=2", {"precision": "fp16"}, "Use bf16"),
-        ("local=2", {"step_in_backward": True}, "Use zero1"),
     ],
 )
 def test_what_it_cannot_do_is_said_before_the_run(

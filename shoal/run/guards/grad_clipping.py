@@ -28,7 +28,7 @@ from shoal.run.guards.process_wide import ProcessWidePatch, replaced
 def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:
     """Replace torch's norm and its choice of a loop where it would be wrong; yield handles."""
     local_model = guarded.local_model
-    if local_model.is_partial or local_model.has_sharded_params or guarded.steps_in_backward:
+    if local_model.is_partial or local_model.has_sharded_params:
         yield _total_norm.add(guarded)
     if guarded.absent_gradients or local_model.has_sharded_params:
         yield _uses_lists.add(guarded)
@@ -43,11 +43,6 @@ def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        if not given and any(guarded.steps_in_backward for guarded in patch.active):
-            raise UsageError(
-                f"clip_grad_norm_{call_site()}: with step_in_backward the gradients have been used "
-                "and freed. Use step_in_backward=False."
-            )
         guarded = _owner_of(given, patch)
         if guarded is not None and guarded.local_model.is_partial:
             raise UsageError(

@@ -63,7 +63,6 @@ class GuardedModels:
             were before `prepare`.
         strategy: name for messages, such as "zero3"; may be empty.
         phase: of the run.
-        steps_in_backward: gradients are used and freed in the backward pass.
     """
 
     models: Mapping[str, nn.Module]
@@ -73,7 +72,6 @@ class GuardedModels:
     mesh: Mesh
     strategy: str
     phase: StepPhase
-    steps_in_backward: bool = False
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -89,8 +87,6 @@ class GuardedModels:
         """Parameters of the user's models whose `.grad` is None after a step because the gradient
         is elsewhere: on servers, in another stage, or in a shard.
         """
-        if self.steps_in_backward:
-            return {}
         owned = {id(parameter) for parameter in self.local_model.trainable_params.values()}
         remote = self.local_model.remote_optimizer is not None
         return {

@@ -72,13 +72,10 @@ class Guards:
         group_names: Sequence[Sequence[Sequence[str]]],
         local_model: LocalModel,
         mesh: Mesh,
-        steps_in_backward: bool = False,
     ) -> None:
         """Guard models and optimizers from now on, instead of those before. Called on all ranks.
 
-        Args:
-            group_names: for each optimizer and group the names of parameters before `prepare`.
-            steps_in_backward: gradients are used and freed in the backward pass.
+        Args: group_names: for each optimizer and group the names of parameters before `prepare`.
         """
         self.remove()
         guarded = GuardedModels(
@@ -89,7 +86,6 @@ class Guards:
             mesh,
             self._strategy,
             self.phase,
-            steps_in_backward,
         )
         self._guarded = guarded
         handles = self._handles

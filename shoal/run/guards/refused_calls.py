@@ -52,8 +52,6 @@ def _gradients_are(guarded: GuardedModels) -> str:
     """Return where the gradients are instead, in words; empty if this rank has them."""
     if guarded.local_model.remote_optimizer is not None:
         return "the servers have the gradients, multiplied by its scale"
-    if guarded.steps_in_backward:
-        return "with step_in_backward the gradients have been used, multiplied by its scale"
     if guarded.local_model.is_partial or guarded.local_model.has_sharded_params:
         return "this rank has a part of the gradients, and would skip a step that others take"
     return ""

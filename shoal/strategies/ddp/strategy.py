@@ -43,11 +43,6 @@ from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, 
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
 
-GRADS_AFTER_BACKWARD = (
-    "ddp on several ranks keeps all gradients in its buckets for the whole run, so nothing would "
-    "be saved. Use zero1, zero2 or zero3, which free each unit's."
-)
-
 AUTO_MESSAGE = "all-reduce: auto, which is the backend's own; no table of measured times is read"
 
 NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no trainable parameter."
@@ -76,7 +71,6 @@ class Ddp(DdpOptions, Strategy):
         # Means keep weights equal that begin equal: a script may have loaded some on rank 0 only.
         mesh.data.broadcast_module(model.module)
         reducer = build_reducer(self, model, mesh.data)
-        traits = model.pass_traits
         register_cleanup(reducer)
 
         def close() -> None:
@@ -88,9 +82,6 @@ class Ddp(DdpOptions, Strategy):
             model,
             forward=reducer.forward,
             run=reducer.forward_backward,
-            pass_traits=replace(
-                traits, grads_not_ready_reason=traits.grads_not_ready_reason or GRADS_AFTER_BACKWARD
-            ),
             strategy_state=reducer.reduce.strategy_state,
             outside_step=replace(model.outside_step, close=close),
             summary_lines=(*model.summary_lines, *reducer.reduce.summary_lines),

@@ -58,7 +58,6 @@ from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
 from shoal.strategies.pipeline.ties import Ties
 
-GRADS_NOT_READY = "a pipeline adds up the gradients of its micro-batches."
 MICROBATCHES_PER_RANK = 4
 """Default number of micro-batches for each rank of a pipeline. 1F1B is then idle for at most a
 fifth of the time.
@@ -230,7 +229,6 @@ def _keep_local_stages(
             module_called=False,
             complete_after_run=True,
             recorded=True,
-            grads_not_ready_reason=GRADS_NOT_READY,
         ),
         pipeline=PipelineTraits(
             axis,

@@ -415,7 +415,7 @@ class UnitHooks:
         for name, owner, key in self.owners:
             parameter = getattr(owner, key)
             if parameter.grad is None:
-                step.lacking.add(name)  # before the gradient: hooks of the gradient read the set
+                step.lacking.add(name)
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 step.had.add(name)

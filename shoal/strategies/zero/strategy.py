@@ -78,11 +78,7 @@ class Zero1(ZeroOptions, Strategy):
                 is_held=engine.root.is_held,
                 close=engine.close,
             ),
-            pass_traits=replace(
-                model.pass_traits,
-                collective_forward=True,
-                maybe_unused=engine.lockstep.lacking if engine.lockstep else frozenset(),
-            ),
+            pass_traits=replace(model.pass_traits, collective_forward=True),
         )
 
     def cost(self, step: StepCost) -> StepCost:

@@ -90,14 +90,6 @@ def test_without_guards_a_bare_backward_passes() -> None:
     assert model.weight.grad is not None
 
 
-def test_clipping_where_steps_have_used_the_gradients_is_an_error() -> None:
-    run = shoal.init(announce=lambda _: None, step_in_backward=True)
-    model, _, loader = run.prepare(*parts())
-    run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), *next(iter(loader)))
-    with pytest.raises(UsageError, match=r"clip_grad_norm_.*step_in_backward=False"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def test_evaluation_in_inference_mode_leaves_training_as_it_is() -> None:
     run, model, optimizer, x, y = prepared()
     with torch.inference_mode():

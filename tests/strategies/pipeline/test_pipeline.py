@@ -158,7 +158,6 @@ def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
         ),
         ("pipeline=2,cuts=layers.9", {}, "no module of the model is called 'layers.9'"),
         ("pipeline=2", {"compile": True}, "Use compile=False"),
-        ("pipeline=2", {"step_in_backward": True}, "adds up the gradients of its micro-batches"),
         (
             "pipeline=2,cuts=first",
             {"model_name": "twice"},
