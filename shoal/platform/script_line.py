@@ -18,6 +18,11 @@ _SHOAL = f"{Path(__file__).parents[1]}/"
 _GUARDS = f"{_SHOAL}run/guards/"
 
 
+def caller(depth: int = 1) -> FrameType:
+    """Return the frame `depth` calls above the function that asks; no other file asks Python."""
+    return sys._getframe(depth + 1)
+
+
 def calling_line(frame: FrameType | None) -> str:
     """Return `train.py:41`, the innermost line from `frame` on that is not torch's.
 
@@ -48,13 +53,13 @@ def call_site() -> str:
     """Return ` (train.py:41)`, the innermost line of the script, for messages; empty if unknown."""
     # Backward passes on a GPU run hooks in a thread of their own; the script waits in its main one.
     waiting = sys._current_frames().get(threading.main_thread().ident or 0)
-    line = script_line(sys._getframe(1)) or script_line(waiting)
+    line = script_line(caller()) or script_line(waiting)
     return f" ({line})" if line else ""
 
 
 def is_called_by_shoal() -> bool:
     """Return whether the innermost caller outside of torch and of the guards is Shoal itself."""
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = caller()
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith((_TORCH, _GUARDS, _PYTHON, "<")):
@@ -68,7 +73,7 @@ def is_called_outside(depth: int, optimizer: Any = None) -> bool:
 
     Args: optimizer: whose own `step` may call, too.
     """
-    frame: FrameType | None = sys._getframe(depth + 1)
+    frame: FrameType | None = caller(depth + 1)
     assert frame is not None
     if frame.f_code.co_filename.startswith((_TORCH, _SHOAL, "<")):
         return False

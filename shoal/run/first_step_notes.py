@@ -11,7 +11,6 @@ random numbers   A layer may draw in its `forward` (stochastic depth, noise, `F.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
+from shoal.platform.script_line import caller
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
@@ -152,7 +152,7 @@ class RandomOperators(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if draws_numbers(func, args, kwargs or {}):
             operator = schema_of(func).name.partition("::")[2].removesuffix("_")
-            self._note(operator, sys._getframe(1))
+            self._note(operator, caller())
         return func(*args, **(kwargs or {}))
 
     def _note(self, operator: str, frame: FrameType | None) -> None:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import PeerLost, UsageError, printable
-from shoal.platform.script_line import script_line
+from shoal.platform.script_line import caller, script_line
 
 LONGEST_ENTRY = 4096
 WAIT_S = 1.0
@@ -115,7 +115,7 @@ class LoopPosition:
 
         Args: error: of a collective call.
         """
-        own = LoopPlace(self._call, self._steps, script_line(sys._getframe(1)))
+        own = LoopPlace(self._call, self._steps, script_line(caller()))
         # A rank that has died is at no other place, and those that miss it are just behind it.
         named = [int(rank) for rank in re.findall(r"\brank (\d+)", str(error))]
         moves = not isinstance(error, PeerLost) and not self._steps_alone()

@@ -16,7 +16,6 @@ run.forward_backward(..., x, z)        not its numbers
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.draws import draws_numbers
-from shoal.platform.script_line import calling_line
+from shoal.platform.script_line import caller, calling_line
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DispatchMode,
@@ -149,8 +148,8 @@ class ReplacedRows(DispatchMode):
         self._numbers.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, caller = kwargs or {}, sys._getframe(1)
-        self.draws.see(func, args, kwargs, caller)
+        kwargs = kwargs or {}
+        self.draws.see(func, args, kwargs, caller())
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [copies for copies in map(self._find, given) if copies is not None]
         if not known:
@@ -349,15 +348,15 @@ class LoopDraws:
     def __init__(self) -> None:
         self.places: dict[str, None] = {}
 
-    def see(self, func: Any, args: Any, kwargs: Any, caller: FrameType) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
         """Note an operator that draws from a generator of torch's own.
 
         A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
         """
         given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        if given or not draws_numbers(func, args, kwargs) or _is_of_loader(caller):
+        if given or not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
             return
-        line = calling_line(caller)
+        line = calling_line(frame)
         if line:
             operator = schema_of(func).name.partition("::")[2].removesuffix("_")
             self.places[f"{operator} at {line}"] = None

@@ -18,7 +18,6 @@
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from shoal.platform.script_line import caller
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import function_modes, pop_mode_temporarily
 from shoal.strategies.pipeline.absent import (
@@ -193,7 +193,7 @@ class Walk(TorchFunctionMode):
         if func in DEVICE_FUNCTIONS:
             return device_answer(func, args[0], self.units.device)
         if func == REQUIRES_GRAD and not self._inside:
-            return seems_to_require_grad(args[0], sys._getframe(2))
+            return seems_to_require_grad(args[0], caller(2))
         return func(*args, **kwargs)
 
     def _is_staged(self, value: Tensor) -> bool:

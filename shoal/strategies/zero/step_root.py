@@ -13,7 +13,6 @@ first call of a model begins the forward pass that ends with that loss.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from shoal.platform.script_line import script_line
+from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.fsdp import post_forward, pre_forward, reset_after_error
 from shoal.strategies.zero.lockstep import Lockstep
 
@@ -118,7 +117,7 @@ class StepRoot(nn.Module):
         if self.begin_loss is not None and module.training and torch.is_grad_enabled():
             self.begin_loss()
             # A loop may compute several losses that begin with one model.
-            self._open(f"loss of a loop, {name}, {script_line(sys._getframe())}")
+            self._open(f"loss of a loop, {name}, {script_line(caller())}")
             self._held = True
         else:
             self._open(name)

@@ -10,7 +10,6 @@ Autocast leaves float64 as it is, so a script with autocast computes in float64 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -26,6 +25,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from shoal.data.tree_map import tree_map
+from shoal.platform.script_line import caller
 
 _SHOAL = f"{Path(__file__).parents[2]}/"
 _SCALER = torch.amp.grad_scaler.__file__
@@ -60,10 +60,10 @@ class Float64Everywhere(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        caller: FrameType | None = sys._getframe(1)
+        calling: FrameType | None = caller()
         # A GradScaler's kernel takes a scale in float32 only.
-        is_left_alone = caller is not None and caller.f_code.co_filename == _SCALER
-        if is_left_alone or _is_called_by_shoal(func, caller) or _writes(func, kwargs):
+        is_left_alone = calling is not None and calling.f_code.co_filename == _SCALER
+        if is_left_alone or _is_called_by_shoal(func, calling) or _writes(func, kwargs):
             return func(*args, **kwargs)
         if func is Tensor.float:
             func = Tensor.double

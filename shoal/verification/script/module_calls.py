@@ -9,7 +9,6 @@ Calls of a trial, of an evaluation, and of layers that a checkpoint computes aga
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
+from shoal.platform.script_line import caller
 from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
@@ -148,7 +148,7 @@ def user_line() -> str:
 
     There is none in autograd's threads.
     """
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = caller()
     while frame is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
