@@ -90,7 +90,7 @@ class TrainingDiverged(ShoalError):
 
 
 class ReplicasDiffer(ShoalError):
-    """Ranks that should hold the same weights do not, and nobody can tell which one is wrong."""
+    """Ranks that should hold the same weights do not."""
 
 
 class CheckpointError(ShoalError):

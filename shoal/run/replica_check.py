@@ -1,36 +1,34 @@
 """Silent corruption: ranks that hold the same weights compare digests of them.
 
       rank 0   digest of weights and optimizer state   91ab..  ┐
-      rank 1                                           91ab..  ├ two against one: rank 2 is wrong,
-      rank 2                                           33f0..  ┘ and gets the tensors of rank 0
+      rank 1                                           91ab..  ├ two against one: rank 2 is wrong
+      rank 2                                           33f0..  ┘
 
 Which ranks hold the same follows from how the strategy has divided the model: all ranks of ddp, the
 ranks of a data axis beside tensor and pipeline. Two replicas only tell that one of them is wrong.
 Shards of zero have no replica, except under hybrid. A changed bit is found at the next check, and
-gradients that its rank has sent until then were computed with it.
+gradients that its rank has sent until then were computed with it, so no rank's weights are right.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.errors import ReplicasDiffer
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
-from shoal.run.tensor_digest import as_bytes, tensor_digest
+from shoal.run.optimizer_groups import listed
+from shoal.run.tensor_digest import tensor_digest
 from shoal.strategies.base import LocalModel
-
-TOLD_NAMES = 3
 
 
 class Replicated(NamedTuple):
@@ -49,51 +47,72 @@ class Replicated(NamedTuple):
 class Difference(NamedTuple):
     """A tensor in which replicas differ.
 
-    Attributes:
-        wrong: ranks that hold another value than the majority.
-        right: ranks of the majority; empty if there is none.
+    Attributes: ranks: those with equal bits together, in the order of their first ones.
     """
 
     name: str
-    part: str
-    wrong: tuple[int, ...]
-    right: tuple[int, ...]
+    ranks: list[list[int]]
 
 
-def check_replicas(
-    local_model: LocalModel, optimizers: Sequence[Optimizer], mesh: Mesh
-) -> list[str]:
-    """Compare what replicas hold, and copy from the majority what differs. Collective.
+def check_replicas(local_model: LocalModel, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
+    """Compare what replicas hold. Collective. Ranks must hold the weights of the same step.
 
-    Ranks must hold the weights of the same step.
-
-    Returns: a sentence for each rank that was wrong, on every rank.
-
-    Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
+    Raises: ReplicasDiffer: on every rank.
     """
     if mesh.size == 1 or not local_model.strategy_state.is_synchronous:
-        return []
-    tensors = replicated_tensors(local_model, optimizers, mesh)
-    found = digests([entry.value for entry in tensors])
+        return
+    differences = find_differences(replicated_tensors(local_model, optimizers, mesh), mesh)
+    if not differences:
+        return
+    names = listed([difference.name for difference in differences], 3)
+    most, *others = sorted(differences[0].ranks, key=len, reverse=True)
+    wrong = sorted(rank for ranks in others for rank in ranks)
+    if len(most) > len(wrong):
+        fact = f"{_spelled(wrong)} other bits than {len(most)} other ranks in {names}"
+        who = "memory or a computation is faulty there"
+    else:
+        ranks = _spelled(sorted((*most, *wrong)), "should hold")
+        fact = f"{ranks} the same bits, and differ in {names}"
+        who = (
+            "memory or a computation is faulty on one of them. With three replicas or more the "
+            "majority would tell which"
+        )
+    raise ReplicasDiffer(
+        f"{fact}: {who}. Nothing is saved, for what was sent since was computed with wrong bits; "
+        "start again from the last checkpoint, on other hardware if it happens again."
+    )
+
+
+def _spelled(ranks: Sequence[int], verb: str = "") -> str:
+    many = len(ranks) > 1
+    return (
+        f"rank{'s' * many} {' and '.join(map(str, ranks))} {verb or ('hold' if many else 'holds')}"
+    )
+
+
+def find_differences(held: Sequence[Replicated], axis: Axis) -> list[Difference]:
+    """Return the tensors in which ranks differ, the same on every rank. Collective."""
+    found = digests([entry.value for entry in held])
     parts: dict[str, list[int]] = {}
-    for entry, digest in zip(tensors, found, strict=True):
+    for entry, digest in zip(held, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
     summary = {part: _combined(of_part) for part, of_part in parts.items()}
-    if _agree([json.loads(text) for text in mesh.all_gather_str(json.dumps(summary))]):
+    if _agree(_from_all_ranks(summary, axis)):
         return []
-    details = {
-        f"{entry.part}|{entry.name}": [digest, to_local(entry.value).nbytes]
-        for entry, digest in zip(tensors, found, strict=True)
-    }
-    reports = [json.loads(text) for text in mesh.all_gather_str(json.dumps(details))]
-    differences = find_differences(reports)
-    unclear = [difference for difference in differences if not difference.right]
-    if unclear:
-        raise ReplicasDiffer(_unclear_message(unclear))
-    mine = {(entry.part, entry.name): entry.value for entry in tensors}
-    for difference in differences:
-        _heal(difference, mine, reports, mesh)
-    return _sentences(differences)
+    mine = {f"{e.part}|{e.name}": digest for e, digest in zip(held, found, strict=True)}
+    by_key: dict[str, dict[int, list[int]]] = {}
+    for rank, digests_of_rank in enumerate(_from_all_ranks(mine, axis)):
+        for key, digest in digests_of_rank.items():
+            by_key.setdefault(key, {}).setdefault(digest, []).append(rank)
+    return [
+        Difference(key.partition("|")[2], [*by_digest.values()])
+        for key, by_digest in by_key.items()
+        if len(by_digest) > 1
+    ]
+
+
+def _from_all_ranks(values: Mapping[str, int], axis: Axis) -> list[dict[str, int]]:
+    return [json.loads(text) for text in axis.all_gather_str(json.dumps(values))]
 
 
 def replicated_tensors(
@@ -126,28 +145,6 @@ def _plain_parts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name in local.__tensor_flatten__()[0]:
         for at, part in _plain_parts(getattr(local, name)):
             yield f" {name}{at}", part
-
-
-def find_differences(reports: Sequence[Mapping[str, Any]]) -> list[Difference]:
-    """Return the tensors in which ranks differ.
-
-    Args: reports: for each rank, `part|name` -> (digest, bytes).
-    """
-    differences = []
-    for key in sorted({key for report in reports for key in report}):
-        holders = {rank: report[key][0] for rank, report in enumerate(reports) if key in report}
-        counts = Counter(holders.values())
-        if len(counts) < 2:
-            continue
-        (digest, count), *_ = counts.most_common(1)
-        right = tuple(rank for rank, other in holders.items() if other == digest)
-        wrong = tuple(rank for rank in holders if rank not in right)
-        part, _, name = key.partition("|")
-        has_majority = 2 * count > len(holders)
-        differences.append(
-            Difference(name, part, wrong if has_majority else (*holders,), right * has_majority)
-        )
-    return differences
 
 
 def _is_held(parameter: Tensor) -> bool:
@@ -192,53 +189,3 @@ def _agree(summaries: Sequence[Mapping[str, int]]) -> bool:
     seen: dict[str, int] = {}
     pairs = (pair for summary in summaries for pair in summary.items())
     return all(seen.setdefault(part, value) == value for part, value in pairs)
-
-
-def _heal(
-    difference: Difference,
-    mine: Mapping[tuple[str, str], Tensor],
-    reports: Sequence[Mapping[str, Any]],
-    mesh: Mesh,
-) -> None:
-    """Copy a tensor from the first rank of the majority to those that are wrong. Collective."""
-    source = difference.right[0]
-    size_bytes = reports[source][f"{difference.part}|{difference.name}"][1]
-    held = mine.get((difference.part, difference.name))
-    if mesh.rank == source and held is not None:
-        message = as_bytes(to_local(held)).to(mesh.device).clone()
-    else:
-        message = torch.empty(size_bytes, dtype=torch.uint8, device=mesh.device)
-    dist.broadcast(message, src=source)
-    if mesh.rank in difference.wrong and held is not None:
-        local = to_local(held)
-        values = message.view(local.dtype) if local.dtype != torch.bool else message.bool()
-        local.copy_(values.view(local.shape))
-
-
-def _sentences(differences: Sequence[Difference]) -> list[str]:
-    by_rank: dict[int, list[Difference]] = {}
-    for difference in differences:
-        for rank in difference.wrong:
-            by_rank.setdefault(rank, []).append(difference)
-    return [
-        f"rank {rank} held other bits than {len(found[0].right)} other ranks in "
-        f"{_listed([difference.name for difference in found])}: memory or a computation is faulty "
-        f"there. They were copied from rank {found[0].right[0]}"
-        for rank, found in sorted(by_rank.items())
-    ]
-
-
-def _unclear_message(differences: Sequence[Difference]) -> str:
-    ranks = " and ".join(map(str, differences[0].wrong))
-    return (
-        f"ranks {ranks} should hold the same bits, and differ in "
-        f"{_listed([difference.name for difference in differences])}: memory or a computation is "
-        "faulty on one of them. With three replicas or more the majority would tell which. Nothing "
-        "is saved; start again from the last checkpoint, on other hardware if it happens again."
-    )
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - TOLD_NAMES
-    text = ", ".join(names[:TOLD_NAMES])
-    return f"{text} and {more} more" if more > 0 else text

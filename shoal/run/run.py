@@ -334,21 +334,17 @@ class Run(StatefulRun):
         """
         return self._prepared.nonfinite_steps.is_finite
 
-    def check_replicas(self) -> list[str]:
+    def check_replicas(self) -> None:
         """Compare the bits of weights and optimizer state on ranks that hold the same. Collective.
 
-        Where three ranks or more hold the same, those that differ from the majority get its bits.
         Shards of zero have no replicas, and are not compared; nor are the ranks of strategies that
         step by themselves.
 
-        Returns: a sentence for each rank that was wrong, the same on every rank.
-        Raises: ReplicasDiffer: on every rank, if no majority tells who is wrong.
+        Raises: ReplicasDiffer: on every rank; with three ranks or more it tells which is wrong.
         """
         local_model = self._local_model()
         self.wait()
-        sentences = check_replicas(local_model, self._prepared.optimizers, self.mesh)
-        self._run_guards.accept_weights()  # those that were healed
-        return sentences
+        check_replicas(local_model, self._prepared.optimizers, self.mesh)
 
     def edit(self) -> AbstractContextManager[None]:
         """Return a context in which you may write weights, the same on all ranks. Collective.

@@ -169,14 +169,9 @@ class Training:
         self.state.count_step(self.loader.share.global_rows)
         self.progress.step()
         if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
-            self._check_replicas()
+            self.run.check_replicas()
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
             self._log(rate)
-
-    def _check_replicas(self) -> None:
-        """Compare the weights of ranks that hold the same. Collective. Raise if they differ."""
-        for sentence in self.run.check_replicas():
-            self.log.note(f"step {self.step}: {sentence}")
 
     def _log(self, rate: float) -> None:
         """Log one record of the steps since the last one."""
@@ -241,7 +236,7 @@ class Training:
         """Return what a checkpoint holds; None, with a note, if that is not finite. Collective."""
         self.state.synchronize()
         if self.job.train.check_replicas:
-            self._check_replicas()
+            self.run.check_replicas()
         try:
             return self.state.collect(self.saver.best)
         except TrainingDiverged as error:

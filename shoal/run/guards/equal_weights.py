@@ -9,13 +9,11 @@ Nothing would bring such weights together again: means of gradients keep their d
 
 from __future__ import annotations
 
-import json
-
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.run.guards.guarded_models import GuardedModels
-from shoal.run.replica_check import digests, replicated_tensors
+from shoal.run.replica_check import find_differences, replicated_tensors
 
 
 def check_equal_weights(guarded: GuardedModels) -> None:
@@ -29,18 +27,12 @@ def check_equal_weights(guarded: GuardedModels) -> None:
     if data.size == 1 or model.remote_optimizer is not None:
         return
     held = replicated_tensors(model, (), guarded.mesh)
-    found = zip(held, digests([entry.value for entry in held]), strict=True)
-    mine = {f"{entry.part}|{entry.name}": digest for entry, digest in found}
-    ranks = [json.loads(text) for text in data.all_gather_str(json.dumps(mine))]
-    seen: dict[str, tuple[int, int]] = {}
-    for rank, digests_of_rank in enumerate(ranks):
-        for key, digest in digests_of_rank.items():
-            known, first = seen.setdefault(key, (digest, rank))
-            if known != digest:
-                is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
-                if data.sum_of_host_numbers([not is_finite])[0]:
-                    return
-                raise UsageError(_describe(key.partition("|")[2], first, rank))
+    differences = find_differences(held, data)
+    if differences:
+        is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
+        if not data.sum_of_host_numbers([not is_finite])[0]:
+            name, (first, other, *_) = differences[0]
+            raise UsageError(_describe(name, first[0], other[0]))
 
 
 def _describe(name: str, first: int, other: int) -> str:
