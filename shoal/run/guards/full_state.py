@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
@@ -92,37 +91,6 @@ def _check_optimizer_state(
         )
 
 
-def copy_without_gradients(guarded: GuardedModels) -> Iterator[Removable]:
-    """Let `copy.deepcopy` of a shard leave out its gradient, as of an nn.Parameter; yield handles.
-
-    torch copies a DTensor as any tensor, with its gradient, whose memory an engine may have freed.
-    """
-    for parameter in guarded.parameters.values():
-        if isinstance(parameter, DTensor):
-            yield _CopiesWithoutGradient(parameter)
-
-
-class _CopiesWithoutGradient:
-    """A shard whose copies have no gradient, until this is removed."""
-
-    def __init__(self, parameter: Any) -> None:
-        self._parameter = parameter
-
-        def copied(memo: dict[int, Any]) -> Any:
-            gradient, parameter.grad = parameter.grad, None
-            self.remove()
-            try:
-                return parameter.__deepcopy__(memo)
-            finally:
-                parameter.grad = gradient
-                vars(parameter)["__deepcopy__"] = copied
-
-        vars(parameter)["__deepcopy__"] = copied
-
-    def remove(self) -> None:
-        vars(self._parameter).pop("__deepcopy__", None)
-
-
 def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:
     """Make `load_state_dict` of the models and their submodules take full tensors.
 
@@ -152,10 +120,3 @@ def _cut_weights(
                 state[prefix + name] = shard_like(given, tensor)
     if not is_access_by_shoal():
         guarded.phase.note_loaded(given_values)
-
-
-def push_state(guarded: GuardedModels, optimizer: Optimizer) -> None:
-    """Send loaded state to the servers. Collective."""
-    if not is_access_by_shoal():
-        guarded.local_model.strategy_state.synchronize()
-        guarded.local_model.strategy_state.push_state(optimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +18,8 @@ from shoal.run.guards.absent_weights import guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
-    copy_without_gradients,
     cut_given_weights,
     guard_state_requests,
-    push_state,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
@@ -43,7 +40,7 @@ class Guards:
             steps go on then.
         strategy: name for messages, such as "zero3".
         compares_weights: ranks that hold the same weights compare them. False for `shoal train`,
-            which calls `run.check_replicas`: that heals a flipped bit, and here it is an error.
+            which calls `run.check_replicas`.
     """
 
     def __init__(
@@ -90,7 +87,6 @@ class Guards:
         self._guarded = guarded
         handles = self._handles
         handles += cut_given_weights(guarded)
-        handles += copy_without_gradients(guarded)
         handles += guard_state_requests(guarded)
         handles += guard_refused_calls(guarded)
         handles += guard_clipping(guarded)
@@ -109,7 +105,7 @@ class Guards:
             self._weights = WeightWatch(guarded)
             handles.append(self._weights)
         if local_model.remote_optimizer is not None or local_model.is_partial:
-            self._states = OptimizerStates(guarded, partial(push_state, guarded))
+            self._states = OptimizerStates(guarded)
             handles.append(self._states)
 
     def remove(self) -> None:

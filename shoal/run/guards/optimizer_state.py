@@ -1,8 +1,7 @@
 """`optimizer.state` where other processes hold it, or other stages hold a part of it.
 
 optimizer.state[p]["exp_avg"], len(), .values()   an error, which names `run.state()`
-optimizer.state.clear()                           works: moments begin anew
-optimizer.state[p] = ..., .pop(p)                 an error
+optimizer.state[p] = ..., .pop(p), .clear()       an error; each stage may clear its own
 optimizer.state = defaultdict(dict)               found at the next call of `forward_backward`
 copy.deepcopy(optimizer), pickle                  an error
 
@@ -34,28 +33,22 @@ class GuardedState(defaultdict[Any, Any]):
     """An optimizer's state on this rank, which only torch, Shoal and the optimizer may look at.
 
     Args: refuse: raises the error about a call of the user's, given its words.
-
-    Attributes: on_clear: called when the user has cleared it, on all ranks.
     """
 
     def __init__(
-        self,
-        values: Any,
-        optimizer: Optimizer,
-        refuse: Callable[[str], Never],
-        on_clear: Callable[[], None],
+        self, values: Any, optimizer: Optimizer, refuse: Callable[[str], Never], can_clear: bool
     ) -> None:
         super().__init__(dict)
         self.optimizer = weakref.ref(optimizer)
         self.refuse = refuse
-        self.on_clear = on_clear
+        self.can_clear = can_clear
         super().update(values)
 
     def clear(self) -> None:
-        """Forget all state. Collective where the user calls it."""
+        """Forget all state."""
+        if not self.can_clear and is_called_outside(1, self.optimizer()):
+            self.refuse("optimizer.state.clear()")
         super().clear()
-        if is_called_outside(1, self.optimizer()):
-            self.on_clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.refuse("a copy or a pickle of optimizer.state")
@@ -88,14 +81,11 @@ for _name in (*_READS, *_WRITES):
 class OptimizerStates:
     """Guards the states of all optimizers of a run.
 
-    Args:
-        guarded: the state of their optimizers is remote, or they have that of one stage.
-        push: sends an optimizer's state to those who own it. Collective.
+    Args: guarded: the state of their optimizers is remote, or they have that of one stage.
     """
 
-    def __init__(self, guarded: GuardedModels, push: Callable[[Optimizer], None]) -> None:
+    def __init__(self, guarded: GuardedModels) -> None:
         self._guarded = guarded
-        self._push = push
         self._is_remote = guarded.local_model.remote_optimizer is not None
         self._hooks: list[Removable] = []
         for optimizer in guarded.optimizers:
@@ -121,19 +111,7 @@ class OptimizerStates:
 
     def _wrap(self, optimizer: Optimizer) -> None:
         values = [*dict.items(optimizer.state)]
-        optimizer.state = GuardedState(
-            values, optimizer, self._refuse, lambda: self._on_clear(optimizer)
-        )
-
-    def _on_clear(self, optimizer: Optimizer) -> None:
-        if not self._is_remote:
-            return
-        if self._guarded.phase.has_gradients:
-            raise UsageError(
-                f"optimizer.state.clear(){call_site()}{self._guarded.under}: the servers have "
-                "gradients that are not stepped yet. Call it after optimizer.step()."
-            )
-        self._push(optimizer)
+        optimizer.state = GuardedState(values, optimizer, self._refuse, not self._is_remote)
 
     def _refuse(self, call: str) -> Never:
         where = (
@@ -143,6 +121,6 @@ class OptimizerStates:
         )
         raise UsageError(
             f"{call}{call_site()}{self._guarded.under}: {where}. run.state() returns all of it, "
-            "and run.load_state(...) or optimizer.load_state_dict(...) sets it, on all ranks; "
-            "optimizer.state.clear() begins anew; or use ddp, where every rank has all state."
+            "and run.load_state(...) sets it, on all ranks; or use ddp, where every rank has all "
+            "state."
         )

@@ -12,6 +12,8 @@ torch.randn_like(weight)        torch would draw a rank's shard from the start o
 nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbers. Each rank draws
                                 for the whole weight and keeps its part: one device's numbers
 
+copy.deepcopy(model)            without gradients, whose memory an engine may have freed
+
 torch asks the class of shards about each function that is given one, so one method is replaced.
 """
 
@@ -71,6 +73,8 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
         name = getattr(func, "__name__", "")
         if name in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__:
             return _drawn(func, args, kwargs)
+        if name == "__deepcopy__":
+            return _copied(func, *args)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
@@ -104,6 +108,14 @@ def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, A
             shard.to_local().copy_(drawn.to_local())
             return shard
     return drawn.requires_grad_(bool(kwargs.get("requires_grad")))
+
+
+def _copied(func: Callable[..., Any], shard: DTensor, memo: dict[int, Any]) -> Any:
+    gradient, shard.grad = shard.grad, None
+    try:
+        return func(shard, memo)
+    finally:
+        shard.grad = gradient
 
 
 def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> UsageError | None:

@@ -302,7 +302,7 @@ SERVERS = REFUSED | {
     **dict.fromkeys(READS, ABSENT),
     **dict.fromkeys(("clamp", "clamp_data", "load"), r"0\.weight was written.*with run\.edit\(\)"),
     **dict.fromkeys(("optimizer_state", "load_optimizer"), r"servers hold the state.*run\.state"),
-    **dict.fromkeys((*STATE_READS, "state_replaced"), OF_SERVERS),
+    **dict.fromkeys((*STATE_READS, "state_replaced", "state_cleared"), OF_SERVERS),
     "optimizer_copied": r"a copy of optimizer\.state",
     "clipped_by_groups": ABSENT,
     "scaled_by_hand": r"GradScaler \(.*servers have the gradients.*enabled=False.*bf16",
