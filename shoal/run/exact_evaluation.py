@@ -1,13 +1,12 @@
 """Exact evaluation at any number of ranks: every sample once, the same sums to the last bit.
 
-Predictions are collected in the same way, and put into the order of the data set.
+The values of all batches, sums or predictions, are put into the order of the data set.
 
       batch     0   1   2   3   4   5   6       fixed batches of the data set in its own order;
       rank      0   1   2   0   1   2   0       ranks take them in turn, without padding
 
-The sums of a batch depend on that batch alone. All per-batch sums are collected in one table, and
-every rank adds up the table in the same order. So the result does not depend on which rank has
-computed which batch.
+The sums of a batch depend on that batch alone, and every rank adds up those of all batches in the
+same order. So the result does not depend on which rank has computed which batch.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ class OneEvaluation(NamedTuple):
         Raises:
             UsageError: the loader gives no batches; a value is no sum.
         """
-        rows, batches = self._compute(compute_sums, _sums)
-        return _sum_table(self.data, rows, batches)
+        parts, batches = self._compute(compute_sums, _sums)
+        sums = _gather_parts(self.data, parts, batches, "evaluate: compute_sums")
+        return {name: float(of_batches.sum()) for name, of_batches in sums.items()}
 
     def predict(self, compute: Callable[..., Any]) -> Any:
         """Return the values of every sample of a data set, in its order. Collective over `data`.
@@ -77,7 +77,7 @@ class OneEvaluation(NamedTuple):
                 rows of another shape than in the first batch.
         """
         parts, batches = self._compute(compute, _rows_of_samples)
-        gathered = _gather_parts(self.data, parts, batches)
+        gathered = _gather_parts(self.data, parts, batches, "predict: compute")
         return gathered.get(WITHOUT_NAME, gathered)
 
     def _compute(
@@ -135,7 +135,7 @@ def _call(function: Callable[..., Any], batch: Any) -> Any:
 
 
 def _sums(sums: Any, rows: int) -> dict[str, Tensor]:
-    """Return the sums of a batch, its samples among them.
+    """Return the sums of a batch, its samples among them, each (1,) in float64.
 
     Raises: UsageError: it is something else than a dict of scalars.
     """
@@ -145,7 +145,8 @@ def _sums(sums: Any, rows: int) -> dict[str, Tensor]:
             'sums over its batch, such as {"correct": (scores.argmax(1) == y).sum()}.'
         )
     count = {"samples": torch.tensor(float(rows))}
-    return count | {_name(name): _sum(name, value) for name, value in sums.items()}
+    named = count | {_name(name): _sum(name, value) for name, value in sums.items()}
+    return {name: value.detach().double().reshape(1) for name, value in named.items()}
 
 
 def _name(name: Any) -> str:
@@ -162,7 +163,7 @@ def _sum(name: str, value: Any) -> Tensor:
             f"evaluate: compute_sums returned a {type(value).__name__} as {name!r}; it must be one "
             "number, the sum over the batch."
         )
-    return value.reshape(())
+    return value
 
 
 def _rows_of_samples(values: Any, rows: int) -> dict[str, Tensor]:
@@ -189,12 +190,15 @@ def _rows_of_samples(values: Any, rows: int) -> dict[str, Tensor]:
     return {name: value.detach().cpu() for name, value in named.items()}
 
 
-def _gather_parts(data: Axis, parts: list[dict[str, Tensor]], batches: int) -> dict[str, Tensor]:
-    """Return the rows of all batches by name, in the order of batches. Collective.
+def _gather_parts(
+    data: Axis, parts: list[dict[str, Tensor]], batches: int, function: str
+) -> dict[str, Tensor]:
+    """Return the rows of all batches by name, in the order of batches, on the CPU. Collective.
 
     Args:
         parts: of this rank's batches.
         batches: number of batches of all ranks.
+        function: that has made them, for messages.
     """
     # Rank 0 always has a batch. Other ranks may have none, and then do not know names and shapes.
     first = [[k, str(v.dtype), list(v.shape[1:])] for k, v in parts[0].items()] if parts else []
@@ -204,9 +208,9 @@ def _gather_parts(data: Axis, parts: list[dict[str, Tensor]], batches: int) -> d
         given = [[name, str(value.dtype), list(value.shape[1:])] for name, value in part.items()]
         if given != forms:
             raise UsageError(
-                f"predict: compute returned {_shown_forms(given)} for one batch, and "
-                f"{_shown_forms(forms)} for the first one. Return rows of one shape: pad them, or "
-                "return what you compute of them."
+                f"{function} returned {_shown_forms(given)} for one batch, and "
+                f"{_shown_forms(forms)} for the first one. Return the same names each time, and "
+                "rows of one shape: pad them, or return what you compute of them."
             )
         counts[data.rank + index * data.size] = len(next(iter(part.values())))
     counts = data.all_reduce(counts.to(data.device)).cpu()
@@ -217,7 +221,7 @@ def _gather_parts(data: Axis, parts: list[dict[str, Tensor]], batches: int) -> d
     whole: dict[str, Tensor] = {}
     for name, dtype, shape in forms:
         empty = torch.empty(0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")))
-        own = torch.cat([empty, *(part[name] for part in parts)]).to(data.device)
+        own = torch.cat([part[name] for part in parts] or [empty]).to(data.device)
         pieces = gather_rows(own, data, of_ranks).cpu().split(counts[numbers].tolist())
         whole[name] = torch.cat([pieces[index] for index in order])
     return whole
@@ -243,21 +247,3 @@ def _evaluation_mode(models: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def _sum_table(data: Axis, rows: list[dict[str, Tensor]], batches: int) -> dict[str, float]:
-    """Return the sums over all batches, added in the order of batches. Collective.
-
-    Args:
-        rows: the sums of this rank's batches.
-        batches: number of batches of all ranks.
-    """
-    # Rank 0 always has a batch. Other ranks may have none, and then do not know the names.
-    names = data.broadcast_str("\n".join(rows[0]) if rows else "").split("\n")
-    table = torch.zeros(batches, len(names), dtype=torch.float64, device=data.device)
-    for index, row in enumerate(rows):
-        table[data.rank + index * data.size] = torch.stack(
-            [v.detach().double().to(data.device) for v in row.values()]
-        )
-    # Each entry is one rank's value plus zeros, so the sum over ranks is exact.
-    return dict(zip(names, data.all_reduce(table).cpu().sum(dim=0).tolist(), strict=True))
