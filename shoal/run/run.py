@@ -88,7 +88,7 @@ class Run(StatefulRun):
         averages: AbstractContextManager[None] = nullcontext()
         if self._ema is not None and (arguments.models or arguments.optimizers):
             averages = self._ema.prepared_again()
-        with self._first_failure.shared("run.prepare"), averages:
+        with self._calls.during("run.prepare"), averages:
             loaders = iter(self._prepared.add(arguments))
             if self._prepared.models:
                 self._loop.watch()
@@ -132,7 +132,7 @@ class Run(StatefulRun):
         checks.check_step_options(rows, reduction)
         if self._loop.watches:
             self._loop.before_function()
-        with self._first_failure.shared("run.forward_backward"):
+        with self._calls.during("run.forward_backward"):
             return self._forward_backward(
                 partial(make_batch, compute_loss, batch, named_batch), rows, reduction
             )
@@ -165,7 +165,7 @@ class Run(StatefulRun):
                 draws="global".
         """
         checks.check_step_options(rows, reduction)
-        with self._first_failure.shared("run.backward"):
+        with self._calls.during("run.backward"):
             mean: Tensor = self._forward_backward(
                 partial(self._loop.make_batch, loss), rows, reduction, is_computed=True
             )
@@ -283,7 +283,7 @@ class Run(StatefulRun):
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
         """
         checks.check_tensor("run.gather", tensor)
-        with self._first_failure.at("run.gather"):
+        with self._calls.during("run.gather"):
             return self._gathering.gather(tensor, self._local_model())
 
     @property
@@ -372,7 +372,7 @@ class Run(StatefulRun):
         Returns: name -> sum, and `samples`; the same bits at any number of ranks.
         """
         checks.check_evaluation("evaluate", compute_sums, loader, models)
-        with self._gathering.evaluation(), self._first_failure.shared("run.evaluate"):
+        with self._gathering.evaluation(), self._calls.during("run.evaluate"):
             return self._evaluation(loader, models).evaluate(compute_sums)
 
     def predict(self, compute: Callable[..., Any], loader: Any, *models: nn.Module) -> Any:
@@ -388,7 +388,7 @@ class Run(StatefulRun):
             a metric takes that is no sum, such as the area under a curve.
         """
         checks.check_evaluation("predict", compute, loader, models)
-        with self._gathering.evaluation(), self._first_failure.shared("run.predict"):
+        with self._gathering.evaluation(), self._calls.during("run.predict"):
             return self._evaluation(loader, models).predict(compute)
 
     def _evaluation(self, loader: Any, models: tuple[nn.Module, ...]) -> OneEvaluation:

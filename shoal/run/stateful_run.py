@@ -18,8 +18,8 @@ from shoal.errors import DataError, UsageError
 from shoal.loggers.script_log import ScriptLog
 from shoal.run import pretrained, train_state
 from shoal.run.checks import check_path, check_state
+from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema, layout_with_averages
-from shoal.run.first_failure import FirstFailure
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
@@ -50,10 +50,10 @@ class StatefulRun(ThisRank):
         self._prepared = prepared
         self._run_guards = guards
         self._loss_scale = loss_scale
-        self._first_failure = FirstFailure(mesh, self._steps_alone)
+        self._calls = CollectiveCalls(mesh, self._steps_alone)
         self._script_log = ScriptLog(mesh, announce)
         self._ema: Ema | None = None
-        guards.at = self._first_failure.at
+        guards.at = self._calls.during
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full model's `state_dict`, under the model's own names. Collective.
@@ -62,7 +62,7 @@ class StatefulRun(ThisRank):
         which later steps leave as they are.
         """
         local_model = self._local_model()
-        with self._first_failure.at("run.weights"):
+        with self._calls.during("run.weights"):
             self.synchronize()
             self._run_guards.check_equal_weights()
             self.mesh.data.broadcast_buffers(local_model.module)
@@ -93,7 +93,7 @@ class StatefulRun(ThisRank):
 
         Returns: True if the weights differed.
         """
-        self._first_failure.check_all_failed()
+        self._calls.check_all_failed()
         differed = self._local_model().strategy_state.synchronize()
         if differed and self._ema is not None:
             self._ema.broadcast(self.mesh)
@@ -110,7 +110,7 @@ class StatefulRun(ThisRank):
         """
         check_path("run.save", path)
         local_model = self._local_model()
-        with self._first_failure.at("run.save"):
+        with self._calls.during("run.save"):
             self.synchronize()
             self._run_guards.check_equal_weights()
             train_state.save_model(local_model, self.mesh, path)
@@ -134,7 +134,7 @@ class StatefulRun(ThisRank):
         check_path("run.save_pretrained", directory)
         local_model = self._local_model()
         prefix, chosen = pretrained.choose(self._prepared.models, model)
-        with self._first_failure.at("run.save_pretrained"):
+        with self._calls.during("run.save_pretrained"):
             self.synchronize()
             self._run_guards.check_equal_weights()
             pretrained.save(chosen, prefix, local_model, self.mesh, directory, options)
@@ -263,7 +263,7 @@ class StatefulRun(ThisRank):
             UsageError: there is no such logger, or its package is not installed; the directory has
                 the measurements of another run, and there is no `step`.
         """
-        with self._first_failure.shared("run.log_to"):
+        with self._calls.during("run.log_to"):
             self._script_log.open(loggers, directory, step, settings)
 
     def log(
@@ -280,7 +280,7 @@ class StatefulRun(ThisRank):
         Returns: the means, the same on every rank.
         Raises: UsageError: no logger was opened; a value is no single number.
         """
-        with self._first_failure.at("run.log"):
+        with self._calls.during("run.log"):
             return self._script_log.write(values, step, kind)
 
     def report(self) -> list[str]:

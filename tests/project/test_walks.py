@@ -17,12 +17,12 @@ PACKAGE = Path(shoal.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
-    *("run/checks.py", "run/first_failure.py", "run/gradients.py"),
+    *("run/checks.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
     *("run/guards/process_wide.py", "strategies/model_traits.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/optimizer_guards.py", "run/guards/shard_functions.py"),
-    *("run/guards/guarded_models.py", "run/guards/absent_gradient.py"),
+    *("run/guards/guarded_models.py", "run/guards/absent_values.py"),
     "run/guards/optimizer_state.py",
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
     "parameter_server/worker/flat_params.py",

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import PeerLost, ShoalError, UsageError
-from shoal.run import first_failure
+from shoal.run import collective_calls
 from shoal.testing import world
 
 
@@ -81,7 +81,7 @@ class Picky(nn.Linear):
 
 def end_of_careless_run(strategy: str, everywhere: bool) -> tuple[list[str], str]:
     """Train past an error in the step. Returns the errors that were caught, and the last one."""
-    first_failure.WAIT_S = 0.5
+    collective_calls.WAIT_S = 0.5
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     layers = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), Picky(8, 4)]

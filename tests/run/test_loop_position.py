@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, ShoalError
-from shoal.run.loop_position import LoopPlace, place_in
+from shoal.run.collective_calls import LoopPlace, place_in
 from shoal.testing import world
 
 

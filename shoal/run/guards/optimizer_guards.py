@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.run.batch_history import BatchHistory, BatchPlaces, difference
+from shoal.run.collective_calls import CURE
 from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.loop_position import CURE
 from shoal.run.optimizer_binding import group_settings
 
 LONGEST_INTERVAL = 64
