@@ -4,9 +4,9 @@
     same       x                 x - x.mean(0)         x[perm]        equal, or nothing is known
     replaced   x, other rows     x - x.mean(0)         x[perm]        tells what depends on what
 
-The copies lie beside the memory of the script's tensors, so views and writes in place are followed.
-Whatever cannot be followed is forgotten, and counts as a constant from then on. A number that the
-script has read from a tensor is known by its digits where it is used, unless it was computed with.
+The copies of a tensor's views are views of its copies, so writes in place are followed. Whatever
+cannot be followed is forgotten, and counts as a constant from then on. A number that the script has
+read from a tensor is known by its digits where it is used, unless it was computed with.
 
 Random numbers that a loop draws by torch between a batch's coming and its step.
 
@@ -38,6 +38,7 @@ from shoal.platform.torch_private.subclasses import (
 from shoal.platform.torch_private.tensor_state import (
     READ_NUMBER,
     MemoryWeakRef,
+    base,
     memory_of,
     schema_of,
 )
@@ -50,17 +51,15 @@ _HIDDEN_WRITES = "batch_norm"
 """Operators that write into their arguments, and whose schemas do not say so."""
 
 
-class _Copies(NamedTuple):
-    """The copies of some memory, as bytes (n,) uint8."""
+class _Memory(NamedTuple):
+    """The copies of some memory of the script."""
 
-    memory: Any
-    """A weak reference; the number of a memory may be used again after it."""
-    begin: int
-    """Its first byte that was copied."""
-    same: Tensor
-    replaced: Tensor
+    reference: Any
+    """Weak; the number of a memory may be used again after it."""
     replaced_rows: Tensor
     """(samples,) bool, on the CPU."""
+    views: dict[object, tuple[Tensor, Tensor]]
+    """For each view of it that was seen: (the same rows, with replaced rows)."""
 
 
 class ReplacedRows(DispatchMode):
@@ -73,7 +72,7 @@ class ReplacedRows(DispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.draws = LoopDraws()
-        self._copies: dict[int, _Copies] = {}
+        self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
         self._thread: int | None = None
@@ -87,40 +86,23 @@ class ReplacedRows(DispatchMode):
             donors: (samples,) int64: the row whose values stand in the place of each row.
         """
         self._operators = 0
-        ranges: dict[int, tuple[int, int, Tensor]] = {}
-        for tensor in tensors:
-            begin, end = _range_of(tensor)
-            key = memory_of(tensor)
-            if key in ranges:
-                begin, end = min(begin, ranges[key][0]), max(end, ranges[key][1])
-            ranges[key] = begin, end, tensor
-        needed = 2 * sum(end - begin for begin, end, _ in ranges.values())
+        needed = 2 * sum(tensor.nbytes for tensor in tensors)
         if not tensors or needed > _most_bytes(tensors[0].device):
             return
-        for key, (begin, end, tensor) in ranges.items():
-            memory = tensor.untyped_storage()
-            data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            data.set_(memory, begin, (end - begin,), (1,))
-            reference = MemoryWeakRef(memory)
-            self._copies[key] = _Copies(reference, begin, data.clone(), data.clone(), replaced_rows)
-        for tensor in tensors:
-            copies = self.copies_of(tensor)
-            if copies is not None:
-                copies[1].copy_(tensor.detach()[donors.to(tensor.device)])
+        for tensor in filter(_is_plain, tensors):
+            same, replaced = tensor.detach().clone(), tensor.detach().clone()
+            replaced.copy_(tensor.detach()[donors.to(tensor.device)])
+            self._note(tensor, same, replaced, replaced_rows)
 
     def copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return (same, with replaced rows, which are replaced) for a tensor; None if unknown."""
-        copies = self._find(tensor)
-        if copies is None:
-            return None
-        shown = [_shown(data, copies.begin, tensor) for data in (copies.same, copies.replaced)]
-        if shown[0] is None or shown[1] is None:
-            return None
-        return shown[0], shown[1], copies.replaced_rows
+        memory = self._memory(tensor)
+        shown = None if memory is None else memory.views.get(_place(tensor))
+        return None if memory is None or shown is None else (*shown, memory.replaced_rows)
 
     def start(self) -> None:
         """Follow the operators of this thread, unless a mode of the script does."""
-        if self._thread is None and not has_dispatch_modes() and self._copies:
+        if self._thread is None and not has_dispatch_modes() and self._known:
             self._thread = threading.get_ident()
             push_dispatch_mode(self)
 
@@ -144,14 +126,14 @@ class ReplacedRows(DispatchMode):
 
     def forget(self) -> None:
         """Forget all copies."""
-        self._copies.clear()
+        self._known.clear()
         self._numbers.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.draws.see(func, args, kwargs, caller())
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = [copies for copies in map(self._find, given) if copies is not None]
+        known = [memory for memory in map(self._memory, given) if memory is not None]
         if not known:
             return func(*args, **kwargs)
         self._operators += 1
@@ -162,7 +144,7 @@ class ReplacedRows(DispatchMode):
             func.namespace in ("aten", "torchvision")
             and _HIDDEN_WRITES not in schema_of(func).name
             and all(map(_is_plain, given))
-            and all(copies.replaced_rows is rows for copies in known)
+            and all(memory.replaced_rows is rows for memory in known)
             and self._operators <= MOST_OPERATORS
         )
         if not can_follow:
@@ -173,7 +155,7 @@ class ReplacedRows(DispatchMode):
     def _follow(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
         written = _written(func, args, kwargs)
         for tensor in written:
-            self._copy(tensor, rows)
+            self._copy_constant(tensor, rows)
         shown = [self._arguments((args, kwargs), index) for index in (0, 1)]
         generators = _generators(func, args, kwargs)
         before = [generator.get_state() for generator in generators]
@@ -214,55 +196,63 @@ class ReplacedRows(DispatchMode):
         return tree_map(other, arguments)
 
     def _save(self, output: Any, results: list[Any], rows: Tensor) -> None:
-        outputs = _tensors(output)
-        for result, *others in zip(outputs, *map(_tensors, results), strict=True):
-            if self._find(result) is not None:
-                continue  # a view, or written in place
-            same, replaced = others
-            if not _is_plain(result) or any(
-                other.shape != result.shape or other.stride() != result.stride() for other in others
-            ):
-                continue
-            memory = result.untyped_storage()
-            begin, end = _range_of(result)
-            if _range_of(same) != (begin, end) or _range_of(replaced) != (begin, end):
-                continue
-            self._copies[memory_of(result)] = _Copies(
-                MemoryWeakRef(memory), begin, _bytes_of(same), _bytes_of(replaced), rows
-            )
+        for result, same, replaced in zip(_tensors(output), *map(_tensors, results), strict=True):
+            is_new = self.copies_of(result) is None and _is_plain(result)
+            if is_new and same.shape == result.shape == replaced.shape:
+                self._note(result, same, replaced, rows)
         if self._operators % 32 == 0:
             self._purge()
 
+    def _note(self, tensor: Tensor, same: Tensor, replaced: Tensor, rows: Tensor) -> None:
+        memory = self._memory(tensor)
+        if memory is None:
+            reference = MemoryWeakRef(tensor.untyped_storage())
+            memory = _Memory(reference, rows, {})
+            self._known[memory_of(tensor)] = memory
+        memory.views[_place(tensor)] = same, replaced
+
     def _purge(self) -> None:
         """Forget memory that was freed; forget all where too much is left."""
-        self._copies = {k: c for k, c in self._copies.items() if not c.memory.expired()}
-        copies = list(self._copies.values())
-        if copies and 2 * sum(c.same.numel() for c in copies) > _most_bytes(copies[0].same.device):
-            self._copies.clear()
+        self._known = {k: m for k, m in self._known.items() if not m.reference.expired()}
+        held = [same for m in self._known.values() for same, _ in [*m.views.values()][:1]]
+        size_bytes = 2 * sum(same.untyped_storage().nbytes() for same in held)
+        if held and size_bytes > _most_bytes(held[0].device):
+            self._known.clear()
 
-    def _copy(self, tensor: Tensor, rows: Tensor) -> None:
-        """Copy a constant that is to be written into."""
-        if self._find(tensor) is None:
-            memory = tensor.untyped_storage()
-            data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-            data.set_(memory, 0, (memory.nbytes(),), (1,))
-            self._copies[memory_of(tensor)] = _Copies(
-                MemoryWeakRef(memory), 0, data.clone(), data.clone(), rows
-            )
+    def _copy_constant(self, tensor: Tensor, rows: Tensor) -> None:
+        """Copy a constant that is to be written into, with the tensor of which it is a view."""
+        if self.copies_of(tensor) is not None:
+            return
+        self._drop([tensor])  # what was known of another view
+        whole = base(tensor)
+        whole = tensor if whole is None else whole
+        copies = whole.detach().clone(), whole.detach().clone()
+        begin = tensor.storage_offset() - whole.storage_offset()
+        if copies[0].stride() == whole.stride():
+            self._note(whole, *copies, rows)
+            same, replaced = (c.as_strided(tensor.shape, tensor.stride(), begin) for c in copies)
+        else:  # rows that lie in one another
+            same, replaced = tensor.detach().clone(), tensor.detach().clone()
+        self._note(tensor, same, replaced, rows)
 
-    def _find(self, tensor: Tensor) -> _Copies | None:
-        if not self._copies or not _is_plain(tensor):
+    def _memory(self, tensor: Tensor) -> _Memory | None:
+        if not self._known or not _is_plain(tensor):
             return None
-        copies = self._copies.get(memory_of(tensor))
-        if copies is not None and copies.memory.expired():
-            del self._copies[memory_of(tensor)]
+        memory = self._known.get(memory_of(tensor))
+        if memory is not None and memory.reference.expired():
+            del self._known[memory_of(tensor)]
             return None
-        return copies
+        return memory
 
     def _drop(self, tensors: list[Tensor]) -> None:
         for tensor in tensors:
             if _is_plain(tensor):
-                self._copies.pop(memory_of(tensor), None)
+                self._known.pop(memory_of(tensor), None)
+
+
+def _place(tensor: Tensor) -> object:
+    """Return what tells a view of some memory from other views of it."""
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -273,35 +263,6 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.device.type != "meta"
         and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
     )
-
-
-def _range_of(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its memory, and the one after its last."""
-    size = tensor.element_size()
-    begin = int(tensor.storage_offset()) * size
-    if not tensor.numel():
-        return begin, begin
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return begin, begin + (1 + sum((n - 1) * int(step) for n, step in steps)) * size
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    begin, end = _range_of(tensor)
-    data = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return data.set_(tensor.untyped_storage(), begin, (end - begin,), (1,))
-
-
-def _shown(data: Tensor, begin: int, tensor: Tensor) -> Tensor | None:
-    """Return the bytes of a copy as `tensor` shows its memory; None if they are not all there."""
-    first, end = _range_of(tensor)
-    if first < begin or end > begin + data.numel():
-        return None
-    start = first - begin + int(data.storage_offset())
-    offset, rest = divmod(start, tensor.element_size())
-    if rest:
-        return None
-    view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return view.set_(data.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -61,8 +61,18 @@ def centred_outputs(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> t
     return x, (scores - scores.mean(0)).softmax(1)
 
 
+def swapped_in_a_buffer(
+    run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor
+) -> tuple[Tensor, ...]:
+    half, other = len(x) // 2, torch.empty_like(x)
+    other[:half] = x[half:]
+    other[half:] = x[:half]
+    return 0.7 * x + 0.3 * other, F.one_hot(y, 3).double()
+
+
 MIXING: list[Loop] = [
     mixup,
+    swapped_in_a_buffer,
     flipped_in_place,
     normalised,
     normalised_by_numbers,
