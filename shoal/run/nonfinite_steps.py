@@ -7,6 +7,14 @@ Where a strategy looks at gradients before it sends them, the rank is known; ddp
 servers send what they have found with the totals. Where ranks hold different gradients afterwards
 (shards, stages), they vote. Ranks that step by themselves decide by themselves. Only a step that is
 not finite costs more than a few microseconds.
+
+                          .grad
+      forward_backward    NaN            a sum with NaN stays NaN
+      forward_backward    NaN + g        still to be skipped, although this call's g is finite
+      optimizer.step()    None           set just before, so that the step changes nothing
+
+`zero_grad()` in between removes it with the gradients. An overflow of fp16 is skipped in the same
+way, without a word, for its scale becomes smaller.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
 from shoal.strategies import base
 from shoal.strategies.finite_check import nonfinite_names, seem_finite
+from shoal.strategies.transforms.precision import LossScale, unscale
 
 Nonfinite = Literal["skip", "stop", "ignore"]
 """Reaction to a step that is not finite: leave it out, end the run, or take it."""
@@ -52,8 +61,7 @@ class NonfiniteSteps:
     Args:
         mesh: all ranks.
         announce: prints a note, on rank 0.
-        scaled: gradients carry the loss scale of fp16, which looks at them itself: then only the
-            loss is looked at.
+        loss_scale: of fp16, which gradients carry; then only the loss is looked at. None without.
 
     Attributes:
         is_finite: the last step was finite on all ranks.
@@ -67,12 +75,12 @@ class NonfiniteSteps:
         mesh: Mesh,
         settings: NonfiniteSettings,
         announce: Callable[[str], None],
-        scaled: bool = False,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self._mesh = mesh
         self._settings = settings
         self._announce = announce
-        self._scaled = scaled
+        self._loss_scale = loss_scale
         self._skip_next = False
         self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
@@ -91,8 +99,8 @@ class NonfiniteSteps:
         """Judge the steps of this local model and these optimizers from now on."""
         self._local_model = local_model
         self._agreed = self._ranks_agree()  # once: it looks at each parameter
-        local_model.finite_check.enabled = self.enabled and not self._scaled
-        for optimizer in optimizers if self.enabled else ():
+        local_model.finite_check.enabled = self.enabled and self._loss_scale is None
+        for optimizer in optimizers if self.enabled or self._loss_scale is not None else ():
             if optimizer not in self._hooked:
                 self._hooked.add(optimizer)
                 optimizer.register_step_pre_hook(self._before_optimizer_step)
@@ -111,7 +119,7 @@ class NonfiniteSteps:
     def judge(
         self, totals: Tensor, numbers: list[float] | None, earlier: Iterable[Tensor] = ()
     ) -> None:
-        """Decide if the gradients of this call may be used. Collective.
+        """Divide gradients by the loss scale, and decide if they may be used. Collective.
 
         Args:
             totals: (TOTALS_LENGTH,), of the step over all ranks that take it together.
@@ -120,11 +128,14 @@ class NonfiniteSteps:
 
         Raises: TrainingDiverged: on all ranks that take the step together, if the run is to end.
         """
+        # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
+        skips = self._skip_next and not self._on_all_ranks(seem_finite(earlier))
+        if self._loss_scale is not None and not unscale(self._model, self._loss_scale):
+            skips = True
+        self._skip_next = skips
         if not self.enabled:
             return
         self.steps += 1
-        # `zero_grad` takes an earlier NaN along; else a sum with it stays NaN.
-        skip_earlier = self._skip_next and not seem_finite(earlier)
         if numbers is None:  # on a GPU this waits for the step
             numbers = totals.tolist()
         loss_is_finite = math.isfinite(numbers[base.LOSS_SUM]) and math.isfinite(
@@ -134,7 +145,7 @@ class NonfiniteSteps:
         problems = [] if finite else self._problems(loss_is_finite)
         # A sum of large numbers may overflow where no gradient does: then there is no problem.
         self.is_finite = not problems
-        self._skip_next = not self.is_finite or skip_earlier
+        self._skip_next = not self.is_finite or skips
         if self.is_finite:
             self.in_a_row = 0
         else:
@@ -170,6 +181,10 @@ class NonfiniteSteps:
         finite = loss_is_finite and not was_sent and not check.found
         if finite and check.enabled and not check.has_looked:
             finite = seem_finite(self._reduced_values())
+        return self._on_all_ranks(finite)
+
+    def _on_all_ranks(self, finite: bool) -> bool:
+        """Return True if it is finite on every rank that takes the step. Collective."""
         if self._agreed:
             return finite
         flag = torch.tensor([not finite], dtype=torch.float32, device=self._mesh.device)

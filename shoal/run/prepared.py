@@ -31,7 +31,6 @@ from shoal.run.checks import (
 from shoal.run.first_step_notes import FirstStepNotes, notes_for
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
-from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_groups import BoundGroups, group_names
 from shoal.run.optimizer_watch import OptimizerWatch
@@ -51,7 +50,7 @@ from shoal.run.prepare_arguments import (
     trained_names,
 )
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import StepChecks, TrainingStep
+from shoal.run.training_step import TrainingStep
 from shoal.run.whole_again import agree_on_trained, make_whole
 from shoal.strategies import base
 from shoal.strategies.single import single_device
@@ -99,7 +98,7 @@ class Prepared:
             mesh,
             settings.nonfinite,
             announce,
-            scaled=loss_scale is not None,
+            loss_scale,
         )
         self._guards = guards
         self._strategies = strategies
@@ -243,9 +242,6 @@ class Prepared:
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
-        scale_guard = None
-        if self.loss_scale is not None:
-            scale_guard = LossScaleGuard(local_model, self.loss_scale, self.optimizers)
         notes = FirstStepNotes()
         if not self._was_applied:  # when layers are thawed later, the notes are known
             is_global = self.settings.draws == "global"
@@ -254,7 +250,8 @@ class Prepared:
             local_model,
             self.mesh,
             self.tracing,
-            StepChecks(self._guards, self.nonfinite_steps, scale_guard),
+            self._guards,
+            self.nonfinite_steps,
             notes,
             ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )

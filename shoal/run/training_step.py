@@ -1,6 +1,6 @@
 """One step of a local model: the passes of a batch, then gradients and totals as global means.
 
-passes ──> rescale by the count ──> unscale (fp16) ──> add earlier calls
+passes ──> rescale by the count ──> judge, unscale (fp16) ──> add earlier calls
 """
 
 from __future__ import annotations
@@ -15,27 +15,12 @@ from shoal.run.checks import check_some_gradient
 from shoal.run.first_step_notes import FirstStepNotes, noting_first_step
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
-from shoal.run.loss_scaling import LossScaleGuard
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
-
-
-class StepChecks(NamedTuple):
-    """Checks around the passes of each step.
-
-    Attributes:
-        guards: of the prepared models; they are told when passes begin and end.
-        nonfinite_steps: judges whether a step is taken.
-        loss_scale_guard: judges steps with fp16; None without it.
-    """
-
-    guards: Guards
-    nonfinite_steps: NonfiniteSteps
-    loss_scale_guard: LossScaleGuard | None = None
 
 
 class StepOutput(NamedTuple):
@@ -66,11 +51,13 @@ class TrainingStep:
         local_model: base.LocalModel,
         mesh: Mesh,
         tracing: Tracing | None,
-        checks: StepChecks,
+        guards: Guards,
+        nonfinite_steps: NonfiniteSteps,
         notes: FirstStepNotes,
         hooks: ParameterHooks,
     ) -> None:
-        self._guards, self._nonfinite_steps, self._loss_scale_guard = checks
+        self._guards = guards
+        self._nonfinite_steps = nonfinite_steps
         self._local_model = local_model
         self._mesh = mesh
         self._tracing = tracing
@@ -99,8 +86,6 @@ class TrainingStep:
         numbers = totals.tolist() if totals.is_cpu else None
         size = batch.global_batch_size
         local_step.rescale_by_count(self._local_model, result, size, numbers)
-        if self._loss_scale_guard is not None:
-            self._loss_scale_guard.unscale(earlier)
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None

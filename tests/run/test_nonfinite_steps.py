@@ -177,6 +177,25 @@ def test_a_run_that_ignores_them_steps_without_a_note() -> None:
     assert notes == []
 
 
+def spoils_one_shard() -> list[float]:
+    """Return how far each row of a weight has moved: the first row's gradient was not finite."""
+    run = shoal.init("zero1", announce=lambda _: None)
+    model = nn.Linear(4, 2, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for spoiled in (True, False):
+        run.forward_backward(
+            lambda x, s=spoiled: (model(x)[:, 0].abs().sqrt() if s else model(x)[:, 1]).mean(),
+            torch.ones(2, 4),
+        )
+    optimizer.step()
+    return run.weights()["weight"].abs().sum(1).tolist()
+
+
+def test_a_shard_that_is_not_finite_lets_all_ranks_skip_the_sum_of_calls() -> None:
+    assert world.run(2, spoils_one_shard) == [[0.0, 0.0]] * 2
+
+
 def test_gradients_whose_sum_overflows_are_finite() -> None:
     run = shoal.init(announce=lambda _: None)
     model = nn.Linear(300, 2, bias=False)

@@ -5,7 +5,7 @@
 
 fp16 gradients below 6e-8 become zero. A large scale keeps them above that limit. If a gradient of
 any rank overflows, every rank sees it after the reduction, so all ranks skip the same steps
-(Micikevicius et al., ICLR 2018). `shoal.run.loss_scaling` skips the step.
+(Micikevicius et al., ICLR 2018). `shoal.run.nonfinite_steps` skips the step.
 """
 
 from __future__ import annotations
