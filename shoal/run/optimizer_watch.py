@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
-from shoal.run.guards.absent_gradient import removed_gradients
+from shoal.run.guards.absent_values import removed_gradients
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.preparation import pacing_of
 from shoal.strategies.base import LocalModel

@@ -161,7 +161,7 @@ CHECKS = {
         "DiffusionAverage NoisyWeights RedrawnHead LayerwiseRates NormOfGroups LoggedMoments",
     ),
     "absent weights": Check(
-        (f"{GUARDS}.absent_weights",),
+        (f"{GUARDS}.absent_values",),
         "weights of other stages",
         without_guard("guard_absent_weights"),
         planted_in="run/guards/test_bypasses_under_strategies.py",
@@ -192,7 +192,7 @@ CHECKS = {
         scripts="CopiedByRankZero RedrawnHead LoadedByRankZero",
     ),
     "absent gradients": Check(
-        (f"{GUARDS}.absent_gradient",),
+        (),
         "gradients that are elsewhere",
         replaced(
             f"{GUARDS}.guards:AbsentGradients",

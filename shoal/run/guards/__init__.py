@@ -2,7 +2,7 @@
 
       a loop does                              file
       loss.backward()                          backward_hooks.py
-      clip_grad_norm_, p.grad                  absent_gradient.py, grad_clipping.py
+      clip_grad_norm_, p.grad                  absent_values.py, grad_clipping.py
       p.grad.norm().item()                     shard_functions.py
       mean.lerp_(p, 0.1)                       shard_functions.py
       p.clamp_(), p.data, load_state_dict      weight_writes.py, full_state.py
@@ -10,7 +10,7 @@
       optimizer.state[p], deepcopy(optimizer)  optimizer_state.py
       GradScaler, functional_call, torch.save  refused_calls.py
       torch.randn_like(p), p.normal_()         shard_functions.py
-      weights of another pipeline stage        absent_weights.py
+      weights of another pipeline stage        absent_values.py
       rates of its own on each rank            optimizer_guards.py
 
 `Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has

@@ -4,7 +4,7 @@ every rank has whole gradients   torch's own
 shards, all or some              the norm over all ranks; torch's loop over single tensors
 stages of a pipeline             each stage clips values; of a norm, an error that names
                                  `run.clip_gradients`
-servers                          the same error, by `absent_gradient.py`
+servers                          the same error, by `absent_values.py`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.comm.norm import full_tensor, global_norm
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import TOTAL_NORM, USES_LISTS
-from shoal.run.guards.absent_gradient import AbsentGradient
+from shoal.run.guards.absent_values import is_absent
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch, replaced
 
@@ -42,7 +42,7 @@ def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given: list[Any] = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         guarded = _owner_of(given, patch)
         if guarded is not None and guarded.local_model.is_partial:
             raise UsageError(
@@ -50,6 +50,8 @@ def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:
                 "own stage, and would clip by their norm alone. Use "
                 "run.clip_gradients(max_norm) instead."
             )
+        for gradient in filter(is_absent, given):  # all are, where this stage has none of them
+            raise gradient.absence.refusal("clip_grad_norm_")
         if guarded is None or not any(isinstance(tensor, DTensor) for tensor in given):
             whole: Tensor = original(given, norm_type, error_if_nonfinite, foreach)
             return whole
@@ -72,10 +74,10 @@ def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
 
 def _make_uses_lists(_: ProcessWidePatch, original: Callable[..., bool]) -> Any:
     def uses_lists(tensors: Sequence[Any], device: Any) -> bool:
-        absent = [tensor for tensor in tensors if isinstance(tensor, AbsentGradient)]
+        absent = [tensor for tensor in tensors if is_absent(tensor)]
         for gradient in absent:
-            if not gradient.is_in_other_stage:  # before any other gradient is clipped
-                raise gradient.refusal("clipping")
+            if not gradient.absence.is_in_stage:  # before any other gradient is clipped
+                raise gradient.absence.refusal("clipping")
         if absent:
             return False
         meshes = {tensor.device_mesh if isinstance(tensor, DTensor) else None for tensor in tensors}

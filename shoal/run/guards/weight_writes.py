@@ -25,7 +25,7 @@ from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
 )
 from shoal.platform.torch_private.tensor_state import version
-from shoal.run.guards.absent_gradient import READABLE
+from shoal.run.guards.absent_values import READABLE
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
 
 _GRAD: Any = Tensor.grad
