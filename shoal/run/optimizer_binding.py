@@ -233,8 +233,9 @@ def load_optimizer_state(
 ) -> None:
     """Load what `optimizer_state` returned, into the layout that parameters have now.
 
-    Raises:
-        CheckpointError: state of parameters that the model lacks, or for another optimizer.
+    Args: tensors, scalars: of owned parameters alone.
+
+    Raises: CheckpointError: state for another optimizer.
     """
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
@@ -242,13 +243,8 @@ def load_optimizer_state(
         name, key, part = split_state_key(path, owned)
         parts.setdefault((name, key), {})[part] = tensor
     for (name, key), tensors_of_key in parts.items():
-        value = _join_parts(optimizer, owned.get(name), key, tensors_of_key)
+        value = _join_parts(optimizer, owned[name], key, tensors_of_key)
         by_name.setdefault(name, {})[key] = value
-    unknown = sorted(set(by_name) - set(owned))
-    if unknown:
-        raise CheckpointError(
-            f"the checkpoint holds optimizer state of {listed(unknown)}, which the model lacks."
-        )
     # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
     with access_by_shoal():
         state = optimizer.state_dict()
@@ -276,10 +272,10 @@ def split_state_key(path: str, owned: Mapping[str, nn.Parameter]) -> tuple[str, 
 
 
 def _join_parts(
-    optimizer: Optimizer, parameter: Tensor | None, key: str, parts: dict[str, Tensor]
+    optimizer: Optimizer, parameter: Tensor, key: str, parts: dict[str, Tensor]
 ) -> Tensor:
     # A plain tensor has one part, whose name is empty.
-    if isinstance(optimizer, QuantizedOptimizer) and parameter is not None:
+    if isinstance(optimizer, QuantizedOptimizer):
         return optimizer.unshard_state(parameter, key, parts)
     if "" not in parts:
         raise CheckpointError(

@@ -22,7 +22,7 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
-from shoal.run.optimizer_groups import params_of
+from shoal.run.optimizer_groups import listed, params_of
 from shoal.run.state_access import access_by_shoal
 from shoal.run.tensor_digest import as_bytes
 from shoal.strategies.base import LocalModel
@@ -135,31 +135,20 @@ class TrainState:
         scalars = info["optimizer"]
         if self.local_model.strategy_state.has_rank_local_optimizer:
             state |= _strip_prefix("optimizer.", private)
-        if self.local_model.is_partial:
-            state = {
-                path: tensor
-                for path, tensor in state.items()
-                if optimizer_binding.split_state_key(path, owned)[0] in owned
-            }
-            scalars = {name: values for name, values in scalars.items() if name in owned}
+        name_of = {path: optimizer_binding.split_state_key(path, owned)[0] for path in state}
+        unknown = sorted({*name_of.values(), *scalars} - owned.keys())
+        if unknown and not self.local_model.is_partial:  # else other stages have them
+            raise CheckpointError(
+                f"the checkpoint holds optimizer state of {listed(unknown)}, which the model lacks."
+            )
         groups = iter(info["groups"])
-        # State of parameters that no optimizer steps goes to the first, which refuses it.
-        others = {n for o in self.optimizers[1:] for n in _stepped_by(o, owned)}
-        for index, optimizer in enumerate(self.optimizers):
+        for optimizer in self.optimizers:
             stepped = _stepped_by(optimizer, owned)
-
-            def is_its_own(name: str, first: bool = index == 0, names: Any = stepped) -> bool:
-                return name not in others if first else name in names
-
             optimizer_binding.load_optimizer_state(
                 optimizer,
                 stepped,
-                {
-                    path: tensor
-                    for path, tensor in state.items()
-                    if is_its_own(optimizer_binding.split_state_key(path, owned)[0])
-                },
-                {name: values for name, values in scalars.items() if is_its_own(name)},
+                {path: tensor for path, tensor in state.items() if name_of[path] in stepped},
+                {name: values for name, values in scalars.items() if name in stepped},
             )
             settings = list(islice(groups, len(optimizer.param_groups)))
             optimizer_binding.load_group_settings(optimizer, settings)
