@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,43 +31,26 @@ from shoal.strategies.buffer_versions import changed_since, mutable_buffers, sna
 from shoal.strategies.wrap_units import has_dropout
 
 
-class FirstStepNotes(NamedTuple):
-    """Takers of notes about the first step; None where there is nothing to tell.
-
-    Attributes:
-        announce_draws: of random numbers that are not those of one device.
-        announce_buffers: of buffers that are not.
-        in_micro_batches: a rank computes its share of a batch in several passes.
-    """
-
-    announce_draws: Callable[[str], None] | None = None
-    announce_buffers: Callable[[str], None] | None = None
-    in_micro_batches: bool = False
-
-
-def notes_for(
-    mesh: Mesh, accumulate: int, draws_globally: bool, announce: Callable[[str], None]
-) -> FirstStepNotes:
-    """Return who is told what: with one pass through each batch there is nothing to tell."""
-    in_micro_batches = accumulate > 1 or mesh.pipeline.size > 1
-    if mesh.data.size == 1 and not in_micro_batches:
-        return FirstStepNotes()
-    return FirstStepNotes(None if draws_globally else announce, announce, in_micro_batches)
-
-
 @contextmanager
-def noting_first_step(module: nn.Module, mesh: Mesh, notes: FirstStepNotes) -> Iterator[None]:
+def noting_first_step(
+    module: nn.Module,
+    mesh: Mesh,
+    accumulate: int,
+    draws_globally: bool,
+    announce: Callable[[str], None],
+) -> Iterator[None]:
     """Announce what makes the passes of this context differ from one device's. Collective.
+
+    With one pass through each batch there is nothing to tell.
 
     Args: module: the prepared model, or the group of them.
     """
+    in_micro_batches = accumulate > 1 or mesh.pipeline.size > 1
     with ExitStack() as stack:
-        if notes.announce_buffers is not None:
-            stack.enter_context(
-                noting_buffers(module, mesh, notes.in_micro_batches, notes.announce_buffers)
-            )
-        if notes.announce_draws is not None:
-            stack.enter_context(noting_draws(module, notes.announce_draws))
+        if mesh.data.size > 1 or in_micro_batches:
+            stack.enter_context(noting_buffers(module, mesh, in_micro_batches, announce))
+            if not draws_globally:
+                stack.enter_context(noting_draws(module, announce))
         yield
 
 

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
+from shoal.run.optimizer_groups import listed
 from shoal.strategies import base
 from shoal.strategies.finite_check import nonfinite_names, seem_finite
 from shoal.strategies.transforms.precision import LossScale, unscale
@@ -166,8 +167,8 @@ class NonfiniteSteps:
         texts = self._mesh.all_gather_str(json.dumps(names))
         bad = list(dict.fromkeys(name for text in texts for name in json.loads(text)))
         raise TrainingDiverged(
-            f"weights are not finite after step {self.steps}: {_listed(bad)}. Go on from an "
-            "earlier checkpoint with a lower learning rate."
+            f"weights are not finite after step {self.steps}: {listed(bad, TOLD_NAMES)}. Go on "
+            "from an earlier checkpoint with a lower learning rate."
         )
 
     @property
@@ -266,7 +267,7 @@ def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> l
     if everywhere and not any(report["before"] for report in reports):
         sources = _sources(ranks)
         where = f" of rank {', '.join(map(str, sources))}" if sources else ""
-        phrases.append(f"the gradient of {_listed(everywhere)}{where}")
+        phrases.append(f"the gradient of {listed(everywhere, TOLD_NAMES)}{where}")
     return phrases or ["the loss"]
 
 
@@ -275,7 +276,7 @@ def _phrases_of_rank(rank: int, report: Any) -> Iterator[str]:
     if report["loss"] is not None:
         yield f"the loss of rank {rank} is {report['loss']}"
     if report["before"]:
-        yield f"the gradient of {_listed(report['before'])} on rank {rank}"
+        yield f"the gradient of {listed(report['before'], TOLD_NAMES)} on rank {rank}"
 
 
 def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:
@@ -286,10 +287,3 @@ def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:
     # Shards and stages are on some ranks only. What all ranks have says nothing of its source.
     holders = [rank for rank, report in ranks if report["after"]]
     return holders if len(holders) < len(ranks) else []
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many more there are."""
-    more = len(names) - TOLD_NAMES
-    text = ", ".join(names[:TOLD_NAMES])
-    return f"{text} and {more} more" if more > 0 else text

@@ -10,7 +10,7 @@ prepare(...) again              a new optimizer, a new loader, a frozen model; t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,7 @@ from shoal.run.checks import (
     check_on_device,
     check_takes_second_optimizer,
 )
-from shoal.run.first_step_notes import FirstStepNotes, notes_for
+from shoal.run.first_step_notes import noting_first_step
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -242,17 +242,22 @@ class Prepared:
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
-        notes = FirstStepNotes()
+        first_pass: AbstractContextManager[None] = nullcontext()
         if not self._was_applied:  # when layers are thawed later, the notes are known
-            is_global = self.settings.draws == "global"
-            notes = notes_for(self.mesh, self.settings.accumulate, is_global, self._announce)
+            first_pass = noting_first_step(
+                local_model.module,
+                self.mesh,
+                self.settings.accumulate,
+                self.settings.draws == "global",
+                self._announce,
+            )
         self.step = TrainingStep(
             local_model,
             self.mesh,
             self.tracing,
             self._guards,
             self.nonfinite_steps,
-            notes,
+            first_pass,
             ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )
         self._was_applied = True

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.run.checks import check_some_gradient
-from shoal.run.first_step_notes import FirstStepNotes, noting_first_step
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -42,7 +41,7 @@ class TrainingStep:
 
     Args:
         tracing: None without a trace.
-        notes: who is told what makes the first step differ from one device's.
+        first_pass: a context of the passes of the first step.
         hooks: of the script on parameters.
     """
 
@@ -53,15 +52,14 @@ class TrainingStep:
         tracing: Tracing | None,
         guards: Guards,
         nonfinite_steps: NonfiniteSteps,
-        notes: FirstStepNotes,
+        first_pass: AbstractContextManager[None],
         hooks: ParameterHooks,
     ) -> None:
         self._guards = guards
         self._nonfinite_steps = nonfinite_steps
         self._local_model = local_model
-        self._mesh = mesh
         self._tracing = tracing
-        self._notes = notes
+        self._around_passes = first_pass
         self._hooks = hooks
         self._has_stepped = False
         self._progress = own_progress()
@@ -76,7 +74,8 @@ class TrainingStep:
         batch = batch._replace(sum_counts=self._sum_counts, note_loss=self._nonfinite_steps.begin())
         self._hooks.check()
         earlier = detach_gradients(self._local_model)
-        with self._guards.in_step(), nullcontext() if self._has_stepped else self._noting():
+        around, self._around_passes = self._around_passes, nullcontext()
+        with self._guards.in_step(), around:
             result = self._compute(batch)
         if not self._has_stepped:
             check_some_gradient(self._local_model)
@@ -93,10 +92,6 @@ class TrainingStep:
         self._guards.after_step()
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals)
-
-    def _noting(self) -> AbstractContextManager[None]:
-        """Return a context that announces what makes the first step differ from one device's."""
-        return noting_first_step(self._local_model.module, self._mesh, self._notes)
 
     def _compute(self, batch: base.LocalBatch) -> base.StepResult:
         if self._tracing is not None:
