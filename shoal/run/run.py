@@ -350,7 +350,7 @@ class Run(StatefulRun):
         """Return a context in which you may write weights, the same on all ranks. Collective.
 
         All ranks hold the weights of all steps when it begins. Parameter servers get the weights
-        when it ends, if any was changed. No other strategy needs it.
+        when it ends. No other strategy needs it.
 
         Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
         """

@@ -122,7 +122,7 @@ CHECKS = {
     "notes of the first step": Check(
         (f"{RUN}.first_step_notes",),
         "random numbers and buffers of layers",
-        replaced(f"{RUN}.training_step:noting_first_step", _no_notes),
+        replaced(f"{RUN}.prepared:noting_first_step", _no_notes),
         planted_in="run/test_buffer_notes.py",
     ),
     "given weights": Check(
@@ -177,15 +177,15 @@ CHECKS = {
     "agreement of ranks": Check(
         (),
         "learning rates, batches, loaded values and weights that differ between ranks",
-        without_guard("guard_group_numbers"),
+        without_guard("guard_agreement"),
         planted_in="run/guards/test_loaded_values.py",
         scripts="LoadedByRankZero RedrawnHead ForgottenShare",
     ),
     "equal weights": Check(
-        (f"{GUARDS}.equal_weights",),
+        (),
         "weights that a script writes on one rank",
         all_of(
-            replaced(f"{GUARDS}.optimizer_guards:check_equal_weights", _nothing),
+            replaced(f"{GUARDS}.rank_agreement:check_equal_weights", _nothing),
             replaced(f"{GUARDS}.guards:check_equal_weights", _nothing),
         ),
         planted_in="run/guards/test_equal_weights.py",

@@ -21,7 +21,7 @@ HELPERS = {
     *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
     *("run/guards/process_wide.py", "strategies/model_traits.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
-    *("run/guards/optimizer_guards.py", "run/guards/shard_functions.py"),
+    *("run/guards/rank_agreement.py", "run/guards/shard_functions.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_values.py"),
     "run/guards/optimizer_state.py",
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),

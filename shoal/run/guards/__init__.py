@@ -11,7 +11,7 @@
       GradScaler, functional_call, torch.save  refused_calls.py
       torch.randn_like(p), p.normal_()         shard_functions.py
       weights of another pipeline stage        absent_values.py
-      rates of its own on each rank            optimizer_guards.py
+      rates of its own on each rank            rank_agreement.py
 
 `Guards` (`guards.py`) installs all of them, and removes them. A copy or a pickle of a model has
 none.

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
@@ -15,15 +14,14 @@ from shoal.errors import UsageError
 from shoal.run.batch_history import BatchHistory
 from shoal.run.guards.absent_values import AbsentGradients, guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
-from shoal.run.guards.equal_weights import check_equal_weights
 from shoal.run.guards.full_state import (
     cut_given_weights,
     guard_state_requests,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
-from shoal.run.guards.optimizer_guards import guard_group_numbers
 from shoal.run.guards.optimizer_state import OptimizerStates
+from shoal.run.guards.rank_agreement import check_equal_weights, guard_agreement
 from shoal.run.guards.refused_calls import guard_refused_calls
 from shoal.run.guards.shard_functions import guard_shards
 from shoal.run.guards.weight_writes import WeightWatch
@@ -96,7 +94,7 @@ class Guards:
         if not self.enabled:
             return
         handles += guard_backward(guarded)
-        handles += guard_group_numbers(guarded, self._compares_weights, self.batches, self.at)
+        handles += guard_agreement(guarded, self._compares_weights, self.batches, self.at)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
             handles += self._absent.hide_in_steps(optimizers)
@@ -164,8 +162,8 @@ class Guards:
     def edit(self) -> Iterator[None]:
         """Let the user write weights in this context, the same on all ranks. Collective.
 
-        All ranks hold the same weights at its beginning. At its end, servers are sent the weights
-        if any was changed.
+        All ranks hold the same weights at its beginning. At its end, servers are sent those of the
+        first rank.
 
         Raises: UsageError: the gradients of a step are with the servers.
         """
@@ -180,13 +178,11 @@ class Guards:
                 "run.edit(): the servers have gradients of the weights as they are. Call "
                 "optimizer.step() first."
             )
-        parameters = guarded.local_model.trainable_params
-        before = [p.detach().clone() for p in parameters.values()] if is_remote else []
         self.phase.in_edit = True
         try:
             yield
             if is_remote:
-                self._send_changes(guarded, before)
+                self._send_weights(guarded)
         finally:
             self.phase.in_edit = False
             if self._weights is not None:
@@ -195,18 +191,11 @@ class Guards:
     def _on_step(self, *_: Any) -> None:
         self.phase.has_gradients = False
 
-    def _send_changes(self, guarded: GuardedModels, before: Sequence[Tensor]) -> None:
-        """Send the weights to the servers if any rank has changed one. Collective."""
-        local_model, mesh = guarded.local_model, guarded.mesh
-        parameters = local_model.trainable_params.values()
-        changed = any(
-            not torch.equal(old, new) for old, new in zip(before, parameters, strict=True)
-        )
-        flag = torch.tensor([float(changed)], device=mesh.device)
-        if not mesh.all_reduce_max(flag).item():
-            return
-        for parameter in parameters:
-            mesh.broadcast_tensor(parameter.detach())
+    def _send_weights(self, guarded: GuardedModels) -> None:
+        """Send the weights to the servers. Collective."""
+        local_model = guarded.local_model
+        for parameter in local_model.trainable_params.values():
+            guarded.mesh.broadcast_tensor(parameter.detach())
         for optimizer in guarded.optimizers:
             local_model.strategy_state.pull_state(optimizer)
             local_model.strategy_state.push_state(optimizer)

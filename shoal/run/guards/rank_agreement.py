@@ -1,0 +1,147 @@
+"""Agreement of ranks: numbers, values, batches and weights that must be the same on all of them.
+
+numbers of groups    such as learning rates: a scheduler may see each rank's own loss
+loaded values        load_state_dict by one rank loads its part alone
+batches              must have been shares of the same global batches
+weights              of ranks that hold the same part of the model, to the last bit:
+
+      model.head.reset_parameters()      each data rank draws other numbers
+      if run.rank == 0: load(...)        one rank alone has the file
+      p.grad = gradient of own rows      each rank steps by another one
+
+Nothing would bring such weights together again: means of gradients keep their distance. Ranks
+compare at steps 1, 2, 4, ... 64 of an optimizer, and then at every 64th. Not with the totals of
+every step: those are summed, so that a difference needs numbers of their own, and on a GPU a look
+at them waits for the device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from itertools import count
+from typing import Any
+
+from torch.optim import Optimizer
+
+from shoal.comm.norm import to_local
+from shoal.errors import UsageError
+from shoal.platform.script_line import call_site
+from shoal.run.batch_history import BatchHistory, BatchPlaces, difference
+from shoal.run.collective_calls import CURE
+from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.optimizer_binding import group_settings
+from shoal.run.replica_check import find_differences, replicated_tensors
+
+LONGEST_INTERVAL = 64
+"""Steps between two comparisons, at most."""
+
+
+def guard_agreement(
+    guarded: GuardedModels,
+    with_weights: bool,
+    batches: BatchHistory,
+    at: Callable[[str], AbstractContextManager[None]],
+) -> Iterator[Removable]:
+    """Compare what ranks must have alike before steps of each optimizer; yield handles.
+
+    Args:
+        with_weights: compare the weights too.
+        batches: that steps were computed on.
+        at: a context for a collective call of that name.
+    """
+
+    def comparing() -> Callable[..., None]:
+        steps = count(1)
+
+        def compare(optimizer: Optimizer, *_: Any) -> None:
+            step = next(steps)
+            if step % LONGEST_INTERVAL and (step & (step - 1) or step > LONGEST_INTERVAL):
+                return
+            with at("optimizer.step()"):
+                _compare(guarded, optimizer, batches)
+                if with_weights:
+                    check_equal_weights(guarded)
+
+        return compare
+
+    # Ranks that step by themselves may be at different steps.
+    if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
+        for optimizer in guarded.optimizers:
+            yield optimizer.register_step_pre_hook(comparing())
+
+
+def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory) -> None:
+    """Raise UsageError on all ranks if numbers, loaded values or batches differ. Collective."""
+    phase = guarded.phase
+    own = json.dumps([group_settings(optimizer), batches.places, phase.loaded])
+    texts = guarded.mesh.all_gather_str(own)
+    groups, places, loaded_by_first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        if text == texts[0]:
+            continue
+        other_groups, other_places, loaded_by_other = json.loads(text)
+        if other_groups != groups:
+            raise UsageError(_describe(groups, rank, other_groups))
+        if loaded_by_other != loaded_by_first:
+            raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
+        if fact := difference(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
+            raise UsageError(f"{fact}{call_site()}. {CURE}")
+    phase.loaded = 0
+
+
+def _describe_loaded(first: int, rank: int, other: int) -> str:
+    """Return what rank 0 and another rank have loaded differently."""
+    loader, idle = (0, rank) if first else (rank, 0)
+    fact = f"rank {loader} has loaded weights and rank {idle} has not"
+    if first and other:
+        fact = f"rank 0 and rank {rank} have loaded different weights"
+    return (
+        f"load_state_dict: {fact} since the step before, noticed{call_site() or ' now'}. Each rank "
+        "keeps its own part of what it loads: call load_state_dict on all ranks, with the same "
+        "values."
+    )
+
+
+def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]]) -> str:
+    """Return the first number in which rank 0 and another rank differ."""
+    for group, (ours, theirs) in enumerate(zip(first, other, strict=False)):
+        for key in (*ours, *theirs):
+            if ours.get(key) != theirs.get(key):
+                return (
+                    f"rank 0 steps with {key}={ours.get(key)}, rank {rank} with "
+                    f"{key}={theirs.get(key)} (group {group}){call_site()}. If a scheduler saw "
+                    "another number on each rank, step it with what run.evaluate or "
+                    "run.forward_backward returns: those are the same on all ranks."
+                )
+    return f"rank 0 has {len(first)} optimizer groups, rank {rank} has {len(other)}{call_site()}."
+
+
+def check_equal_weights(guarded: GuardedModels) -> None:
+    """Compare the weights of ranks that hold the same. Collective over the data axis.
+
+    Weights that are not finite on some rank are left to the checks that look for these.
+
+    Raises: UsageError: on every rank of the data axis, a weight differs.
+    """
+    model, data = guarded.local_model, guarded.mesh.data
+    if data.size == 1 or model.remote_optimizer is not None:
+        return
+    held = replicated_tensors(model, (), guarded.mesh)
+    differences = find_differences(held, data)
+    if differences:
+        is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
+        if not data.sum_of_host_numbers([not is_finite])[0]:
+            name, (first, other, *_) = differences[0]
+            raise UsageError(_describe_weights(name, first[0], other[0]))
+
+
+def _describe_weights(name: str, first: int, other: int) -> str:
+    return (
+        f"{name} has other values on data rank {other} than on data rank {first}, noticed"
+        f"{call_site() or ' now'}: the script has written it on one of them, or differently on "
+        "each. Draw weights anew under one seed, torch.manual_seed(epoch) on all ranks, for after "
+        "run.prepare torch draws other numbers on each data rank; load weights on all ranks; and "
+        "take gradients from run.forward_backward alone."
+    )
