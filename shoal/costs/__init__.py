@@ -4,6 +4,7 @@
       machine.py          measured speeds of a machine
       cluster.py          hosts, their memory and their links
       step_cost.py        what a rank holds, computes and sends in a step; strategies transform it
+      pass_table.py       the passes through the stages of a pipeline, in order
       memory_peak.py      the most that a rank holds at once
       event_simulator.py  the time of tasks that wait for each other and share links
 

@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,13 +66,19 @@ class Cluster:
     machine: str = ""
     mtbf_s: float = math.inf
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return sum(host.ranks for host in self.hosts)
 
-    @property
+    @cached_property
     def ranks_per_host(self) -> int:
         return max(host.ranks for host in self.hosts)
+
+    @cached_property
+    def _narrowest(self) -> tuple[Link, Link]:
+        """The narrowest link inside a host, and the narrowest one out of a host."""
+        inside = min((host.inside for host in self.hosts), key=lambda link: link.bandwidth)
+        return inside, min((host.link for host in self.hosts), key=lambda link: link.bandwidth)
 
     def link_of(self, ranks: int, stride: int) -> Link:
         """Return the narrowest link that a group of ranks uses, as one of them sees it.
@@ -80,10 +87,10 @@ class Cluster:
 
         Args: ranks, stride: of the group, as along an axis of the mesh.
         """
+        inside, out = self._narrowest
         if ranks * stride <= self.ranks_per_host or len(self.hosts) == 1:
-            return min((host.inside for host in self.hosts), key=lambda link: link.bandwidth)
+            return inside
         sharing = min(stride, self.ranks_per_host)
-        out = min((host.link for host in self.hosts), key=lambda link: link.bandwidth)
         links = [out._replace(bandwidth=out.bandwidth / sharing)]
         hosts_below = 1
         while links[-1].to in self.switches and self.switches[links[-1].to].bandwidth:

@@ -23,11 +23,6 @@ def job_mtbf_s(rank_mtbf_s: float, ranks: int) -> float:
     return rank_mtbf_s / ranks
 
 
-def young_interval_s(mtbf_s: float, save_s: float) -> float:
-    """Return the time between two saves that loses least, to first order."""
-    return sqrt(2 * save_s * mtbf_s)
-
-
 def daly_interval_s(mtbf_s: float, save_s: float) -> float:
     """Return the time between two saves that loses least."""
     if save_s >= 2 * mtbf_s:

@@ -80,10 +80,8 @@ def rank_peak(step: StepCost, rank: int) -> HeldBytes:
 def _moments(step: StepCost, rank: int, all_gradients: float) -> Iterable[tuple[float, ...]]:
     """Yield (gradients, activations, gathered) at the fullest moment of each pass of a rank."""
     stages = {
-        stage: _stage(
-            [s for s in step.segments if s.stage == stage], step.samples, step.gradients_stay
-        )
-        for stage in {action.stage for action in step.rows[rank]}
+        stage: _stage(step.segments_by_stage[stage], step.samples)
+        for stage in step.passes.stages[rank]
     }
     alive = 0.0
     done: set[int] = set()
@@ -109,7 +107,7 @@ def _moments(step: StepCost, rank: int, all_gradients: float) -> Iterable[tuple[
             alive -= stage.kept
 
 
-def _stage(segments: Sequence[LocalSegment], samples: int, gradients_stay: bool) -> _Stage:
+def _stage(segments: Sequence[LocalSegment], samples: int) -> _Stage:
     kept = 0.0
     forward = backward = (0.0, 0.0)
     alive_after: list[float] = []

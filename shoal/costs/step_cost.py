@@ -4,17 +4,20 @@
       holds everything         stages            shares of segments      shards, gatherings
 
 Ranks along the data and the tensor axis do the same, so one of them stands for all. Ranks along
-the pipeline axis hold different stages: `rows` has the actions of each. So 16,384 ranks cost no
+the pipeline axis hold different stages: `passes` has the actions of each. So 16,384 ranks cost no
 more than one pipeline.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
+from shoal.costs.pass_table import ONE_RANK, Action, PassTable
 from shoal.costs.work import NOTHING, Affine, ModelWork, SegmentWork
 from shoal.errors import ShoalError
 
@@ -37,17 +40,6 @@ class SentMessage(NamedTuple):
     packed: int = 0
 
 
-class StepAction(NamedTuple):
-    """One pass through a stage, as `Action` of the pipeline's schedule tables.
-
-    Attributes: kind: F forward, B backward, I or W the halves of a backward pass.
-    """
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
 class HeldParameter(NamedTuple):
     """A parameter, as this rank holds it between steps.
 
@@ -63,8 +55,7 @@ class HeldParameter(NamedTuple):
     optimizer_bytes: float
 
 
-@dataclass(frozen=True)
-class LocalSegment:
+class LocalSegment(NamedTuple):
     """A segment of the forward pass on one rank.
 
     Attributes:
@@ -122,7 +113,7 @@ class StepCost:
 
     Attributes:
         module: the model; its tensors may have no memory. For strategies that look at it.
-        rows: actions of each rank of the pipeline, for one local batch.
+        passes: of all ranks of the pipeline, for one local batch.
         microbatches: of the pipeline.
         accumulate: local batches of a step.
         gradients_stay: gradients have memory for the whole run, such as buckets.
@@ -147,7 +138,7 @@ class StepCost:
     global_batch: int
     segments: tuple[LocalSegment, ...]
     segment_time: SegmentTime
-    rows: tuple[tuple[StepAction, ...], ...] = ((StepAction("F", 0, 0), StepAction("B", 0, 0)),)
+    passes: PassTable = ONE_RANK
     microbatches: int = 1
     accumulate: int = 1
     gradients_stay: bool = False
@@ -187,15 +178,21 @@ class StepCost:
         """Samples of one pass: a micro-batch of the fullest rank."""
         return ceil(self.local_batch / self.microbatches)
 
-    def rank_of(self, stage: int) -> int:
-        """Return the rank of the pipeline that holds a stage."""
-        return next(
-            rank for rank, row in enumerate(self.rows) if any(a.stage == stage for a in row)
-        )
+    @property
+    def rows(self) -> tuple[tuple[Action, ...], ...]:
+        """Actions of each rank of the pipeline, for one local batch."""
+        return self.passes.rows
+
+    @cached_property
+    def segments_by_stage(self) -> Mapping[int, list[LocalSegment]]:
+        by_stage: dict[int, list[LocalSegment]] = defaultdict(list)
+        for segment in self.segments:
+            by_stage[segment.stage].append(segment)
+        return by_stage
 
     def segments_of_rank(self, rank: int) -> list[LocalSegment]:
-        stages = {action.stage for action in self.rows[rank]}
-        return [segment for segment in self.segments if segment.stage in stages]
+        stages = sorted(self.passes.stages[rank])
+        return [segment for stage in stages for segment in self.segments_by_stage[stage]]
 
     def parameters_of_rank(self, rank: int) -> list[HeldParameter]:
         return [p for segment in self.segments_of_rank(rank) for p in segment.parameters]
@@ -206,9 +203,7 @@ class StepCost:
 
     def map_parameters(self, change: Callable[[HeldParameter], HeldParameter]) -> StepCost:
         """Return the step with every parameter changed."""
-        return self.map_segments(
-            lambda s: replace(s, parameters=tuple(change(p) for p in s.parameters))
-        )
+        return self.map_segments(lambda s: s._replace(parameters=tuple(map(change, s.parameters))))
 
     def sent_bytes(self) -> float:
         """Return the bytes that the rank sends in a step that sends most."""
@@ -270,7 +265,7 @@ def one_rank(
     }
     segments = [_local(work, held) for work in model.segments]
     if held:  # nothing of the forward pass reads them
-        segments.append(replace(_unused_segment(), parameters=tuple(held.values())))
+        segments.append(_unused_segment()._replace(parameters=tuple(held.values())))
     return StepCost(
         model,
         module,

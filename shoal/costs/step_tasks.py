@@ -18,7 +18,8 @@ from typing import NamedTuple
 from shoal.costs.event_simulator import StepTask, Timeline, simulate
 from shoal.costs.machine import Compute, Machine
 from shoal.costs.network import Network
-from shoal.costs.step_cost import LocalSegment, SentMessage, StepAction, StepCost
+from shoal.costs.pass_table import Action
+from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
 from shoal.costs.work import SegmentWork
 
 
@@ -86,10 +87,22 @@ class SegmentTimer:
         )
 
 
+def least_seconds(step: StepCost, timer: SegmentTimer, network: Network) -> float:
+    """Return seconds that a step takes at least.
+
+    A rank is busy for so long, after the first micro-batch has come to it and before the last one
+    has gone back from it. Its messages, which may travel meanwhile, take turns.
+    """
+    builder = _TaskBuilder(step, timer, network)
+    return max(
+        max(builder.busy_s(rank) + builder.outside_s(rank), builder.messages_s(rank))
+        for rank in range(len(step.rows))
+    )
+
+
 def step_time(step: StepCost, timer: SegmentTimer, network: Network) -> StepTime:
     """Simulate a step and return its time."""
-    builder = _TaskBuilder(step, timer, network)
-    tasks = builder.tasks()
+    tasks = _TaskBuilder(step, timer, network).tasks()
     # Parameter servers of one host compute too, on the cores of the ranks.
     slow = network.machine.overlap_slowdown * network.server_crowding(step)
     slowdowns = {
@@ -142,13 +155,10 @@ class _TaskBuilder:
         self.last: dict[int, tuple[int, ...]] = defaultdict(tuple)
         self.pending_s: dict[int, float] = defaultdict(float)
         self.beside: dict[int, list[int]] = defaultdict(list)
-        self.stages: dict[int, list[LocalSegment]] = defaultdict(list)
         self.prefetched: dict[int, tuple[int, ...]] = {}
         self.parts: dict[tuple[int, str], list[_Part]] = {}
+        self.seconds: dict[SentMessage, float] = {}
         self.samples = step.samples
-        for segment in step.segments:
-            self.stages[segment.stage].append(segment)
-        self.rank_of = {a.stage: rank for rank, row in enumerate(step.rows) for a in row}
 
     def tasks(self) -> list[StepTask]:
         ranks = range(len(self.step.rows))
@@ -163,41 +173,50 @@ class _TaskBuilder:
 
     def _pass_through(self, is_last: bool) -> None:
         """Add the actions of all ranks, each behind what it waits for."""
-        done: dict[StepAction, int] = {}
-        next_index = [0] * len(self.step.rows)
-        progressed = True
-        while progressed:
-            progressed = False
-            for rank, row in enumerate(self.step.rows):
-                while next_index[rank] < len(row):
-                    action = row[next_index[rank]]
-                    needed = self._needs(action)
-                    if not all(each in done for each in needed):
-                        break
-                    waits = tuple(done[each] for each in needed)
-                    later = row[next_index[rank] + 1 :]
-                    is_last_of_stage = is_last and not any(
-                        a.stage == action.stage and a.kind in "BW" for a in later
-                    )
-                    done[action] = self._act(rank, action, waits, is_last_of_stage)
-                    next_index[rank] += 1
-                    progressed = True
+        ends: list[int] = []
+        for each in self.step.passes.order:
+            waits = tuple(ends[index] for index in each.needs)
+            ends.append(self._act(each.rank, each.action, waits, is_last and each.is_last))
 
-    def _needs(self, action: StepAction) -> list[StepAction]:
-        """Return the actions before a forward or backward pass: `ScheduleTable.dependencies`."""
-        kind, stage, microbatch = action
-        if kind == "F":
-            return [StepAction("F", stage - 1, microbatch)] if stage else []
-        if kind == "W":
-            return [StepAction("I", stage, microbatch)]
-        needed = [StepAction("F", stage, microbatch)]
-        if stage + 1 in self.rank_of:
-            row = self.step.rows[self.rank_of[stage + 1]]
-            whole = StepAction("B", stage + 1, microbatch)
-            needed.append(whole if whole in row else whole._replace(kind="I"))
-        return needed
+    def busy_s(self, rank: int) -> float:
+        """Return the seconds in which a rank computes, or waits for messages of its own."""
+        passes_s = sum(
+            number * sum(part.seconds for part in self._parts(stage, kind))
+            for (kind, stage), number in self.step.passes.counts[rank].items()
+        )
+        around_s = self.timer.speeds.step_s + self.timer.optimizer(self.step)
+        return self.step.accumulate * passes_s + around_s + self._waited_s(rank)
 
-    def _act(self, rank: int, action: StepAction, waits: tuple[int, ...], is_last: bool) -> int:
+    def messages_s(self, rank: int) -> float:
+        """Return the seconds of a rank's messages, whether it waits for them or not."""
+        segments = self.step.segments_of_rank(rank)
+        early = (message for s in segments for message in (*s.prefetched, *s.beside))
+        return sum(map(self._seconds, early)) + self._waited_s(rank)
+
+    def _waited_s(self, rank: int) -> float:
+        passes_s = sum(
+            number * self._waits_s(*part.before, *part.after)
+            for (kind, stage), number in self.step.passes.counts[rank].items()
+            for part in self._parts(stage, kind)
+        )
+        after = *self.step.after_passes.get(rank, ()), *self.step.after_step.get(rank, ())
+        return self.step.accumulate * passes_s + self._waits_s(*after)
+
+    def outside_s(self, rank: int) -> float:
+        """Return the seconds of other stages before a rank's first pass and behind its last one."""
+        row = self.step.rows[rank]
+        kinds = "F", row[-1].kind if row[-1].kind in "BI" else ""
+        return sum(
+            part.seconds
+            for kind, stage in zip(kinds, (row[0].stage, row[-1].stage), strict=True)
+            for earlier in range(stage if kind else 0)
+            for part in self._parts(earlier, kind)
+        )
+
+    def _waits_s(self, *messages: SentMessage) -> float:
+        return sum(self._seconds(each) for each in messages if each.kind != "send")
+
+    def _act(self, rank: int, action: Action, waits: tuple[int, ...], is_last: bool) -> int:
         """Add one pass through a stage; return the task after which the next stage may begin."""
         self._flush(rank)
         self.last[rank] = (*self.last[rank], *waits)
@@ -210,7 +229,7 @@ class _TaskBuilder:
             self.pending_s[rank] += part.seconds
             if is_last and part.beside:
                 after = self._flush(rank)
-                for message in part.beside:
+                for message in filter(self._seconds, part.beside):
                     self.beside[rank].append(self._message(rank, message, (after,)))
             sends += self._wait_for(rank, part.after)
         end = self._flush(rank)
@@ -221,7 +240,7 @@ class _TaskBuilder:
         key = (stage, kind)
         if key not in self.parts:
             make = self._forward_part if kind == "F" else partial(self._backward_part, kind)
-            segments = self.stages[stage]
+            segments = self.step.segments_by_stage[stage]
             parts = map(make, segments if kind == "F" else reversed(segments))
             self.parts[key] = _merged(parts)
         return self.parts[key]
@@ -244,7 +263,7 @@ class _TaskBuilder:
     def _wait_for(self, rank: int, messages: Iterable[SentMessage]) -> list[int]:
         """Add messages between two stretches of computing; sends travel while the rank goes on."""
         sends = []
-        for message in messages:
+        for message in filter(self._seconds, messages):
             after = self._flush(rank)
             index = self._message(rank, message, (after,))
             if message.kind == "send":
@@ -256,13 +275,19 @@ class _TaskBuilder:
     def _message(self, rank: int, message: SentMessage, after: tuple[int, ...]) -> int:
         queue = f"rank {rank} sends" if message.kind == "send" else f"rank {rank} messages"
         label = f"{message.kind} ({message.axis})"
-        seconds = self.network.seconds(message, self.step)
-        if message.packed:
-            speeds = self.timer.speeds
-            engine_s = speeds.engine_call_s + message.packed * speeds.engine_tensor_s
-            seconds += message.share * engine_s * self.timer.crowding
         links = self.network.links(message, rank)
-        return self._add(StepTask(queue, seconds, after, links, label))
+        return self._add(StepTask(queue, self._seconds(message), after, links, label))
+
+    def _seconds(self, message: SentMessage) -> float:
+        """Return the seconds of a message alone, with what an engine does around it."""
+        if message not in self.seconds:
+            seconds = self.network.seconds(message, self.step)
+            if message.packed:
+                speeds = self.timer.speeds
+                engine_s = speeds.engine_call_s + message.packed * speeds.engine_tensor_s
+                seconds += message.share * engine_s * self.timer.crowding
+            self.seconds[message] = seconds
+        return self.seconds[message]
 
     def _prefetch(self, rank: int) -> None:
         for segment in self.step.segments_of_rank(rank):
@@ -285,6 +310,8 @@ class _TaskBuilder:
     def _flush(self, rank: int) -> int:
         """Turn the computing since the last message into one task; return the rank's last one."""
         seconds = self.pending_s.pop(rank, 0.0)
+        if not seconds and len(self.last[rank]) == 1:
+            return self.last[rank][0]
         index = self._add(StepTask(f"rank {rank} compute", seconds, self.last[rank]))
         self.last[rank] = (index,)
         return index

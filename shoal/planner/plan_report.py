@@ -32,8 +32,8 @@ def report(planner: Planner, plans: Plans, command: Command) -> str:
     shown = _worth_showing(plans.fitting)[:ROWS]
     if shown:
         lines += [*_table(shown), ""]
-    if len(plans.fitting) > len(shown):
-        left_out = len(plans.fitting) - len(shown)
+    left_out = len(plans.fitting) + len(plans.slower) - len(shown)
+    if left_out:
         lines += [f"and {left_out} more that are slower or the same: --json has all", ""]
     inexact = [plan.strategy for plan in shown if not plan.step.is_exact]
     if inexact:
@@ -253,7 +253,7 @@ def as_json(planner: Planner, plans: Plans) -> dict[str, Any]:
         "memory_limit": planner.memory_limit,
         "calibrated": planner.machine.calibrated,
         "machine": planner.machine.name,
-        "plans": [plan_json(plan) for plan in (*plans.fitting, *plans.too_large)],
+        "plans": [plan_json(plan) for plan in (*plans.fitting, *plans.slower, *plans.too_large)],
         "refused": plans.refused,
         "best": plans.best.strategy if plans.best else None,
     }
@@ -266,6 +266,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "strategy": plan.strategy,
         "fits": plan.missing_bytes <= 0,
         "step_s": plan.time.seconds if plan.time else None,
+        "at_least_s": plan.least_s,
         "band": plan.band,
         "samples_per_s": plan.samples_per_s,
         "bound_by": binding(plan),

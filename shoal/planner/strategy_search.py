@@ -4,13 +4,13 @@
                "needs a multiple of 4"   "nothing can be cut"          "does not fit by 3.1 GiB"
 
 Lines come from the options of the registered strategies, and refusals are the strategies' own
-words. What does not fit is not simulated.
+words. What does not fit is not simulated, and neither is what cannot be among the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -21,7 +21,7 @@ from shoal.costs.machine import Machine
 from shoal.costs.memory_peak import HeldBytes, peak
 from shoal.costs.network import Network
 from shoal.costs.step_cost import RankLayout, StepCost, one_rank
-from shoal.costs.step_tasks import SegmentTimer, StepTime, step_time
+from shoal.costs.step_tasks import SegmentTimer, StepTime, least_seconds, step_time
 from shoal.costs.work import ModelWork
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
@@ -36,6 +36,8 @@ FEW_WORDS = 2
 MANY_SEGMENTS = 500
 IN_ONE_PROCESS = ("single", "dataparallel")
 """Ways that share out no batch among ranks. The second is there for comparison."""
+COMPARED = 24
+"""Times that are known before plans are left out which cannot be better."""
 ALIKE = 0.05
 """Share by which times differ that a prediction tells apart."""
 
@@ -62,8 +64,9 @@ class Plan:
     """A strategy line, and what it is predicted to cost.
 
     Attributes:
-        time: of a step; None where it does not fit.
+        time: of a step; None where it does not fit, or is slower than many others.
         band: share by which the time may be wrong.
+        least_s: seconds that a step takes at least, where it fits.
     """
 
     strategy: str
@@ -72,6 +75,7 @@ class Plan:
     memory_limit: float
     time: StepTime | None
     band: float
+    least_s: float = 0.0
 
     @property
     def missing_bytes(self) -> float:
@@ -84,8 +88,11 @@ class Plan:
 
     @property
     def latest_s(self) -> float:
-        """Seconds of a step if the prediction is too short by its whole band, as most are."""
-        return self.seconds / (1 - self.band)
+        """Seconds of a step if the prediction is too short by its whole band, as most are.
+
+        Without a prediction, of the least time.
+        """
+        return (self.seconds if self.time is not None else self.least_s) / (1 - self.band)
 
     @property
     def samples_per_s(self) -> float:
@@ -98,11 +105,13 @@ class Plans:
 
     Attributes:
         fitting: best first, by `latest_s`.
+        slower: fit, and cannot be among the best, so their times are not known.
         too_large: do not fit, nearest first.
         refused: strategy line -> reason.
     """
 
     fitting: tuple[Plan, ...]
+    slower: tuple[Plan, ...]
     too_large: tuple[Plan, ...]
     refused: dict[str, str]
 
@@ -147,34 +156,57 @@ class Planner:
         self._steps: dict[str, StepCost] = {}
 
     def search(self, lines: Sequence[str] | None = None) -> Plans:
-        """Return the plans of some strategy lines; None for all that are worth a comparison."""
+        """Return the plans of some strategy lines; None for all that are worth a comparison.
+
+        All that fit of given lines are simulated; else those that may be among the best.
+        """
         found: list[Plan] = []
         refused: dict[str, str] = {}
         many = len(self.workload.model.segments) > MANY_SEGMENTS
         find = short_lines if many else candidate_lines
         for text in lines or list(find(self.cluster.ranks)):
             try:
-                found.append(self.plan(text))
+                found.append(self._without_time(text))
             except (StrategyRefused, ConfigError) as error:
                 refused[text] = str(error)
-        fitting = sorted((p for p in found if p.time), key=lambda p: (p.latest_s, p.memory.total))
-        too_large = sorted((p for p in found if not p.time), key=lambda p: p.missing_bytes)
-        return Plans(tuple(fitting), tuple(too_large), refused)
+        too_large = sorted((p for p in found if p.missing_bytes > 0), key=lambda p: p.missing_bytes)
+        enough = len(found) if lines else COMPARED
+        fitting, slower = self._timed([p for p in found if p.missing_bytes <= 0], enough)
+        fitting.sort(key=lambda p: (p.latest_s, p.memory.total))
+        return Plans(tuple(fitting), tuple(slower), tuple(too_large), refused)
+
+    def _timed(self, plans: list[Plan], enough: int) -> tuple[list[Plan], list[Plan]]:
+        """Simulate the plans that may be among the best; return them, and the others."""
+        waiting = sorted(plans, key=lambda p: p.latest_s)
+        timed: list[Plan] = []
+        for number, plan in enumerate(waiting):
+            ends = {p.latest_s for p in timed if p.step.is_exact}
+            earlier = [end for end in ends if end <= plan.latest_s]
+            if len(earlier) >= enough and plan.latest_s > min(ends) * (1 + ALIKE):
+                return timed, waiting[number:]
+            timed.append(self._with_time(plan))
+        return timed, []
 
     def plan(self, text: str) -> Plan:
         """Return what one strategy line costs.
 
         Raises: ConfigError, StrategyRefused: it cannot run; the reason that the strategy gives.
         """
+        found = self._without_time(text)
+        return self._with_time(found) if found.missing_bytes <= 0 else found
+
+    def _without_time(self, text: str) -> Plan:
         step = self.step_cost(text)
         memory = peak(step)
-        time = None
-        if memory.total <= self.memory_limit:
-            time = step_time(step, self.timer, self.network)
+        fits = memory.total <= self.memory_limit
+        least_s = least_seconds(step, self.timer, self.network) if fits else 0.0
         band = step.band if self.machine.calibrated else DATASHEET_BAND
         if self.machine.crowding(self.cluster.ranks_per_host) > 1:
             band = max(band, TURNS_BAND)
-        return Plan(text, step, memory, self.memory_limit, time, band)
+        return Plan(text, step, memory, self.memory_limit, None, band, least_s)
+
+    def _with_time(self, plan: Plan) -> Plan:
+        return replace(plan, time=step_time(plan.step, self.timer, self.network))
 
     def step_cost(self, text: str) -> StepCost:
         """Return the step of a strategy line, transformed by each of its strategies in turn."""
@@ -196,16 +228,18 @@ class Planner:
                 f"tensor={layout.tensor}: tensor groups lie inside one host, and a host has "
                 f"{self.cluster.ranks_per_host} ranks."
             )
-        step = one_rank(
-            work.model,
-            work.module,
-            layout,
-            work.global_batch,
-            self.timer,
-            work.accumulate,
-            self._known,
-        )
         done = str(layout)
+        if done not in self._steps:
+            self._steps[done] = one_rank(
+                work.model,
+                work.module,
+                layout,
+                work.global_batch,
+                self.timer,
+                work.accumulate,
+                self._known,
+            )
+        step = self._steps[done]
         for spec, strategy in zip(line.specs, strategies, strict=True):
             done += f",{spec}"
             if done not in self._steps:  # many lines begin alike

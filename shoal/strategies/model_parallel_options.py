@@ -9,6 +9,9 @@ from shoal.errors import ConfigError, raise_problems
 from shoal.strategies.options import StrategyOptions, divisors
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
+MANY_RANKS = 16
+"""Ranks of a pipeline above which `shoal plan` compares its default schedule alone."""
+
 
 @dataclass(frozen=True)
 class PipelineOptions(StrategyOptions):
@@ -55,8 +58,13 @@ class PipelineOptions(StrategyOptions):
     @classmethod
     def variants(cls, name: str, ranks: int) -> list[str]:
         others = ("gpipe", "interleaved", "zero-bubble", "zbv")
-        schedules = ["", *(f",schedule={schedule}" for schedule in others)]
-        return [f"{name}={p}{schedule}" for p in divisors(ranks) for schedule in schedules]
+        schedules = [f",schedule={schedule}" for schedule in others]
+        # Tables of long pipelines take seconds to make, and schedules differ by their bubbles.
+        return [
+            f"{name}={p}{schedule}"
+            for p in divisors(ranks)
+            for schedule in ["", *(schedules if p <= MANY_RANKS else [])]
+        ]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from shoal.costs.cluster import one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.planner.plan_report import as_json, explain, report
 from shoal.planner.smallest_change import Command
-from shoal.planner.strategy_search import Planner, Workload, candidate_lines
+from shoal.planner.strategy_search import COMPARED, Planner, Workload, candidate_lines
 from shoal.planner.trace_model import trace_model
 from shoal.strategies import parse_line
 
@@ -115,3 +115,25 @@ def test_json_has_every_plan_and_every_refusal(workload: Workload) -> None:
     assert read["refused"] == plans.refused
     kinds = read["plans"][0]["memory"]
     assert kinds["total"] == pytest.approx(sum(v for k, v in kinds.items() if k != "total"))
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_what_is_not_simulated_cannot_be_among_the_best(workload: Workload, ranks: int) -> None:
+    """A search that stops early chooses as one that simulates all, and shows the same plans."""
+    made = planner(workload, ranks)
+    short, whole = made.search(), made.search([*candidate_lines(ranks)])
+    assert short.slower
+    assert not whole.slower
+    assert len(short.fitting) + len(short.slower) == len(whole.fitting)
+    assert short.best is not None
+    assert whole.best is not None
+    assert short.best.strategy == whole.best.strategy
+    shown = [plan.strategy for plan in whole.fitting[:COMPARED]]
+    assert [plan.strategy for plan in short.fitting[:COMPARED]] == shown
+    assert "more that are slower" in report(made, short, Command())
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_a_step_takes_no_less_than_its_least_time(workload: Workload, ranks: int) -> None:
+    for plan in planner(workload, ranks).search([*candidate_lines(ranks)]).fitting:
+        assert 0 < plan.least_s <= plan.seconds * (1 + 1e-9), plan.strategy

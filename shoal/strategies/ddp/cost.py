@@ -78,8 +78,7 @@ def _with_gradients_beside(step: StepCost) -> StepCost:
     for index in range(len(segments) - 1, -1, -1):
         segment = segments[index]
         own = sum(map(_sent, segment.parameters))
-        segments[index] = replace(
-            segment,
+        segments[index] = segment._replace(
             held_backward=segment.held_backward + grown,
             held_after=segment.held_after + grown + own,
         )
@@ -96,7 +95,7 @@ def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: 
         beside = (SentMessage("all_reduce", sizes[index]),) if index in sizes else ()
         sent += sizes.get(index, 0.0)
         held = segment.held_backward + (sent if messages_are_copies else 0.0)
-        segments[index] = replace(segment, beside=beside, held_backward=held)
+        segments[index] = segment._replace(beside=beside, held_backward=held)
     after = {0: sent} if messages_are_copies else {}
     return replace(step, segments=tuple(segments), after_held=after)
 

@@ -7,50 +7,56 @@ so a cut may lie one unit away.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from shoal.costs.step_cost import LocalSegment, SentMessage, StepAction, StepCost
+from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.model_parallel_options import PipelineOptions
 from shoal.strategies.pipeline.plan import balanced
-from shoal.strategies.pipeline.schedule_table import ScheduleTable
+from shoal.strategies.pipeline.schedules import SCHEDULES, table
 from shoal.strategies.pipeline.units import find_units
 
 PYTHON_BAND = 0.85
 """How far times were off: Python around absent tensors is not calibrated."""
 
 
-def cost(options: PipelineOptions, schedule: ScheduleTable, step: StepCost) -> StepCost:
+def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCost:
     """Return a step whose segments lie in stages.
 
-    Args: schedule: the table for this batch.
-
-    Raises: StrategyRefused: there are too few units, or a name of `cuts` is none.
+    Raises:
+        StrategyRefused: there are too few units, or a name of `cuts` is none.
+        ConfigError: the schedule has no table for so many micro-batches.
     """
-    step = replace(step, microbatches=schedule.num_microbatches)
-    unit_of = _units_of_segments(options, schedule, step)
+    step = replace(step, microbatches=microbatches)
+    stages = options.ranks * (options.stages or SCHEDULES[options.schedule].per_rank)
+    unit_of = step.once(
+        ("pipeline", stages, options.cuts), lambda: _units_of_segments(options, stages, step)
+    )
     starts = [i for i, name in enumerate(unit_of) if i == 0 or unit_of[i - 1] != name]
     sent = [_output(step, step.segments[:start]) for start in starts]
     calls = [unit_of[start] for start in starts]
-    first_calls = _first_calls(options, schedule, step, calls, [*starts, len(unit_of)], sent)
+    first_calls = _first_calls(options, stages, step, calls, [*starts, len(unit_of)], sent)
     firsts = [starts[call] for call in first_calls]
     segments = [
-        replace(segment, stage=sum(first <= index for first in firsts))
+        segment._replace(stage=bisect_right(firsts, index))
         for index, segment in enumerate(step.segments)
     ]
     crossing = {stage: sent[call] for stage, call in enumerate(first_calls, 1)}
-    rows = tuple(tuple(StepAction(*action) for action in row) for row in schedule.rows)
-    step = replace(step, segments=tuple(_with_sends(segments, crossing)), rows=rows)
-    shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in range(len(rows))]
+    drawn = (options.schedule, options.ranks, microbatches, options.stages)
+    passes = step.once(drawn, lambda: table(*drawn))
+    step = replace(step, segments=tuple(_with_sends(segments, crossing)), passes=passes)
+    ranks = range(options.ranks)
+    shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in ranks]
     share = max(shares) / max(step.model.numel, 1)
     return replace(step, optimizer_share=share, band=PYTHON_BAND)
 
 
 def _first_calls(
     options: PipelineOptions,
-    schedule: ScheduleTable,
+    stages: int,
     step: StepCost,
     calls: Sequence[str],
     bounds: Sequence[int],
@@ -65,25 +71,19 @@ def _first_calls(
     if options.cuts:
         return [_call_of(name, calls, options) for name in options.cuts.split("/")]
     places = [*range(1, len(calls))]
-    if len(places) < schedule.num_stages - 1:
+    if len(places) < stages - 1:
         raise StrategyRefused(
-            f"pipeline={options.ranks}: {schedule.num_stages} stages need as many units, and the "
+            f"pipeline={options.ranks}: {stages} stages need as many units, and the "
             f"model has {len(calls)}. Use fewer ranks, or ddp."
         )
     costs = [_seconds(step, step.segments[a:b]) for a, b in pairwise(bounds)]
-    return balanced(costs, [*sent, 0.0], places, schedule.num_stages)
+    return balanced(costs, [*sent, 0.0], places, stages)
 
 
-def _units_of_segments(
-    options: PipelineOptions, schedule: ScheduleTable, step: StepCost
-) -> list[str]:
+def _units_of_segments(options: PipelineOptions, stages: int, step: StepCost) -> list[str]:
     """Return the unit of each segment; code between units belongs to the unit before it."""
     named = options.cuts.split("/") if options.cuts else []
-    stages = schedule.num_stages
-    names = step.once(
-        ("pipeline", stages, options.cuts),
-        lambda: [*find_units(step.module, stages, named=named)],
-    )
+    names = [*find_units(step.module, stages, named=named)]
     if not names:
         raise StrategyRefused(
             f"pipeline={options.ranks}: the model has no modules inside that stages could begin "
@@ -121,9 +121,9 @@ def _with_sends(segments: Sequence[LocalSegment], crossing: dict[int, float]) ->
         behind = segments[index + 1].stage if index + 1 < len(segments) else segment.stage
         if behind > segment.stage:
             message = SentMessage("send", crossing[behind], "pipeline")
-            result[index] = replace(segment, after_forward=(*segment.after_forward, message))
+            result[index] = segment._replace(after_forward=(*segment.after_forward, message))
             following = result[index + 1]
-            result[index + 1] = replace(
-                following, after_backward=(*following.after_backward, message)
+            result[index + 1] = following._replace(
+                after_backward=(*following.after_backward, message)
             )
     return result

@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.parameter_groups import add_weight_gradients, disjoint_groups
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.trace.recorder import BACKWARD, FORWARD
 from shoal.watchdog.progress_word import Phase

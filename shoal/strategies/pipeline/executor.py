@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.costs.pass_table import Action
 from shoal.data.seeds import HostGenerators, derive_seed
 from shoal.data.tree_map import SPARSE
 from shoal.errors import StrategyRefused, UsageError
@@ -49,7 +50,7 @@ from shoal.strategies.pipeline.engine import (
 )
 from shoal.strategies.pipeline.p2p import P2PLink, StageComm, downward_group
 from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.stage_messages import message_after, message_before
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
@@ -259,7 +260,7 @@ def _as_single_microbatch(table: ScheduleTable) -> ScheduleTable:
         tuple(Action("F", stage, 0) for stage in table.stages_of(rank))
         for rank in range(table.num_ranks)
     )
-    return ScheduleTable(table.name, rows, table.num_stages, 1)
+    return ScheduleTable(rows, table.name, table.num_stages, 1)
 
 
 def broadcast_nest(axis: Axis, nest: Any, source: int) -> Any:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
-from shoal.strategies.pipeline.schedule_table import Action, Kind, ScheduleTable, topological_order
+from shoal.costs.pass_table import Action, Kind
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
 
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """A backward pass takes about twice as long as a forward pass; its halves are equal."""
@@ -41,13 +42,13 @@ def timeline(
     Args: cost: the duration of an action, in any unit; None for `COSTS` of its kind.
     """
     cost = cost or (lambda action: COSTS[action.kind])
-    ends: dict[Action, float] = {}
+    ends: list[float] = []
     slots: list[list[Slot]] = [[] for _ in table.rows]
-    for rank, action in topological_order(table):
+    for rank, action, needs, _ in table.order:
         free = slots[rank][-1].end if slots[rank] else 0.0
-        start = max([free, *(ends[dependency] for dependency in table.dependencies(action))])
-        ends[action] = start + cost(action)
-        slots[rank].append(Slot(start, ends[action], action))
+        start = max([free, *(ends[index] for index in needs)])
+        ends.append(start + cost(action))
+        slots[rank].append(Slot(start, ends[-1], action))
     return slots
 
 

@@ -16,8 +16,9 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from shoal.costs.pass_table import Action
 from shoal.errors import ConfigError, did_you_mean
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable, check
+from shoal.strategies.pipeline.schedule_table import ScheduleTable, check
 
 Rows = list[list[Action]]
 
@@ -187,7 +188,7 @@ def table(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Schedu
     schedule = SCHEDULES[name]
     per_rank = per_rank or schedule.per_rank
     rows = schedule.make_rows(ranks, microbatches, per_rank)
-    result = ScheduleTable(name, tuple(tuple(row) for row in rows), ranks * per_rank, microbatches)
+    result = ScheduleTable(tuple(map(tuple, rows)), name, ranks * per_rank, microbatches)
     check(result)
     return result
 

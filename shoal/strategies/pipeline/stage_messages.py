@@ -22,9 +22,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable
+from shoal.strategies.pipeline.schedule_table import ScheduleTable
 
 
 class Message(NamedTuple):

@@ -121,7 +121,7 @@ class Pipeline(PipelineOptions, Strategy):
         microbatches = self.microbatches or _default_microbatches(
             self.schedule, self.ranks, step.local_batch
         )
-        return cost(self, table(self.schedule, self.ranks, microbatches, self.stages), step)
+        return cost(self, microbatches, step)
 
     def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
         """[1] Divide the model into stages. Collective over the world."""

@@ -17,6 +17,7 @@ al., OSDI 2020 (push in the order of the backward pass, pull in that of the forw
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import ClassVar
 
@@ -120,24 +121,28 @@ class Server(ServerOptions, Strategy):
             raise StrategyRefused(
                 "replicas, staleness and compress of servers: their cost in time is not modelled."
             )
+        segments = list(step.segments)
+        parts = step.once((self.servers, self.part_mb), lambda: self._sizes_by_segment(step))
+        for index, sizes in parts.items():
+            pulls = tuple(SentMessage("pull", size, "servers") for size in sizes)
+            pushes = tuple(SentMessage("push", size, "servers") for size in sizes)
+            segments[index] = segments[index]._replace(prefetched=pulls, beside=pushes)
+        step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
+        step = replace(step, band=max(step.band, BAND))
+        return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
+
+    def _sizes_by_segment(self, step: StepCost) -> dict[int, list[int]]:
+        """Return the bytes of the partitions, by the first segment that uses each."""
         order = [
             (i, p) for i, s in enumerate(step.segments) for p in s.parameters if p.gradient_bytes
         ]
         segment_of = {p.name: index for index, p in order}
         metas = {p.name: ParamMeta(int(p.numel), torch.float32, 0) for _, p in order}
         limit = partition_bytes(metas, self.servers, int(self.part_mb * MIB))
-        segments = list(step.segments)
+        sizes: dict[int, list[int]] = defaultdict(list)
         for part in partition(metas, limit):
-            used = sorted(segment_of[each.name] for each in part.segments)
-            pull = SentMessage("pull", part.size_bytes, "servers")
-            push = SentMessage("push", part.size_bytes, "servers")
-            first = segments[used[0]]
-            segments[used[0]] = replace(
-                first, prefetched=(*first.prefetched, pull), beside=(*first.beside, push)
-            )
-        step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
-        step = replace(step, band=max(step.band, BAND))
-        return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
+            sizes[min(segment_of[each.name] for each in part.segments)].append(part.size_bytes)
+        return sizes
 
     @property
     def deviations(self) -> list[str]:

@@ -10,7 +10,8 @@ and an all-gather of the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
@@ -26,8 +27,8 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     Args: made: the plan for the model. sequence: option of the strategy.
     """
     segments = list(step.segments)
-    paths = [segment.work.path for segment in segments]
-    regions = [*_regions(made, paths)]
+    segments_of = step.once("segments of modules", lambda: _segments_of_modules(step))
+    regions = [*_regions(made, segments_of, len(segments))]
     part = 1 / made.degree
     inside: set[int] = set()
     for first, last in regions:
@@ -37,9 +38,10 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
         segments[first] = _with_sum(segments[first], entering or leaving, backward=True)
         if last < len(segments) - 1:  # logits stay in slices
             segments[last] = _with_sum(segments[last], leaving, backward=False)
-    for index in _vocabulary_segments(made.embeddings, paths):
-        output = step.segments[index].work.output_bytes.at(step.samples)
-        segments[index] = _with_sum(segments[index], output, backward=False)
+    for name in made.embeddings:
+        for index in segments_of.get(name, ()):
+            output = step.segments[index].work.output_bytes.at(step.samples)
+            segments[index] = _with_sum(segments[index], output, backward=False)
     row_ends = {last for _, last in regions}
     for index in sorted(inside):
         segments[index] = _divided(segments[index], part, whole_output=index in row_ends)
@@ -54,7 +56,26 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     return replace(step, optimizer_share=share, band=PYTHON_BAND)
 
 
-def _regions(made: TensorPlan, paths: Sequence[str]) -> Iterator[tuple[int, int]]:
+SegmentsOf = Mapping[str, Sequence[int]]
+"""name of a module -> indices of the segments of its code and of the modules inside."""
+
+
+def _segments_of_modules(step: StepCost) -> SegmentsOf:
+    found: dict[str, list[int]] = defaultdict(list)
+    for index, segment in enumerate(step.segments):
+        for name in _prefixes(segment.work.path):
+            found[name].append(index)
+    return dict(found)
+
+
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield a path, and the paths of all modules around it but the model, innermost first."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+def _regions(made: TensorPlan, segments_of: SegmentsOf, segments: int) -> Iterator[tuple[int, int]]:
     """Yield the first and last segment of each stretch that computes slices."""
     pairs = [
         *((heads.columns, heads.row) for heads in made.heads),
@@ -62,35 +83,25 @@ def _regions(made: TensorPlan, paths: Sequence[str]) -> Iterator[tuple[int, int]
         *(((name,), name) for name in made.multihead),
     ]
     for columns, row in pairs:
-        begins = [index for name in columns for index in _segments_of(paths, name)]
+        begins = [index for name in columns for index in segments_of.get(name, ())]
         if begins:
-            yield min(begins), max(_segments_of(paths, row) or begins)
+            yield min(begins), max(segments_of.get(row, begins))
     for name in made.vocabulary_heads:  # the loss takes logits in slices
-        if begins := _segments_of(paths, name):
-            yield min(begins), len(paths) - 1
-
-
-def _vocabulary_segments(embeddings: Sequence[str], paths: Sequence[str]) -> Iterator[int]:
-    for name in embeddings:
-        yield from _segments_of(paths, name)
-
-
-def _segments_of(paths: Sequence[str], name: str) -> list[int]:
-    return [i for i, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
+        if name in segments_of:
+            yield min(segments_of[name]), segments - 1
 
 
 def _with_sum(segment: LocalSegment, size_bytes: float, backward: bool) -> LocalSegment:
     message = SentMessage("all_reduce", size_bytes, "tensor")
     if backward:
-        return replace(segment, after_backward=(*segment.after_backward, message))
-    return replace(segment, after_forward=(*segment.after_forward, message))
+        return segment._replace(after_backward=(*segment.after_backward, message))
+    return segment._replace(after_forward=(*segment.after_forward, message))
 
 
 def _divided(segment: LocalSegment, part: float, whole_output: bool) -> LocalSegment:
     """Return a segment of which a rank computes and keeps `part`."""
     kept, forward_extra = segment.kept, segment.forward_extra
-    return replace(
-        segment,
+    return segment._replace(
         compute=segment.compute * part,
         kept=kept if whole_output else kept.scaled(part),
         forward_extra=forward_extra if whole_output else forward_extra.scaled(part),
@@ -109,8 +120,7 @@ class _Slices:
 
     def slice(self, parameter: HeldParameter) -> HeldParameter:
         owner = parameter.name.rpartition(".")[0]
-        styles = (s for name, s in self.styles.items() if f"{owner}.".startswith(f"{name}."))
-        style = next(styles, "")
+        style = next((self.styles[n] for n in _prefixes(owner) if n in self.styles), "")
         # The bias of a row parallel layer is added after the sum, so every rank has all of it.
         whole = style.startswith("row") and len(self.shapes[parameter.name]) == 1
         if not style or whole:

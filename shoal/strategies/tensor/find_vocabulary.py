@@ -6,7 +6,7 @@ embedding has rows, and is tied to this embedding or has one of the usual names 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -22,12 +22,13 @@ def find_vocabulary(
     model: nn.Module, candidates: Candidates
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return names of embeddings and of heads; reasons against others go to the candidates."""
+    found = [module for module in model.modules() if type(module) is nn.Embedding]
     linear_heads = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
         and module in candidates.remaining
-        and _is_head(name, module, model)
+        and _is_head(name, module, found)
     }
     vocabulary_sizes = {module.out_features for module in linear_heads.values()}
     embeddings = list(_divisible_embeddings(model, vocabulary_sizes, candidates))
@@ -40,13 +41,9 @@ def find_vocabulary(
     )
 
 
-def _is_head(name: str, module: nn.Linear, model: nn.Module) -> bool:
+def _is_head(name: str, module: nn.Linear, found: Iterable[nn.Embedding]) -> bool:
     """Return True for a layer that gives a logit for each row of an embedding."""
-    embeddings = [
-        other
-        for other in model.modules()
-        if type(other) is nn.Embedding and other.num_embeddings == module.out_features
-    ]
+    embeddings = [other for other in found if other.num_embeddings == module.out_features]
     if any(embedding.weight is module.weight for embedding in embeddings):
         return True
     # A number in the path is the index of a block; a layer called `output` there is no head.

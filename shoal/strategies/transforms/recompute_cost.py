@@ -55,8 +55,7 @@ def _recomputed(run: list[LocalSegment]) -> list[LocalSegment]:
         if is_last:
             again = again + output.scaled(-1)
         result.append(
-            replace(
-                segment,
+            segment._replace(
                 again=segment.again + 1,
                 kept=output if is_last else NOTHING,
                 backward_extra=again + segment.backward_extra,

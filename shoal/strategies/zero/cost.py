@@ -10,8 +10,10 @@ once; zero3 frees it after its forward pass and gathers it again.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 from math import ceil
 
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
@@ -67,16 +69,13 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
 
     Args: whole: bytes of the whole trained parameters of each segment.
     """
-    names = step.once(
-        ("units", options.unit), lambda: [*innermost(units(step.module, options.unit))]
-    )
-    held = _HeldUnits([_unit(segment, names) for segment in step.segments], whole, stage == 3)
+    unit_of = step.once(("unit of each segment", options.unit), lambda: _units(options, step))
+    held = _HeldUnits(unit_of, whole, stage == 3)
     # zero1 keeps whole gradients until the last micro-batch, in place of shards.
     kept = sum(whole) - sum(p.gradient_bytes for s in step.segments for p in s.parameters)
     kept *= stage == 1 and step.accumulate > 1
     segments = [
-        replace(
-            segment,
+        segment._replace(
             held_forward=segment.held_forward + held.forward(index),
             held_backward=segment.held_backward + held.backward(index) + kept,
             held_after=segment.held_after + held.after(index),
@@ -109,18 +108,26 @@ class _HeldUnits:
         unit_of: the unit of each segment; "" for the root, which holds what is in no unit.
         sizes: bytes of each unit's whole weights.
         first, last: indices of the segments of each unit.
+        _so_far: bytes of a segment's unit up to this segment.
+        _begun: units that have begun, at each segment. _sizes_up_to: bytes of so many units.
     """
 
     def __init__(self, unit_of: list[str], whole: list[float], frees: bool) -> None:
         self.unit_of = unit_of
-        self.whole = whole
         self.frees = frees
         self.order = [*dict.fromkeys(name for name in unit_of if name)]
         self.sizes = dict.fromkeys([*self.order, ""], 0.0)
-        for size, name in zip(whole, unit_of, strict=True):
+        self.last: dict[str, int] = {}
+        self._so_far: list[float] = []
+        for index, (size, name) in enumerate(zip(whole, unit_of, strict=True)):
             self.sizes[name] += size
-        self.first = {name: unit_of.index(name) for name in self.order}
-        self.last = {name: len(unit_of) - 1 - unit_of[::-1].index(name) for name in self.order}
+            self.last[name] = index
+            self._so_far.append(self.sizes[name])
+        self.first = {name: index for index, name in reversed([*enumerate(unit_of)])}
+        starts = [self.first[name] for name in self.order]
+        self._begun = [bisect_right(starts, index) for index in range(len(unit_of))]
+        sizes = [self.sizes[name] for name in self.order]
+        self._sizes_up_to = [0.0, *accumulate(sizes)]
 
     def forward(self, index: int) -> float:
         """Return gathered weights, and the message of the last gathering, which stays so long."""
@@ -130,14 +137,9 @@ class _HeldUnits:
         """Return gathered weights, the copy from which the unit behind was reduced, and gradients
         of this unit that are there already.
         """
-        behind = [unit for unit in self.order if self.first[unit] > index]
+        behind = self.order[self._begun[index] : self._begun[index] + 1]
         reduced_from = self.sizes[behind[0]] if behind else self._last_message(index)
-        name = self.unit_of[index]
-        gradients = sum(
-            size
-            for size, unit in zip(self.whole[index + 1 :], self.unit_of[index + 1 :], strict=True)
-            if unit == name
-        )
+        gradients = self.sizes[self.unit_of[index]] - self._so_far[index]
         return self._weights(index) + reduced_from + gradients
 
     def after(self, index: int) -> float:
@@ -150,12 +152,11 @@ class _HeldUnits:
         name = self.unit_of[index]
         if self.frees:
             return self.sizes[""] + (self.sizes[name] if name else 0.0)
-        begun = [unit for unit in self.order if self.first[unit] <= index]
-        return self.sizes[""] + sum(self.sizes[unit] for unit in begun)
+        return self.sizes[""] + self._sizes_up_to[self._begun[index]]
 
     def _last_message(self, index: int) -> float:
-        begun = [unit for unit in self.order if self.first[unit] <= index]
-        return self.sizes[begun[-1]] if begun else 0.0
+        begun = self._begun[index]
+        return self.sizes[self.order[begun - 1]] if begun else 0.0
 
 
 def _with_messages(
@@ -168,19 +169,20 @@ def _with_messages(
         SentMessage("all_reduce", size, "replicate"),
     )
     if begins:
-        segment = replace(
-            segment,
+        segment = segment._replace(
             before_forward=(*gather, *segment.before_forward),
             after_backward=(*segment.after_backward, *reduce),
         )
     if gathers_again:
-        segment = replace(segment, before_backward=(*gather, *segment.before_backward))
+        segment = segment._replace(before_backward=(*gather, *segment.before_backward))
     return segment
 
 
-def _unit(segment: LocalSegment, names: list[str]) -> str:
-    path = segment.work.path
-    return next((name for name in names if f"{path}.".startswith(f"{name}.")), "")
+def _units(options: ZeroOptions, step: StepCost) -> list[str]:
+    """Return the unit of each segment; "" for what is in none."""
+    names = [*innermost(units(step.module, options.unit))]
+    paths = [f"{segment.work.path}." for segment in step.segments]
+    return [next((n for n in names if path.startswith(f"{n}.")), "") for path in paths]
 
 
 def _trained(segment: LocalSegment) -> float:

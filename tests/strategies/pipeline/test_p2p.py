@@ -8,7 +8,6 @@ from shoal.comm.axis import Axis
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
 from shoal.strategies.pipeline.p2p import P2PLink, StageComm
-from shoal.strategies.pipeline.schedule_table import topological_order
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
 from shoal.strategies.pipeline.stage_messages import (
     Message,
@@ -95,7 +94,7 @@ def test_only_messages_that_were_sent_before_are_acknowledged(name: str, ranks: 
     made = table(name, ranks, 1 if name == "naive" else 8)
     sent: set[Message] = set()
     received: set[Message] = set()
-    for _, action in topological_order(made):
+    for action in (each.action for each in made.order):
         needed = message_before(made, action)
         if needed is not None:
             earlier = acknowledged(made, needed)

@@ -7,8 +7,9 @@ import inspect
 import pytest
 
 from shoal.cli import main
+from shoal.costs.pass_table import Action
 from shoal.errors import ConfigError
-from shoal.strategies.pipeline.schedule_table import Action, ScheduleTable, check
+from shoal.strategies.pipeline.schedule_table import ScheduleTable, check
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
     expected_bubble,
@@ -72,7 +73,7 @@ def test_a_rank_of_the_v_holds_the_first_and_the_last_stage() -> None:
 def test_a_table_in_which_ranks_wait_for_each_other_is_found() -> None:
     backwards = (Action("B", 0, 0), Action("F", 0, 0))
     with pytest.raises(AssertionError, match="wait for each other"):
-        check(ScheduleTable("wrong", (backwards, (Action("F", 1, 0), Action("B", 1, 0))), 2, 1))
+        check(ScheduleTable((backwards, (Action("F", 1, 0), Action("B", 1, 0))), "wrong", 2, 1))
 
 
 def test_what_cannot_be_scheduled_is_refused_with_the_nearest_that_can() -> None:
