@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
-    "shoal/planner": 2_450,
+    "shoal/planner": 2_570,
     "shoal/platform": 1_840,
     "shoal/plotting": 500,
     "shoal/run": 10_050,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
     "tests": 68_880,
-    "benchmarks": 11_600,
+    "benchmarks": 11_650,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
