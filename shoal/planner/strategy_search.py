@@ -10,7 +10,7 @@ words. What does not fit is not simulated, and neither is what cannot be among t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
 from math import prod
@@ -50,6 +50,7 @@ class Workload:
         module: the model; its tensors may have no memory.
         accumulate: micro-batches of each rank's share.
         note: what must be done before a command of the plan can run; empty for nothing.
+        known: what strategies find by looking at the model, for plans of any ranks and batch.
     """
 
     model: ModelWork
@@ -57,6 +58,7 @@ class Workload:
     global_batch: int
     accumulate: int = 1
     note: str = ""
+    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,6 @@ class Planner:
         self.memory_limit = least if memory_limit is None else memory_limit
         self.timer = SegmentTimer(machine, min(cluster.ranks_per_host, cluster.ranks))
         self.network = Network(machine, cluster)
-        self._known: dict[Any, Any] = {}
         self._steps: dict[str, StepCost] = {}
 
     def search(self, lines: Sequence[str] | None = None) -> Plans:
@@ -237,7 +238,7 @@ class Planner:
                 work.global_batch,
                 self.timer,
                 work.accumulate,
-                self._known,
+                work.known,
             )
         step = self._steps[done]
         for spec, strategy in zip(line.specs, strategies, strict=True):

@@ -32,6 +32,7 @@ from shoal.planner.counted_ops import (
     tensors_of,
 )
 from shoal.planner.optimizer_work import optimizer_work
+from shoal.planner.repeated_blocks import are_alike, find_blocks, three_of_each, with_all_blocks
 from shoal.platform.torch_private.fake_tensors import (
     VALUE_NEEDED,
     attention_flops,
@@ -42,7 +43,9 @@ from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.strategies.loss_terms import split_result
 
 SAMPLES = (2, 4)
-"""Numbers of samples of the two steps. One sample takes other ways in some models."""
+"""Numbers of samples of the two steps: activations scale with the batch, so the difference is their
+slope. One sample takes other ways in some models.
+"""
 
 NEEDS_VALUE = (
     "asks for the value of a tensor ({error}), and a plan is made without values. Leave out "
@@ -54,7 +57,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer | Sequence[Optimizer]]
 
 
 @dataclass(eq=False)
-class _TracedSegment:
+class TracedSegment:
     """One segment while it is counted.
 
     Attributes: start, end: bytes of activations that were alive before and after it.
@@ -77,7 +80,7 @@ class _TracedSegment:
 class CountedStep:
     """The operations of a forward and a backward pass with so many samples."""
 
-    segments: list[_TracedSegment]
+    segments: list[TracedSegment]
     input_bytes: float
     samples: int
 
@@ -95,11 +98,28 @@ def trace_model(
     Raises: UsageError: the model cannot run without values.
     """
     with fake_tensors(), without_memory(model):
-        # Activations scale with the batch, so the difference of two steps is their slope.
-        low, high = (
+        low, high = _count_blocks_once(model, compute_loss, batch) or (
             _count(model, compute_loss, _resized(batch, samples), samples) for samples in SAMPLES
         )
     return work_of_steps(model, make_optimizer, low, high, name)
+
+
+def _count_blocks_once(
+    model: nn.Module, compute_loss: Loss, batch: Any
+) -> tuple[CountedStep, CountedStep] | None:
+    """Count two steps with three blocks of each list; None if the others are not like them."""
+    blocks = find_blocks(model)
+    if not blocks:
+        return None
+    samples = SAMPLES[0]
+    whole = _count(model, compute_loss, _resized(batch, samples), samples, backward=False)
+    try:
+        with three_of_each(blocks):
+            steps = [_count(model, compute_loss, _resized(batch, n), n) for n in SAMPLES]
+    except UsageError:  # the model needs all of its blocks
+        return None
+    low, high = (replace(step, segments=with_all_blocks(step.segments, blocks)) for step in steps)
+    return (low, high) if are_alike(low.segments, whole.segments) else None
 
 
 def work_of_steps(
@@ -172,7 +192,9 @@ def _resized(batch: Any, samples: int) -> Any:
     return tree_map(resize, batch)
 
 
-def _count(model: nn.Module, compute_loss: Loss, batch: Any, samples: int) -> CountedStep:
+def _count(
+    model: nn.Module, compute_loss: Loss, batch: Any, samples: int, backward: bool = True
+) -> CountedStep:
     """Run one forward and backward pass, and return its operations."""
     size = num_bytes(batch)
     try:
@@ -180,7 +202,8 @@ def _count(model: nn.Module, compute_loss: Loss, batch: Any, samples: int) -> Co
             terms, _ = split_result(compute_loss(*batch))
             del batch
             tracer.begin_backward()
-            torch.autograd.backward(sum(term.value for term in terms))  # type: ignore[arg-type]
+            if backward:
+                torch.autograd.backward(sum(term.value for term in terms))  # type: ignore[arg-type]
     except ShoalError:
         raise
     except VALUE_NEEDED as error:
@@ -216,7 +239,7 @@ class StepTracer(DispatchMode):
 
     def __init__(self, model: nn.Module, counter: FlopCounterMode) -> None:
         super().__init__()
-        self.segments: list[_TracedSegment] = []
+        self.segments: list[TracedSegment] = []
         self.alive = self.gradients = 0.0
         self._model = model
         self._counter = counter
@@ -224,7 +247,7 @@ class StepTracer(DispatchMode):
         self._stack = [""]
         self._names = {id(module): name for name, module in model.named_modules()}
         self._unused = {id(p): name for name, p in model.named_parameters()}
-        self._current: _TracedSegment | None = None
+        self._current: TracedSegment | None = None
         self._is_backward = False
         self._storages: dict[int, float] = {}
         self._behind: list[float] = []
@@ -275,14 +298,14 @@ class StepTracer(DispatchMode):
         self._is_backward = True
         self._current = self.segments[-1]
 
-    def _segment(self) -> _TracedSegment:
+    def _segment(self) -> TracedSegment:
         """Return the segment of the operation that has run; begin one if other code runs."""
         path = self._stack[-1]
         if self._is_backward or (self._current is not None and self._current.path == path):
             assert self._current is not None
             return self._current
         self._close_segment()
-        self._current = _TracedSegment(path, len(self.segments), self.alive)
+        self._current = TracedSegment(path, len(self.segments), self.alive)
         self.segments.append(self._current)
         return self._current
 
@@ -290,7 +313,7 @@ class StepTracer(DispatchMode):
         if self._current is not None:
             self._current.end = self.alive
 
-    def _note_peak(self, segment: _TracedSegment) -> None:
+    def _note_peak(self, segment: TracedSegment) -> None:
         if not self._is_backward:
             segment.forward_most = max(segment.forward_most, self.alive - segment.start)
             return
@@ -356,7 +379,7 @@ class StepTracer(DispatchMode):
 
 
 def _affine_segments(
-    first: Sequence[_TracedSegment], second: Sequence[_TracedSegment], samples: tuple[int, int]
+    first: Sequence[TracedSegment], second: Sequence[TracedSegment], samples: tuple[int, int]
 ) -> tuple[SegmentWork, ...]:
     if [segment.path for segment in first] != [segment.path for segment in second]:
         raise UsageError(
@@ -366,7 +389,7 @@ def _affine_segments(
     return tuple(_affine_segment(a, b, samples) for a, b in zip(first, second, strict=True))
 
 
-def _affine_segment(a: _TracedSegment, b: _TracedSegment, samples: tuple[int, int]) -> SegmentWork:
+def _affine_segment(a: TracedSegment, b: TracedSegment, samples: tuple[int, int]) -> SegmentWork:
     def line(first: float, second: float) -> Affine:
         low, high = (value if value > float("-inf") else 0.0 for value in (first, second))
         return affine(low, high, samples)

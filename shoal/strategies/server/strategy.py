@@ -122,17 +122,15 @@ class Server(ServerOptions, Strategy):
                 "replicas, staleness and compress of servers: their cost in time is not modelled."
             )
         segments = list(step.segments)
-        parts = step.once((self.servers, self.part_mb), lambda: self._sizes_by_segment(step))
-        for index, sizes in parts.items():
-            pulls = tuple(SentMessage("pull", size, "servers") for size in sizes)
-            pushes = tuple(SentMessage("push", size, "servers") for size in sizes)
+        parts = step.once((self.servers, self.part_mb), lambda: self._parts_by_segment(step))
+        for index, (pulls, pushes) in parts.items():
             segments[index] = segments[index]._replace(prefetched=pulls, beside=pushes)
         step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
         step = replace(step, band=max(step.band, BAND))
         return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
 
-    def _sizes_by_segment(self, step: StepCost) -> dict[int, list[int]]:
-        """Return the bytes of the partitions, by the first segment that uses each."""
+    def _parts_by_segment(self, step: StepCost) -> dict[int, list[tuple[SentMessage, ...]]]:
+        """Return pulls and pushes of the partitions, by the first segment that uses each."""
         order = [
             (i, p) for i, s in enumerate(step.segments) for p in s.parameters if p.gradient_bytes
         ]
@@ -142,7 +140,13 @@ class Server(ServerOptions, Strategy):
         sizes: dict[int, list[int]] = defaultdict(list)
         for part in partition(metas, limit):
             sizes[min(segment_of[each.name] for each in part.segments)].append(part.size_bytes)
-        return sizes
+        return {
+            index: [
+                tuple(SentMessage(kind, size, "servers") for size in found)
+                for kind in ("pull", "push")
+            ]
+            for index, found in sizes.items()
+        }
 
     @property
     def deviations(self) -> list[str]:
