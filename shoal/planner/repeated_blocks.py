@@ -55,14 +55,16 @@ def _description(module: nn.Module) -> tuple[object, ...]:
 @contextmanager
 def three_of_each(found: Sequence[Blocks]) -> Iterator[None]:
     """Let lists of blocks have three of them, inside this context."""
-    modules = [blocks.container._modules for blocks in found]
+    left_out = [[*blocks.container.named_children()][KEPT:] for blocks in found]
     try:
-        for blocks, inside in zip(found, modules, strict=True):
-            blocks.container._modules = dict([*inside.items()][:KEPT])
+        for blocks, children in zip(found, left_out, strict=True):
+            for name, _ in children:
+                delattr(blocks.container, name)
         yield
     finally:
-        for blocks, inside in zip(found, modules, strict=True):
-            blocks.container._modules = inside
+        for blocks, children in zip(found, left_out, strict=True):
+            for name, child in children:
+                blocks.container.add_module(name, child)
 
 
 def with_all_blocks(

@@ -45,7 +45,10 @@ def test_a_loss_that_the_loop_computes_is_proved_exact_or_named_with_its_line() 
     script = SCRIPTS / "loss_in_the_loop.py"
     report = shoal.verify_script(script, ranks=2, strategy="zero3")
     assert report.verdict == "exact", report
-    wrong = shoal.verify_script(script, ["weights"], ranks=2, strategy="ddp")
+    refused = shoal.verify_script(script, ["weights"], ranks=2, strategy="ddp")
+    assert refused.verdict == "refused"
+    assert "divides by what each rank has counted" in str(refused)
+    wrong = shoal.verify_script(script, ["weights", "ranks"], ranks=2, strategy="ddp")
     assert wrong.verdict == "differs"
     assert wrong.first is not None
     assert wrong.first.line == "loss_in_the_loop.py:24"

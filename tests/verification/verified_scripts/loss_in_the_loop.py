@@ -1,5 +1,5 @@
 """A loop that computes its loss itself and calls `run.backward`; with the word "weights" it is
-weighted by classes, which is no mean over samples."""
+weighted by classes, which is no mean over samples, with "ranks" too the mean of the ranks' means."""
 
 import sys
 
@@ -21,5 +21,5 @@ weights = torch.tensor([1.0, 5.0, 1.0, 20.0]) if "weights" in sys.argv else None
 for x, y in loader:
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x), y, weight=None if weights is None else weights.to(x))
-    run.backward(loss)
+    run.backward(loss, reduction="ranks" if "ranks" in sys.argv else "rows")
     optimizer.step()
