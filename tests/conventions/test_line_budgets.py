@@ -13,7 +13,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_660,
     "shoal/comm": 3_330,
-    "shoal/config": 1_980,
+    "shoal/config": 2_000,
     "shoal/costs": 1_970,
     "shoal/data": 3_480,
     "shoal/doctor": 550,
@@ -31,11 +31,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/strategies": 18_010,
     "shoal/testing": 230,
     "shoal/trace": 950,
-    "shoal/train": 3_460,
+    "shoal/train": 3_570,
     "shoal/trial": 2_430,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 69_020,
+    "tests": 69_220,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
