@@ -11,13 +11,15 @@ from difflib import get_close_matches
 from functools import cache, reduce
 from math import isfinite
 from types import NoneType, UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from shoal.config.job import Job
 from shoal.config.setting_fields import Check
 from shoal.config.yaml_subset import LocatedValue, write
 
 MAX_INTEGER = 2**63 - 1
+UNIONS = (UnionType, Union)
+"""Origins of X | Y: Python 3.11 makes a `Union` of a type and a Literal."""
 TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -163,13 +165,14 @@ def typed(located: LocatedValue, annotation: Any) -> Any:
     """Return the value as a type.
 
     Args:
-        annotation: bool, int, float, str, a Literal of str, tuple[X, ...], dict or X | None.
+        annotation: bool, int, float, str, a Literal of str, tuple[X, ...], dict, X | None or
+            X | a Literal of str | None.
 
     Raises:
         ValueError: as `convert` does.
     """
-    if isinstance(annotation, UnionType):
-        return None if located.value is None else typed(located, _without_none(annotation))
+    if get_origin(annotation) in UNIONS:
+        return _member(located, annotation)
     if get_origin(annotation) is Literal:
         return _choice(located, get_args(annotation))
     if get_origin(annotation) is tuple:
@@ -178,6 +181,19 @@ def typed(located: LocatedValue, annotation: Any) -> Any:
     if get_origin(annotation) is dict and isinstance(located.value, dict):
         return located.plain()
     return _scalar(located, annotation)
+
+
+def _member(located: LocatedValue, union: Any) -> Any:
+    """Return None, a word of the union's Literal, or a value of its other type."""
+    kind, words = _members(union)
+    if located.value is None or located.text in words:
+        return located.text if located.text in words else None
+    try:
+        return typed(located, kind)
+    except ValueError as error:
+        if not words:
+            raise
+        raise ValueError(f"must be {describe(union)}, not {write(located.plain())}") from error
 
 
 def _scalar(located: LocatedValue, annotation: Any) -> bool | int | float | str:
@@ -200,8 +216,9 @@ def _scalar(located: LocatedValue, annotation: Any) -> bool | int | float | str:
 
 def describe(annotation: Any) -> str:
     """Return the words for the values of a type, such as "a whole number or none"."""
-    if isinstance(annotation, UnionType):
-        return f"{describe(_without_none(annotation))} or none"
+    if get_origin(annotation) in UNIONS:
+        kind, words = _members(annotation)
+        return f"{', '.join((describe(kind), *words))} or none"
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(get_args(annotation))}"
     if get_origin(annotation) is tuple:
@@ -222,7 +239,9 @@ def _choice(located: LocatedValue, choices: tuple[str, ...]) -> str:
     raise ValueError(f"must be one of {', '.join(choices)}, not {write(located.plain())}{hint}")
 
 
-def _without_none(annotation: UnionType) -> Any:
-    """Return X for X | None."""
-    (only,) = (argument for argument in get_args(annotation) if argument is not NoneType)
-    return only
+def _members(union: Any) -> tuple[Any, tuple[str, ...]]:
+    """Return X and the words of X | Literal[words] | None."""
+    types = [member for member in get_args(union) if member is not NoneType]
+    (kind,) = (member for member in types if get_origin(member) is not Literal)
+    words = [word for member in types if member is not kind for word in get_args(member)]
+    return kind, tuple(words)

@@ -15,10 +15,12 @@ from shoal.config.setting_fields import (
     NOT_NEGATIVE,
     PATH,
     POSITIVE,
+    POSITIVE_OR_AUTO,
     SEED,
     SHARE,
     SIZES,
     STEPS,
+    TIME,
     UP_TO_ONE,
     section,
     setting,
@@ -235,7 +237,15 @@ class CheckpointConfig:
     """The checkpoints, which limit the loss when a run is killed."""
 
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
-    every_steps: int | None = setting(None, "further checkpoints every so many steps", POSITIVE)
+    every_steps: int | Literal["auto"] | None = setting(
+        None,
+        "further checkpoints every so many steps; auto: as many as lose least, by "
+        "checkpoint.job_mtbf and what saves and steps take",
+        POSITIVE_OR_AUTO,
+    )
+    job_mtbf: str | None = setting(
+        None, "mean time between failures of the whole job, for every_steps auto: 12h, say", TIME
+    )
     keep: int = setting(3, "how many verified checkpoints stay; the best one stays too", POSITIVE)
     asynchronous: bool = setting(False, "save beside training; the last save is waited for")
     last_save_wait_s: int = setting(

@@ -29,6 +29,7 @@ def violations(job: Job) -> Iterator[Violation]:
     yield from _optimizer(job)
     yield from _schedule(job)
     yield from _data(job)
+    yield from _checkpoint(job)
 
 
 def _training(job: Job) -> Iterator[Violation]:
@@ -122,3 +123,14 @@ def _data(job: Job) -> Iterator[Violation]:
                 (f"train.{mix}", "data.name"),
                 f"mixes images; {job.data.name} is text, so it must be 0",
             )
+
+
+def _checkpoint(job: Job) -> Iterator[Violation]:
+    """Check that an interval of saves can be chosen."""
+    if job.checkpoint.every_steps == "auto" and job.checkpoint.job_mtbf is None:
+        yield (
+            ("checkpoint.every_steps", "checkpoint.job_mtbf"),
+            "is auto, which needs checkpoint.job_mtbf, the mean time between failures of the whole "
+            "job; set it, as in 12h (that of one rank divided by the ranks), or give a number of "
+            "steps",
+        )

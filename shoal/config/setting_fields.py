@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any
 
 from shoal.config import trace_window
+from shoal.costs.cluster import read_time
 
 Check = tuple[Callable[[Any], bool], str]
 """A predicate of a value, and the sentence for the user where it is False."""
@@ -17,6 +18,7 @@ SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
 SEED: Check = (lambda v: 0 <= v < 1 << 63, "must be from 0 to 2^63 - 1")
+POSITIVE_OR_AUTO: Check = (lambda v: v == "auto" or v > 0, POSITIVE[1])
 STEPS: Check = (trace_window.is_window, trace_window.MEANING)
 SIZES: Check = (
     lambda v: len(v) > 0 and all(size > 0 for size in v),
@@ -40,6 +42,16 @@ def is_path(text: str) -> bool:
     )
 
 
+def _is_time(text: str) -> bool:
+    """Return True for a time as cluster files have it."""
+    try:
+        read_time(text)
+    except ValueError:
+        return False
+    return True
+
+
+TIME: Check = (_is_time, "must be a time greater than 0, such as 12h, 90min or 600s")
 NAME: Check = (
     _is_name,
     "must be a name of a directory in runs/: not empty, at most 200 bytes, without control "

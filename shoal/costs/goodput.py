@@ -31,6 +31,11 @@ def daly_interval_s(mtbf_s: float, save_s: float) -> float:
     return sqrt(2 * save_s * mtbf_s) * (1 + sqrt(half) / 3 + half / 9) - save_s
 
 
+def daly_steps(mtbf_s: float, save_s: float, step_s: float) -> int:
+    """Return the steps between two saves that lose least, at least 1."""
+    return max(1, round(daly_interval_s(mtbf_s, save_s) / step_s))
+
+
 def goodput(mtbf_s: float, save_s: float, restart_s: float, interval_s: float) -> float:
     """Return the share of the time in which steps are taken that are not lost again."""
     if mtbf_s == float("inf"):

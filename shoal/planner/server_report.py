@@ -85,7 +85,8 @@ def failures_text(
     mtbf_s = goodput.job_mtbf_s(rank_mtbf_s, ranks)
     interval_s = goodput.daly_interval_s(mtbf_s, save_s)
     share = goodput.goodput(mtbf_s, save_s, restart_s, interval_s)
-    steps = "" if step_s == inf else f", every {max(1, round(interval_s / step_s)):,} steps"
+    every = "" if step_s == inf else goodput.daly_steps(mtbf_s, save_s, step_s)
+    steps = every and f", every {every:,} steps"
     return (
         f"failures: one in {_hours(mtbf_s)} over {ranks:,} ranks; save every {_hours(interval_s)}"
         f"{steps} (Daly),\nthen {share:.1%} of the time trains: a save takes "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from shoal.comm.parallel_dims import ParallelDims, problems
 from shoal.config.job import Job
 from shoal.strategies import StrategyLine
-from shoal.strategies.options import ZeroOptions, mesh_sizes
+from shoal.strategies.options import LocalOptions, ZeroOptions, mesh_sizes
 
 OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
 """Optimizers whose step needs more of a parameter than a shard."""
@@ -24,8 +24,9 @@ def check(line: StrategyLine, ranks: int) -> list[str]:
 
 
 def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
-    """Return the reasons of `check`, and reasons why they cannot step the job's optimizer."""
-    return check(line, ranks) + (list(_check_optimizer(job, line)) if ranks > 1 else [])
+    """Return the reasons of `check`, and reasons why they cannot step or save as the job says."""
+    of_optimizer = list(_check_optimizer(job, line)) if ranks > 1 else []
+    return [*check(line, ranks), *of_optimizer, *_check_saves(job, line)]
 
 
 def _parallel_dims(line: StrategyLine) -> ParallelDims:
@@ -52,4 +53,13 @@ def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
         yield (
             f"optimizer.name: {optimizer.name} needs whole parameters, and {sharding[0]} shards "
             "them. Use ddp, or another optimizer such as AdamW."
+        )
+
+
+def _check_saves(job: Job, line: StrategyLine) -> Iterator[str]:
+    averaging = [spec.name for spec in line.specs if isinstance(spec.options, LocalOptions)]
+    if job.checkpoint.every_steps == "auto" and averaging:
+        yield (
+            f"checkpoint.every_steps: auto chooses by the clock, and {averaging[0]} averages the "
+            "weights before each save, so the clock would change them. Give a number of steps."
         )

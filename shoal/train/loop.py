@@ -30,6 +30,7 @@ from shoal.train.progress import Progress
 from shoal.train.record import Record
 from shoal.train.run_directory import claim_for_all, make_again, remove_if_refused
 from shoal.train.run_saver import State, load_newest, open_fast_saver, open_saver
+from shoal.train.save_interval import SaveInterval
 from shoal.train.shared_check import check_shared
 from shoal.train.training_state import TrainingState
 
@@ -75,6 +76,9 @@ class Training:
         self._locks: list[IO[str]] = []
         self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
         self.checkpoints = self.saver.checkpoints
+        self.save_interval = SaveInterval(
+            job.checkpoint, self.run.mesh, self._announce, lambda: self.state.watch.seconds
+        )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
         self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
@@ -115,6 +119,7 @@ class Training:
 
     def _load(self, saved: Saved, is_fast: bool) -> list[str]:
         notes = self.state.load(saved, self.job.train.accept_data == "changed")
+        self.save_interval.resume(saved.step, saved.info.get("save_interval"))
         try:
             self.saver.resume(None if is_fast else saved.step, saved.info["best"])
         except CleanupFailed as error:
@@ -148,14 +153,14 @@ class Training:
                 break  # evaluation and save of the epoch come before a stop
             if stopping:
                 self._stop()
-            if self._is_save_due():
+            if self.save_interval.is_due(self.step):
                 self._save()
             self._save_fast()
         ended = self.step == self.total_steps
         best = (ended or (epoch + 1) % self.job.evaluation.every == 0) and self._evaluate(epoch + 1)
-        due = (epoch + 1) % self.job.checkpoint.every_epochs == 0 or self._is_save_due()
+        due = (epoch + 1) % self.job.checkpoint.every_epochs == 0
         # A stop saves here: the evaluation belongs to this step, and is not made again.
-        if ended or stopping or best or due:
+        if ended or stopping or best or due or self.save_interval.is_due(self.step):
             self._save(best, must_succeed=ended)
         self._save_fast()
         if stopping and not ended:
@@ -168,6 +173,7 @@ class Training:
         )
         self.state.count_step(self.loader.share.global_rows)
         self.progress.step()
+        self.save_interval.after_step(self.step)
         if self.job.train.check_replicas and self.step % self.job.train.check_replicas == 0:
             self.run.check_replicas()
         if self.step % self.job.log.every == 0 or self.step == self.total_steps:
@@ -214,6 +220,7 @@ class Training:
 
     def _save(self, best: bool = False, must_succeed: bool = False) -> None:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
+        self.save_interval.begin_save(self.step)
         self.saver.wait()
         self._keep_directory()
         state = self._collect(must_succeed)
@@ -222,6 +229,8 @@ class Training:
             return
         self._save_record()
         self.saver.save(self.step, state, best, must_succeed)
+        if not must_succeed and self.step in (self.saver.saved_step, self.saver.in_flight):
+            self.save_interval.end_save()
 
     def _save_fast(self) -> None:
         """Save in the fast directory if it is due, and no checkpoint has this step. Collective."""
@@ -238,7 +247,8 @@ class Training:
         if self.job.train.check_replicas:
             self.run.check_replicas()
         try:
-            return self.state.collect(self.saver.best)
+            tensors, info, private = self.state.collect(self.saver.best)
+            return tensors, {**info, **self.save_interval.info()}, private
         except TrainingDiverged as error:
             if must_succeed:
                 raise
@@ -257,11 +267,6 @@ class Training:
                 self.record.save(self.step)
         except RecordError as error:
             self.log.note(f"{error}; training goes on")
-
-    def _is_save_due(self) -> bool:
-        """Return True if `checkpoint.every_steps` asks for a save now."""
-        every = self.job.checkpoint.every_steps
-        return every is not None and self.step % every == 0
 
     def _open(self, notes: list[str]) -> None:
         """Open log and display, and print what kind of run this is."""

@@ -35,7 +35,6 @@ State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
 """(tensors, info, private), as `Run.state` returns them."""
 Report = Mapping[str, Any]
 
-
 RETRY_S = 5
 """Seconds between tries of a last save."""
 

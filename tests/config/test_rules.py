@@ -37,6 +37,13 @@ BROKEN = {
         "data.resize is 256, too small to crop data.image_size 288 out of it"
     ),
     "data.name=stdlib train.mixup=0.2": "train.mixup mixes images; stdlib is text, so it must be 0",
+    "checkpoint.every_steps=auto": "which needs checkpoint.job_mtbf, the mean time between",
+    "checkpoint.every_steps=often": "must be a whole number, auto or none, not often",
+    "checkpoint.every_steps=0": "checkpoint.every_steps must be greater than 0, not 0",
+    "checkpoint.job_mtbf=-12h": (
+        "checkpoint.job_mtbf must be a time greater than 0, such as 12h, 90min or 600s, not -12h"
+    ),
+    "checkpoint.job_mtbf=long": "checkpoint.job_mtbf must be a time greater than 0",
     "data.shape=[3,0]": "data.shape must be one or more sizes greater than 0, not [3, 0]",
     "name=''": "name must be a name of a directory in runs/",
 }

@@ -6,7 +6,7 @@ from math import inf, sqrt
 
 import pytest
 
-from shoal.costs.goodput import daly_interval_s, goodput, job_mtbf_s
+from shoal.costs.goodput import daly_interval_s, daly_steps, goodput, job_mtbf_s
 
 # Llama 3 (arXiv:2407.21783, section 3.3.4): 419 unexpected stops in 54 days on 16,384 GPUs.
 LLAMA_MTBF_S = 54 * 86400 / 419
@@ -48,3 +48,9 @@ def test_without_failures_only_saves_take_time() -> None:
 
 def test_a_save_longer_than_two_failures_apart_has_no_better_interval_than_one_failure() -> None:
     assert daly_interval_s(10.0, 25.0) == 10.0
+
+
+def test_the_interval_in_steps_is_one_at_least() -> None:
+    assert daly_steps(LLAMA_MTBF_S, 60.0, 5.0) == round(daly_interval_s(LLAMA_MTBF_S, 60.0) / 5)
+    assert daly_steps(10.0, 0.0, 1.0) == 1
+    assert daly_steps(60.0, 1.0, 3600.0) == 1

@@ -150,6 +150,7 @@ SLOW_CASES = tuple(
         ("train/test_scale.py", "train launch", "worlds that change under ddp and zero1"),
         ("train/test_resume_with_another_strategy.py", "train", "another strategy"),
         ("train/test_fast_save_restarts.py", "train", "saves in a fast directory"),
+        ("train/test_save_interval.py", "train", "a chosen interval beside zero3"),
         ("train/test_spoiled_checkpoints.py", "checkpoint", "each byte damaged"),
         ("train/test_stop.py", "train launch", "signals at each moment"),
         ("trial/test_trial_ranks.py", "trial", "trials under mixed strategies"),
