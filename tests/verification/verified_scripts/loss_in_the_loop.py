@@ -1,5 +1,5 @@
 """A loop that computes its loss itself and calls `run.backward`; with the word "weights" it is
-weighted by classes, which is no mean over samples, with "ranks" too the mean of the ranks' means."""
+weighted by classes, which is no mean over samples; with "ranks" too it is the mean of the ranks."""
 
 import sys
 
