@@ -19,7 +19,8 @@ from shoal.strategies.loss_terms import Counted
 from shoal.trial.coupled_rows import couples_samples
 from shoal.trial.loss_divisors import Divisor, LossPart, divisors_of, objection
 
-MOST_OUTPUTS = 64
+MOST_OUTPUTS = 8
+"""Outputs that are held until the loss comes, with the graphs that have made them."""
 COUPLED = (
     "run.backward was given a loss in which samples influence one another ({place}): the gradient "
     "of a sample's output changes with the outputs of others. One device takes those of all ranks "

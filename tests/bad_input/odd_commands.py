@@ -79,7 +79,7 @@ def _odd_values(setting: Setting) -> Iterator[str]:
     kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
     is_optional = type(None) in get_args(annotation)
     if is_optional:
-        (annotation,) = kinds
+        annotation, *_ = kinds  # a number comes before the words that may stand in its place
     yield "{a: b}" if not setting.is_open else "[1]"
     if setting.is_open:
         yield from ("x", "3", "[a]", "{1a: 3}", "{a b: 3}")
