@@ -11,15 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal.comm.row_collectives import is_of_all_ranks
+from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.tensor_state import gradient_hooks
 
 MOST_NODES = 10_000
+"""Nodes of a graph that are looked at."""
 MOST_NUMBERS = 1 << 24
 """Numbers of outputs above which nothing is looked at, for their derivatives take memory."""
 SMALLEST = 1e-6
@@ -47,11 +50,16 @@ def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
 
 
 def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return those that no other one was computed from; none if the loss gathers rows."""
+    """Return those that no other one was computed from.
+
+    None if the loss gathers rows, or where graphs are too large to tell.
+    """
     nodes: set[Any] = {t.grad_fn for t in outputs}
-    inputs = [other for node in nodes for other, _ in node.next_functions if other is not None]
-    of_models, of_loss = _nodes(inputs, set()), _nodes([loss.grad_fn], nodes)
-    if of_loss is None or of_models is None or any(map(is_of_all_ranks, of_loss)):
+    inputs = [other for node in nodes for other, _ in node.next_functions]
+    of_loss = {*islice(nodes_behind([loss.grad_fn], nodes.__contains__), MOST_NODES)}
+    of_models = {*islice(nodes_behind(inputs), MOST_NODES)}
+    is_cut = MOST_NODES in (len(of_loss), len(of_models))
+    if is_cut or any(map(is_of_all_ranks, of_loss)):
         return []
     return [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
 
@@ -116,18 +124,3 @@ def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for table, hooks in zip(tables, saved, strict=True):
             table.update(hooks)
-
-
-def _nodes(start: Any, ends: set[Any]) -> set[Any] | None:
-    """Return the nodes of a graph from some on to others; None if there are too many."""
-    known, waiting = {*start}, [*start]
-    while waiting:
-        node = waiting.pop()
-        if node in ends and node not in start:
-            continue
-        behind = {other for other, _ in node.next_functions if other is not None} - known
-        known |= behind
-        waiting += behind
-        if len(known) > MOST_NODES:
-            return None
-    return known

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shoal.comm.row_collectives import is_of_all_ranks
+from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.graph_nodes import saved_value
 from shoal.strategies.loss_terms import Counted
 
@@ -173,16 +175,8 @@ def _kind(node: Any) -> str:
 
 def _reaches(node: Any, outputs: Collection[Any]) -> bool:
     """Return True if a node has used what a model has returned, on this rank alone."""
-    known, waiting = {node}, [node]
-    while waiting and len(known) < MOST_NODES:
-        if (one := waiting.pop()) in outputs:
-            return True
-        if is_of_all_ranks(one):
-            continue
-        behind = {other for other, _ in one.next_functions if other is not None} - known
-        known |= behind
-        waiting += behind
-    return False
+    nodes = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
+    return any(one in outputs for one in nodes)
 
 
 class LossPart(NamedTuple):

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
+from shoal.platform.autograd_graph import nodes_behind
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.parameter_groups import add_weight_gradients, disjoint_groups
 from shoal.strategies.pipeline.schedule_table import ScheduleTable
@@ -262,15 +263,8 @@ def is_reached_by_others(value: Tensor, parameters: Container[int]) -> bool:
 
 def _leaves_of(value: Tensor) -> Iterator[Tensor]:
     """Yield the differentiable tensors from which a value was computed."""
-    seen = set()
-    stack = [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
+    for node in nodes_behind([value.grad_fn]):
         # Only the nodes that accumulate into leaves have a `variable`.
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
-        seen.add(node)
-        stack.extend(function for function, _ in node.next_functions)

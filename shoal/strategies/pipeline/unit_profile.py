@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
@@ -119,16 +120,9 @@ class UnitProfile(TorchFunctionMode):
 
     def _check_gradient(self, roots: Iterable[Tensor]) -> None:
         """Raise WalkRefusal if what is differentiated comes of a parameter of the model."""
-        nodes = [root.grad_fn for root in roots]
-        seen: set[Any] = set()
-        while nodes:
-            node = nodes.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
+        for node in nodes_behind(root.grad_fn for root in roots):
             if id(getattr(node, "variable", None)) in self.units.parameters:
                 raise WalkRefusal(GRADIENT_INSIDE)
-            nodes += [before for before, _ in node.next_functions]
 
     def _find_side_ways(self, used: Sequence[Any], until: int, user: str) -> None:
         for value in used:
