@@ -35,6 +35,11 @@ ROWWISE = frozenset(
 
 They take equally many numbers from the generator for every row.
 """
+FILLING_FUNCTIONS = frozenset(
+    ("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_")
+    + ("exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+)
+"""Functions of torch that draw a number for each one of a tensor, whatever its values are."""
 COUPLING = frozenset({"randperm", "multinomial"})
 """Operators that may draw one row by looking at others."""
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.data.draws import FILLING_FUNCTIONS
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site, is_called_by_shoal, is_called_outside
 from shoal.platform.torch_private.kernels import foreach_zero_
@@ -68,13 +69,10 @@ _ALLOWED: frozenset[_Function] = READABLE | {
     _GRAD.__delete__,
 }
 _READ = READABLE | {Tensor.__repr__, Tensor.detach_}
-_DRAWS = frozenset(
-    [
-        *("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
-        *("exponential_", "random_", "log_normal_", "cauchy_", "geometric_", "trunc_normal_"),
-        *("kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_", "dropout"),
-    ]
-)
+_DRAWS = FILLING_FUNCTIONS | {
+    *("trunc_normal_", "kaiming_uniform_", "kaiming_normal_", "xavier_uniform_", "xavier_normal_"),
+    "dropout",
+}
 """Names of functions that draw random numbers: the generators of the other ranks would go on."""
 _IN_PLACE_OPERATORS = ("iadd__", "isub__", "imul__", "itruediv__")
 

@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.assembly import shard_like
+from shoal.data.draws import FILLING_FUNCTIONS
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
@@ -34,12 +35,6 @@ from shoal.platform.torch_private.replaced_functions import answer_for_shards, w
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
 from shoal.run.guards.process_wide import ProcessWidePatch
 
-_DRAWS = frozenset(
-    [
-        *("randn_like", "rand_like", "randint_like", "normal_", "uniform_", "bernoulli_"),
-        *("exponential_", "random_", "log_normal_", "cauchy_", "geometric_"),
-    ]
-)
 _IN_A_STEP = dict.fromkeys(
     (
         *("embedding", "linear", "bilinear", "cosine_similarity", "conv1d", "conv2d", "conv3d"),
@@ -71,7 +66,7 @@ def guard_shards(guarded: GuardedModels) -> Iterator[Removable]:
 def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
-        if name in _DRAWS or getattr(func, "__module__", "") == nn.init.__name__:
+        if name in FILLING_FUNCTIONS or getattr(func, "__module__", "") == nn.init.__name__:
             return _drawn(func, args, kwargs)
         if name == "__deepcopy__":
             return _copied(func, *args)
