@@ -115,7 +115,9 @@ class LoopLoss:
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
-        self._graph_check = LossGraphCheck(prepared.mesh.data, guards.enabled)
+        self._graph_check = LossGraphCheck(
+            prepared.mesh.data, guards.enabled, prepared.settings.accumulate > 1
+        )
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""
@@ -194,12 +196,12 @@ class LoopLoss:
         if reduction == "ranks":
             return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
         if prepared.local_model().strategy_state.is_synchronous:
-            is_part = prepared.settings.accumulate > 1
+            # Views of samples, one behind the other, are no batch of the loader, and come of one.
             yielded = prepared.watch.yielded
-            samples = yielded.rows if yielded is not None else 0
-            if batch.sizes_known:
-                samples = batch.num_samples
-            self._graph_check.compare(loss, batch.num_samples, is_part, samples)
+            samples = batch.num_samples
+            if not batch.sizes_known:
+                samples = yielded.rows if yielded is not None else 0
+            self._graph_check.compare(loss, batch.num_samples, samples)
         return batch
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
@@ -207,7 +209,8 @@ class LoopLoss:
         prepared = self._prepared
         full = self._batch(base.ComputedLoss(None), None, [(batch,)])
         parts = prepared.settings.accumulate
-        self._graph_check.begin_step()
+        if parts > 1:
+            self._graph_check.begin_step()
         if parts > 1 and not full.sizes_known:
             raise UsageError(UNKNOWN)
         if parts > 1 and prepared.local_model().remote_optimizer is not None:

@@ -1,7 +1,7 @@
 """A look at the graph of a loss that the loop has computed: is it a mean over samples?
 
 What it divides by, and whether samples influence one another, is told by ranks and micro-batches to
-one another in some calls of `run.backward`.
+one another in some steps.
 """
 
 from __future__ import annotations
@@ -30,30 +30,35 @@ COUPLED = (
 
 
 class LossGraphCheck:
-    """Looks at the losses of a loop, in the first calls and in two after each power of two.
+    """Looks at the losses of a loop, in the first steps and in two after each power of two.
 
-    Args: enabled: False, and nothing is looked at.
+    Without micro-batches each loss counts as a step, so of two that take turns both are looked at.
+
+    Args:
+        enabled: False, and nothing is looked at.
+        in_parts: losses are those of micro-batches; `begin_step` is called before the first one.
     """
 
-    def __init__(self, data: Axis, enabled: bool) -> None:
+    def __init__(self, data: Axis, enabled: bool, in_parts: bool) -> None:
         self._data = data
-        self._enabled = enabled
-        self._calls = 0
+        self._enabled = enabled and (in_parts or data.size > 1)
+        self._in_parts = in_parts
+        self._step = 0 if in_parts else 1
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
-        self._couples = False
-
-    def add_outputs(self, output: Any) -> None:
-        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
-        if self._enabled and _is_due(self._calls + 1):
-            self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
 
     def begin_step(self) -> None:
-        """Forget what models have returned, and the micro-batches of another step."""
+        """Forget what belongs to the step before."""
+        self._step += 1
         self._outputs.clear()
         self._parts = []
 
-    def compare(self, loss: Tensor | Counted, rows: int, is_microbatch: bool, samples: int) -> None:
+    def add_outputs(self, output: Any) -> None:
+        """Note what a model has returned, but for numbers: such a one may be the loss itself."""
+        if self._is_due():
+            self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
+
+    def compare(self, loss: Tensor | Counted, rows: int, samples: int) -> None:
         """Compare a loss with those of other ranks and micro-batches. Collective.
 
         Args: samples: of this rank, of which outputs have one or several rows each; 0 if unknown.
@@ -62,15 +67,17 @@ class LossGraphCheck:
         """
         outputs = [*self._outputs]
         self._outputs.clear()
-        self._calls += 1
-        is_divided = is_microbatch or self._data.size > 1
-        if not self._enabled or not is_divided or not _is_due(self._calls):
-            return
+        if self._is_due():
+            self._compare(loss, outputs, rows, samples)
+        if not self._in_parts:
+            self.begin_step()
+
+    def _compare(
+        self, loss: Tensor | Counted, outputs: list[Tensor], rows: int, samples: int
+    ) -> None:
         place = f"rank {self._data.rank}"
-        if is_microbatch:
+        if self._in_parts:
             place += f", micro-batch {len(self._parts)}"
-        else:
-            self._parts = []
         self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
         couples = isinstance(loss, Tensor) and couples_samples(loss, outputs, samples)
         told = self._data.all_gather_str(json.dumps([place if couples else "", self._parts]))
@@ -83,10 +90,11 @@ class LossGraphCheck:
         if text := objection(parts):
             raise UsageError(text)
 
-
-def _is_due(call: int) -> bool:
-    """Return True in calls 1 to 5, 8, 9, 16, 17, ..."""
-    return call <= 4 or call & (call - 1) == 0 or (call - 1) & (call - 2) == 0
+    def _is_due(self) -> bool:
+        """Return True in steps 1 to 5, 8, 9, 16, 17, ..."""
+        step = self._step
+        is_due = step <= 4 or step & (step - 1) == 0 or (step - 1) & (step - 2) == 0
+        return self._enabled and is_due
 
 
 def _divisors(loss: Tensor | Counted, rows: int, outputs: list[Tensor]) -> list[Divisor]:
