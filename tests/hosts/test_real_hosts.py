@@ -134,8 +134,9 @@ def test_settings_of_the_user_that_would_disturb_are_without_effect(tmp_path: Pa
 
 
 def test_a_connection_that_the_user_shares_is_used_and_left_as_found(tmp_path: Path):
-    shared = f"Host node1\n  ControlPath {tmp_path}/hosts/master\n"
-    hosts, python = own_hosts(tmp_path / "hosts", 1, ssh_config=shared)
+    # A name of a socket has 108 bytes at most, with the 17 that ssh appends.
+    shared = f"Host node1\n  ControlPath {tmp_path}/h/m\n"
+    hosts, python = own_hosts(tmp_path / "h", 1, ssh_config=shared)
     with hosts:
         open_master = [*hosts.ssh, "-M", "-N", "-f", "node1"]
         subprocess.run(
