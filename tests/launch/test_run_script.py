@@ -183,9 +183,21 @@ def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how
         assert "started by rank 0 of 2, and no rank of its world" in lines
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "os.kill(os.getppid(), signal.SIGKILL)"])
+# One rank alone kills. The other one's parent is by then the process that adopts it, and that was
+# the run of the tests: it was killed at two fifths of a run.
+KILLS_THE_FORK_SERVER = """\
+if os.environ["RANK"] == "0":
+    os.kill(os.getppid(), signal.SIGKILL)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [pytest.param("sys.exit(3)\n", id="exit"), pytest.param(KILLS_THE_FORK_SERVER, id="kill")],
+)
 def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
-    written(tmp_path, f"import os, signal, sys; import torch; {end}")
+    written(tmp_path, "import os, signal, sys, time; import torch\n" + end)
     mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
     command = [sys.executable, "-m", "shoal", "launch", "-n", "2", "script.py"]
     environment = dict([*os.environ.items(), mark.split("=")])
