@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from shoal.strategies.loss_terms import counted, summed
     from shoal.verification import Verdict, verify
     from shoal.verification.script.script_verdict import verify_script
+    from shoal.weights import empty_weights, load_weights
 
 __version__ = "0.1.0"
 __all__ = [
@@ -39,7 +40,9 @@ __all__ = [
     "barrier",
     "broadcast",
     "counted",
+    "empty_weights",
     "init",
+    "load_weights",
     "plan",
     "summed",
     "verify",
@@ -64,6 +67,8 @@ _HOMES = {
     "Collate": "shoal.data.batch_fetcher",
     "Source": "shoal.data.source",
     "Strategy": "shoal.strategies.base",
+    "empty_weights": "shoal.weights",
+    "load_weights": "shoal.weights",
 }
 
 

@@ -22,13 +22,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "file",
         type=argument_types.path,
         metavar="FILE",
-        help="weights of this very model, under its own names",
+        help="weights of this very model, under its own names; or a directory of them",
     )
     train.arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    if not options.file.is_file():
+    if not options.file.exists():
         raise UsageError(f"there is no file {options.file}")
     options.settings = [*options.settings, ("model.weights", str(options.file))]
     return train.run(options)

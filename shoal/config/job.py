@@ -42,7 +42,7 @@ class ModelConfig:
         },
     )
     weights: str | None = setting(
-        None, "file with weights to start from: .safetensors, or a state dict of torch", PATH
+        None, "weights to start from: safetensors, a directory of them, or torch's state dict", PATH
     )
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")

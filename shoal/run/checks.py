@@ -24,9 +24,9 @@ _CURE = (
 
 
 def check_on_device(model: nn.Module, device: torch.device) -> None:
-    """Raise UsageError for a parameter that is not on `device`."""
+    """Raise UsageError for a parameter with memory that is not on `device`."""
     for name, parameter in model.named_parameters():
-        if parameter.device != device:
+        if not parameter.is_meta and parameter.device != device:
             raise UsageError(
                 f"{name} is on {parameter.device}; this rank's device is {device}. Call "
                 "model.to(run.device) before the optimizer is built."

@@ -35,6 +35,7 @@ from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
+from shoal.weights.deferred_weights import DeferredWeights
 
 Draws = Literal["rank", "global"]
 """Random numbers of a step: a stream for each data rank, or those of one device."""
@@ -99,14 +100,16 @@ def make_local_model(
     mesh: Mesh,
     strategies: Sequence[base.Strategy],
     announce: Callable[[str], None],
+    weights: DeferredWeights | None,
 ) -> base.LocalModel:
     """Apply all strategies to the models, and announce how layers are divided. Collective.
 
     Args:
         root: the model, or the group of models.
         example: the first batch, for strategies that need it.
+        weights: those of the models that have no memory yet; None if all have.
     """
-    local_model = base.apply_strategies(single_device(root, example), strategies, mesh)
+    local_model = base.apply_strategies(single_device(root, example, weights), strategies, mesh)
     for line in local_model.summary_lines:
         announce(line)
     return local_model

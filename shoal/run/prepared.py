@@ -55,6 +55,7 @@ from shoal.run.whole_again import agree_on_trained, make_whole
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
+from shoal.weights.deferred_weights import deferred_weights
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -188,6 +189,7 @@ class Prepared:
             self._apply_again()
         else:
             for model in new_models:  # a frozen model, such as a teacher
+                self._fill(model)
                 self.mesh.broadcast_module(model)
             if new_optimizers:
                 self._bind()
@@ -200,7 +202,14 @@ class Prepared:
         if self.optimizers:
             self._apply_or_wait()
         else:  # a teacher, or a model whose optimizer comes later
+            self._fill(root)
             self.mesh.broadcast_module(root)
+
+    def _fill(self, model: nn.Module) -> None:
+        """Give all weights of a model memory, where they have none yet."""
+        weights = deferred_weights(model, self.mesh.device)
+        if weights is not None:
+            weights.fill([model], keeps=True)
 
     def _note_trained(self) -> None:
         """Remember which parameters are trained, and which are not."""
@@ -213,6 +222,7 @@ class Prepared:
         self._announce_once()
         if self.needs_example and self.mesh.size > 1:
             # Until the first batch divides it, a script may evaluate the model on every rank.
+            self._fill(self.root)
             self.mesh.broadcast_module(self.root)
             self._install_guards(groups)
         else:
@@ -233,10 +243,11 @@ class Prepared:
         check_no_renormalising(self.root, self.mesh.data.size)
         self._guards.remove()
         before = dict(self.root.named_parameters())
+        weights = deferred_weights(self.root, self.mesh.device)
         # A strategy may try passes of its own.
         with self._guards.in_step():
             local_model = make_local_model(
-                self.root, example, self.mesh, self._strategies, self._announce
+                self.root, example, self.mesh, self._strategies, self._announce, weights
             )
         self._local_model = local_model
         self._note_trained()

@@ -41,6 +41,7 @@ from shoal.strategies.model_traits import (
 )
 from shoal.strategies.options import StrategyOptions
 from shoal.strategies.state import STATELESS, RemoteOptimizer, StrategyState
+from shoal.weights.deferred_weights import DeferredWeights
 
 ComputeLoss = Callable[..., Any]
 """The user's function of a batch: (*args, **kwargs) -> loss or (loss, extra).
@@ -205,6 +206,8 @@ class Planning:
     """The first batch; None for strategies that are applied before there is one."""
     colocations: tuple[ColocationRequest, ...] = ()
     """Requests of later strategies for modules that must lie in one pipeline stage."""
+    weights: DeferredWeights | None = None
+    """Weights of the model that have no memory yet; None if all have."""
 
 
 @dataclass(frozen=True)
@@ -283,11 +286,14 @@ class Strategy(StrategyOptions, ABC):
             first batch is there.
         can_apply_again: after `OutsideStep.close` every parameter is whole and in its place, so
             that it can be applied anew.
+        takes_empty_weights: it may be applied to weights that have no memory yet: it reads no
+            values, or fills what this rank needs by `Planning.weights`. Others find all filled.
     """
 
     needs_helper_processes: ClassVar[bool] = False
     needs_example_batch: ClassVar[bool] = False
     can_apply_again: ClassVar[bool] = False
+    takes_empty_weights: ClassVar[bool] = False
 
     @abstractmethod
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -328,5 +334,19 @@ def apply_strategies(model: LocalModel, strategies: Iterable[Strategy], mesh: Me
     requests = tuple(strategy.colocations for strategy in strategies)
     model = replace(model, planning=replace(model.planning, colocations=requests))
     for strategy in strategies:
+        if not strategy.takes_empty_weights:
+            model = _with_all_weights(model)
         model = strategy.apply(model, mesh)
-    return model
+    return _with_all_weights(model)
+
+
+def _with_all_weights(model: LocalModel) -> LocalModel:
+    """Fill the weights that have no memory. Sends nothing: strategies compare ranks."""
+    weights = model.planning.weights
+    if weights is not None:
+        weights.fill([model.module])
+        named = dict(model.module.named_parameters())
+        aliases = model.pipeline.tied_names
+        named = {aliases.get(name, name): parameter for name, parameter in named.items()}
+        model.replace_params({name: named[name] for name in model.trainable_params})
+    return replace(model, planning=replace(model.planning, weights=None))

@@ -12,6 +12,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalModel, Planning, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
 from shoal.strategies.options import NoOptions
+from shoal.weights.deferred_weights import DeferredWeights
 
 
 class Single(NoOptions, Strategy):
@@ -33,10 +34,16 @@ class Single(NoOptions, Strategy):
         return step
 
 
-def single_device(module: nn.Module, example: ExampleBatch | None = None) -> LocalModel:
+def single_device(
+    module: nn.Module,
+    example: ExampleBatch | None = None,
+    weights: DeferredWeights | None = None,
+) -> LocalModel:
     """Return the local model of a world of one rank: the full model, without communication.
 
-    Args: example: the first batch, if it is known already.
+    Args:
+        example: the first batch, if it is known already.
+        weights: those of the model that have no memory yet; None if all have.
     """
     trainable = {
         name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
@@ -46,5 +53,5 @@ def single_device(module: nn.Module, example: ExampleBatch | None = None) -> Loc
         compute_weighted_loss,
         run_microbatch,
         trainable,
-        planning=Planning(example),
+        planning=Planning(example, weights=weights),
     )

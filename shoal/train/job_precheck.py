@@ -99,7 +99,7 @@ def _strategy(job: Job) -> Iterator[str]:
 
 
 def _weights(job: Job) -> Iterator[str]:
-    if job.model.weights is not None and not Path(job.model.weights).is_file():
+    if job.model.weights is not None and not Path(job.model.weights).exists():
         yield f"model.weights: there is no file {job.model.weights}"
 
 

@@ -1,4 +1,4 @@
-"""Initial weights from a torch file or a safetensors file. Only tensors are read from it."""
+"""Initial weights from a torch file or safetensors files. Only tensors are read from them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
+from shoal.weights import weight_files
 
 
 def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
-    """Load the weights in `file` into `model`, one tensor at a time from a .safetensors file.
+    """Load the weights in `file` into `model`, one tensor at a time from safetensors.
 
     Args:
+        file: of torch.save, or a path as `shoal.load_weights` takes it.
         name: of the model, for errors.
 
     Returns: sentences about tensors that were rounded, because the file has a wider floating-point
@@ -31,31 +32,20 @@ def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
             of another model. All differences are named at once.
     """
     path = Path(file)
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError([f"model.weights: there is no file {path}"])
-    if path.suffix == ".safetensors":
+    if path.is_dir() or path.suffix == ".safetensors":
         return _load_safetensors(model, path, name)
     return _load_torch(model, path, name)
 
 
 def _load_safetensors(model: nn.Module, path: Path, name: str) -> list[str]:
-    state = model.state_dict()
     try:
-        with safe_open(path, framework="pt") as file:
-            names = list(file.keys())
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in names}
-            _check_match(state, shapes, path, name)
-            # The file is mapped: `get_tensor` reads nothing yet.
-            dtypes = {key: file.get_tensor(key).dtype for key in shapes}
-            notes = _check_dtypes(state, dtypes, path, name)
-            with torch.no_grad():
-                for key, tensor in state.items():
-                    tensor.copy_(file.get_tensor(key))
-            return notes
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(
-            [f"model.weights: {path} is no whole safetensors file: {error}"]
-        ) from error
+        dtypes = {key: form.dtype for key, form in weight_files.stored_forms(path).items()}
+        weight_files.load_weights(model, path)
+    except UsageError as error:
+        raise ConfigError([f"model.weights: {error}"]) from error
+    return _check_dtypes(model.state_dict(), dtypes, path, name)
 
 
 def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
@@ -99,31 +89,6 @@ def _read_torch(path: Path) -> Any:
         raise ConfigError(
             [f"model.weights: {path} is damaged, or no torch file: {first}"]
         ) from error
-
-
-def _check_match(
-    state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], path: Path, name: str
-) -> None:
-    """Raise ConfigError unless the file's names and shapes are those of the model.
-
-    Args:
-        state: the model's `state_dict`.
-        shapes: of the tensors in the file.
-    """
-    problems = [
-        f"model.weights: {path} lacks {key}, which {name} has" for key in state if key not in shapes
-    ]
-    problems += [
-        f"model.weights: {path} has {key}, which {name} lacks" for key in shapes if key not in state
-    ]
-    problems += [
-        f"model.weights: {key} has shape {shapes[key]} in {path} and {tuple(tensor.shape)} in "
-        f"{name}"
-        for key, tensor in state.items()
-        if key in shapes and shapes[key] != tuple(tensor.shape)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def _check_dtypes(

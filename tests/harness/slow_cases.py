@@ -158,5 +158,6 @@ SLOW_CASES = tuple(
         ("verification/test_foreign_scripts.py", "verification", "scripts of other libraries"),
         ("verification/test_script_verification.py", "verification", "scripts, whole"),
         ("watchdog/test_hang_detector.py", "watchdog", "100,000 schedules of ranks"),
+        ("weights/test_empty_weights.py", "weights strategies", "empty weights in 3D"),
     )
 )

@@ -158,3 +158,30 @@ def test_what_was_trained_in_shards_is_loaded_by_from_pretrained(tmp_path: Path)
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+def load_into_empty(strategy: str, folder: Path, names: list[str]) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name in names:
+        run = shoal.init(strategy, announce=lambda _: None)
+        with shoal.empty_weights():
+            model = MODELS[name]()
+        assert all(weight.is_meta for weight in model.parameters() if weight.dim() > 1)
+        shoal.load_weights(model, folder / name)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found[name] = run.weights()
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tensor=2"])
+def test_a_model_without_memory_gets_what_from_pretrained_reads(
+    tmp_path: Path, strategy: str
+) -> None:
+    names = ["gpt2", "llama", "qwen3", "bert"]
+    saved = {name: MODELS[name]() for name in names}
+    for name, model in saved.items():
+        model.save_pretrained(tmp_path / name, max_shard_size="30KB")
+    for found in world.run(2, load_into_empty, strategy, tmp_path, names):
+        for name, model in saved.items():
+            for key, value in model.state_dict().items():
+                assert torch.equal(found[name][key], value), (name, key)

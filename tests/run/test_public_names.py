@@ -17,7 +17,9 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "barrier",
         "broadcast",
         "counted",
+        "empty_weights",
         "init",
+        "load_weights",
         "plan",
         "summed",
     ]

@@ -210,10 +210,9 @@ def test_a_file_of_another_model_is_refused_with_all_that_differs(tmp_path: Path
     with pytest.raises(ConfigError) as refusal:
         load_weights(model, str(tmp_path / "other.safetensors"), "mlp")
     said = str(refusal.value)
-    assert "3 problems" in said
-    assert f"lacks {names[0]}, which mlp has" in said
-    assert "has strange, which mlp lacks" in said
-    assert f"{names[1]} has shape (7, 7) in " in said
+    assert f"{names[0]} is not in the file" in said
+    assert "the model has no strange" in said
+    assert f"{names[1]} has shape (7, 7); the model's has" in said
 
 
 def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes(whole[:-5])
     torch.save(model.state_dict(), tmp_path / "pickle.safetensors")
     for name in ("cut", "pickle"):
-        with pytest.raises(ConfigError, match=f"{name}.safetensors is no whole safetensors file"):
+        with pytest.raises(ConfigError, match=f"{name}.safetensors cannot be read"):
             load_weights(model, str(tmp_path / f"{name}.safetensors"), "linear")
     with pytest.raises(ConfigError, match="there is no file"):
         load_weights(model, str(tmp_path / "none.safetensors"), "linear")
@@ -245,9 +244,7 @@ def test_rounded_weights_are_noted_and_another_kind_of_dtype_refused(
     save(torch.nn.BatchNorm1d(2).half().state_dict(), file)
     assert load_weights(model, str(file), "norm") == []  # float32 holds all that float16 does
     save({**model.state_dict(), "bias": torch.zeros(2, dtype=torch.int64)}, file)
-    with pytest.raises(
-        ConfigError, match=rf"bias is torch\.int64 in {file} and torch\.float32 in norm"
-    ):
+    with pytest.raises(ConfigError, match=r"bias is torch\.int64.* torch\.float32"):
         load_weights(model, str(file), "norm")
 
 

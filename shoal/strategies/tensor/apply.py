@@ -31,6 +31,7 @@ from shoal.strategies.tensor.multihead import ShardedMultiheadAttention
 from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from shoal.weights.deferred_weights import DeferredWeights
 
 COLUMN_CLASSES: conv.ModuleClasses = {nn.Linear: ColumnParallelLinear, **conv.COLUMN_CLASSES}
 ROW_CLASSES: conv.ModuleClasses = {nn.Linear: RowParallelLinear, **conv.ROW_CLASSES}
@@ -38,7 +39,13 @@ BETWEEN_CLASSES: conv.ModuleClasses = {nn.Dropout: ShardedDropout, **conv.BETWEE
 CHANNEL_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
-def apply(plan: TensorPlan, model: nn.Module, mesh: Mesh, sequence: bool = False) -> None:
+def apply(
+    plan: TensorPlan,
+    model: nn.Module,
+    mesh: Mesh,
+    sequence: bool = False,
+    weights: DeferredWeights | None = None,
+) -> None:
     """Divide the modules of `model` in place. Collective, for the device mesh is made here.
 
     Each rank takes its shards from the full parameters, which must be equal on all ranks of the
@@ -46,8 +53,9 @@ def apply(plan: TensorPlan, model: nn.Module, mesh: Mesh, sequence: bool = False
 
     Args:
         sequence: the outputs of row parallel layers and of the embedding are sequence parallel.
+        weights: those that have no memory yet. This rank fills a layer, and keeps its shard.
     """
-    parallelizer = _TensorParallelizer(model, mesh, sequence)
+    parallelizer = _TensorParallelizer(model, mesh, sequence, weights)
     for name in plan.multihead:
         parallelizer.shard_multihead(name)
     for attention in plan.heads:
@@ -74,10 +82,13 @@ class _TensorParallelizer:
         regions: regions by the name of their module; several pairs may share one.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, sequence: bool) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, sequence: bool, weights: DeferredWeights | None
+    ) -> None:
         self.modules = dict(model.named_modules())
         self.mesh = mesh
         self.sequence = sequence
+        self.weights = weights
         # Making the device mesh is collective: every rank asks for it, whatever it divides.
         self.device_mesh = mesh.device_mesh
         self.sharded: dict[int, nn.Parameter] = {}
@@ -185,13 +196,15 @@ class _TensorParallelizer:
             return
         if id(full) not in self.sharded:
             self.originals.append(full)
-            shard = self._local_dtensor(full.detach(), dim)
+            shard = self._local_dtensor(full, dim).detach()
             self.sharded[id(full)] = nn.Parameter(shard, requires_grad=full.requires_grad)
         setattr(module, key, self.sharded[id(full)])
 
     def _local_dtensor(self, full: Tensor, dim: int) -> DTensor:
         """Return this rank's shard of a tensor that all ranks have. No communication."""
         axis = self.mesh.tensor
+        if self.weights is not None:
+            full = self.weights.values(full)
         size = full.shape[dim] // axis.size
         # A clone, so that the full tensor can be freed.
         shard = full.narrow(dim, axis.rank * size, size).clone(

@@ -77,6 +77,7 @@ class TensorParallel(TensorOptions, Strategy):
     """Divides layers over the ranks of the tensor axis."""
 
     can_apply_again: ClassVar[bool] = True
+    takes_empty_weights: ClassVar[bool] = True
 
     def colocations(self, full_model: FullModel) -> list[Colocation]:
         """Return pairs of layers, each of which must lie in one stage, and the heads.
@@ -131,7 +132,8 @@ class TensorParallel(TensorOptions, Strategy):
         # In a pipeline, the plan is made for the full model: then all stages agree on it.
         made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
         former = FormerModules(module)
-        apply(made.within(dict(module.named_modules())), module, mesh, self.sequence)
+        plan_here = made.within(dict(module.named_modules()))
+        apply(plan_here, module, mesh, self.sequence, model.planning.weights)
         former.note_changes()
         hooks = []
         if self.sequence:

@@ -52,6 +52,7 @@ class Recompute(RecomputeOptions, Strategy):
     """Recomputes units of the model in the backward pass."""
 
     can_apply_again: ClassVar[bool] = True
+    takes_empty_weights: ClassVar[bool] = True
 
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of units that are computed again: `recompute_cost.py`."""

@@ -85,6 +85,7 @@ class Precision(Strategy):
     """
 
     can_apply_again: ClassVar[bool] = True
+    takes_empty_weights: ClassVar[bool] = True
     name: Literal["fp64", "fp32", "bf16", "fp16"]
     loss_scale: LossScale | None = None
 

@@ -97,8 +97,10 @@ class ShardedStep:
         self.root.lockstep = self.lockstep
         for module in wrapped.values():
             module.register_forward_hook(_clone_views)
+            self._fill([module])
             with self.lockstep.wrap_unit(module) if self.lockstep else nullcontext():
                 fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
+        self._fill([model])
         # What belongs to no unit is needed again as soon as the backward pass begins.
         fully_shard(self.root, reshard_after_forward=False, **arguments)
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
@@ -109,6 +111,11 @@ class ShardedStep:
         self._offloads = isinstance(policy, CPUOffloadPolicy)
         for name, scalar in self.scalars.items():
             self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
+
+    def _fill(self, modules: list[nn.Module]) -> None:
+        """Give modules their weights, so that a rank has its shards and one unit. Collective."""
+        if self.model.planning.weights is not None:
+            self.model.planning.weights.fill(modules, self.data)
 
     def trainable_params(self) -> dict[str, nn.Parameter]:
         """Return this rank's shard of every trainable parameter, by name, for its optimizer."""

@@ -38,6 +38,7 @@ class Zero1(ZeroOptions, Strategy):
     """ZeRO-1: shard optimizer states."""
 
     can_apply_again: ClassVar[bool] = True
+    takes_empty_weights: ClassVar[bool] = True
     stage: ClassVar[int] = 1
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:

@@ -1,0 +1,215 @@
+"""Models whose parameters get their memory in `prepare`: the same start under every strategy."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+from shoal.weights.deferred_init import initial_values
+
+STEPS = 3
+LINES = [
+    *(("ddp", 2), ("zero1", 2), ("zero3", 3), ("tensor=2", 2), ("tensor=2,zero3", 4)),
+    *(("pipeline=2", 2), ("server=1", 2), ("local=1", 2)),
+    pytest.param("zero2", 2, marks=pytest.mark.slow),
+    pytest.param("zero3,hybrid=2", 4, marks=pytest.mark.slow),
+    pytest.param("pipeline=2,tensor=2,zero1", 4, marks=pytest.mark.slow),
+]
+
+
+class Blocks(nn.Module):
+    """A small transformer with a tied head and what initializations are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 8)
+        self.positions = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(3)))
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 12, bias=False)
+        nn.init.trunc_normal_(self.tokens.weight, std=0.5)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(x) + self.positions)))
+        return logits
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).flatten(0, 1), x.roll(-1, 1).flatten())
+
+
+def trained(strategy: str) -> dict[str, Tensor]:
+    """Return the weights after some steps of SGD in float64."""
+    torch.set_default_dtype(torch.float64)
+    run = shoal.init(strategy=strategy, seed=5, announce=str)
+    with shoal.empty_weights():
+        model = Blocks()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.randint(0, 12, (8 * STEPS, 6), generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(data), batch_size=8)
+    )
+    for (x,) in loader:
+        run.forward_backward(lambda x: loss_of(model, x), x)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights: dict[str, Tensor] = run.weights()
+    return weights
+
+
+@cache
+def on_one_process() -> dict[str, Tensor]:
+    return world.run(1, trained, "single")[0]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), LINES)
+def test_every_strategy_starts_and_trains_from_the_weights_of_one_process(
+    strategy: str, ranks: int
+) -> None:
+    weights = world.run(ranks, trained, strategy)[0]
+    for name, expected in on_one_process().items():
+        torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-10)
+
+
+def orthogonal() -> nn.Linear:
+    layer = nn.Linear(6, 6)
+    nn.init.orthogonal_(layer.weight)
+    return layer
+
+
+def scaled() -> nn.Linear:
+    layer = nn.Linear(400, 50)
+    with torch.no_grad():
+        layer.weight.normal_().mul_(0.02).add_(1.0)
+        layer.weight[:, 3] = 7
+        layer.bias.data = layer.weight.sum(1)
+    return layer
+
+
+def check_orthogonal(weight: Tensor, _: Tensor) -> bool:
+    return torch.allclose(weight @ weight.T, torch.eye(6), atol=1e-5)
+
+
+def check_scaled(weight: Tensor, bias: Tensor) -> bool:
+    others = torch.cat((weight[:, :3], weight[:, 4:]), 1)
+    is_drawn = abs(others.mean() - 1) < 1e-3 and abs(others.std() - 0.02) < 1e-3
+    return is_drawn and bool((weight[:, 3] == 7).all()) and torch.equal(bias, weight.sum(1))
+
+
+def check_default(weight: Tensor, bias: Tensor) -> bool:
+    bound = 16**-0.5
+    return all(0.8 * bound < values.abs().max() <= bound for values in (weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("build", "is_right"),
+    [
+        (orthogonal, check_orthogonal),
+        (scaled, check_scaled),
+        (lambda: nn.Linear(16, 40), check_default),
+    ],
+)
+def test_an_initialization_that_is_run_later_does_what_it_does_at_once(
+    build: Callable[[], nn.Linear], is_right: Callable[[Tensor, Tensor], bool]
+) -> None:
+    with shoal.empty_weights():
+        later = build()
+    at_once = build()
+    assert later.weight.is_meta
+    assert is_right(at_once.weight, at_once.bias)
+    assert is_right(initial_values(later.weight), initial_values(later.bias))
+
+
+def test_copies_of_a_layer_start_alike_and_other_layers_do_not() -> None:
+    with shoal.empty_weights():
+        blocks = Blocks().blocks.layers
+        other = nn.Linear(8, 16)
+    first, second = (initial_values(block.linear1.weight) for block in blocks)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, initial_values(other.weight))
+
+
+def test_a_seed_decides_the_values_and_no_other_stream_moves() -> None:
+    def built(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with shoal.empty_weights():
+            layer = nn.Linear(3, 3)
+        state = torch.get_rng_state()
+        values = initial_values(layer.weight)
+        assert torch.equal(torch.get_rng_state(), state)
+        return values
+
+    assert not torch.equal(built(1), built(2))
+
+
+def test_buffers_and_parameters_made_of_values_have_their_memory_at_once() -> None:
+    with shoal.empty_weights():
+        norm, model = nn.BatchNorm1d(3), Blocks()
+    assert torch.equal(norm.running_var, torch.ones(3))
+    assert not model.positions.is_meta
+    assert model.tokens.weight.is_meta
+
+
+def test_a_parameter_that_is_written_into_a_buffer_is_refused() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.register_buffer("copy", torch.zeros(2, 2))
+            self.copy.copy_(self.layer.weight.detach())
+
+    with (
+        pytest.raises(UsageError, match="Build the module that calls it outside"),
+        shoal.empty_weights(),
+    ):
+        Copies()
+
+
+def test_a_model_of_the_meta_device_is_refused_with_both_cures() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    cure = (
+        r"weight, bias of the model .* shoal.empty_weights\(\).* shoal.load_weights\(model, path\)"
+    )
+    with pytest.raises(UsageError, match=cure):
+        shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_hook_on_a_parameter_without_memory_is_refused() -> None:
+    with shoal.empty_weights():
+        model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(UsageError, match=r"weight has a hook.* Register hooks after run.prepare"):
+        shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def peak_of_preparation(strategy: str, blocks: int, width: int) -> int:
+    """Return by how many bytes the peak of this process's memory grows in `prepare`."""
+    run = shoal.init(strategy=strategy, announce=str)
+    with shoal.empty_weights():
+        layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(blocks)]
+        model = nn.Sequential(*layers, nn.Linear(width, 4))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+def test_a_rank_holds_its_shard_and_one_layer() -> None:
+    # malloc returns what is larger than 32 MiB at once.
+    blocks, width, ranks = 9, 3072, 4
+    layer = width * width * 4
+    peaks = world.run(ranks, peak_of_preparation, "zero3", blocks, width)
+    shards = blocks * layer // ranks
+    assert max(peaks) < shards + layer + (24 << 20) < blocks * layer // 2, peaks
