@@ -82,14 +82,11 @@ class Axis:
     def broadcast_module(self, module: nn.Module) -> None:
         """Copy the first rank's parameters and buffers to all ranks. Collective.
 
-        Those without memory are left out.
-
         Raises: UsageError: on all ranks, for a sparse buffer.
         """
         self._check_dense(module)
         for tensor in (*module.parameters(), *module.buffers()):
-            if not tensor.is_meta:
-                self.broadcast_tensor(tensor.detach())
+            self.broadcast_tensor(tensor.detach())
 
     def broadcast_buffers(self, module: nn.Module) -> None:
         """Copy the first rank's buffers, such as BatchNorm's statistics, to all. Collective."""

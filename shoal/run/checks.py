@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from shoal.errors import ShoalError, StrategyRefused, UsageError
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
+from shoal.weights.deferred_init import EmptyTensor
 
 MOST_ROWS = 1 << 53
 _CURE = (
@@ -26,7 +27,12 @@ _CURE = (
 def check_on_device(model: nn.Module, device: torch.device) -> None:
     """Raise UsageError for a parameter with memory that is not on `device`."""
     for name, parameter in model.named_parameters():
-        if not parameter.is_meta and parameter.device != device:
+        if parameter.is_meta:
+            raise UsageError(
+                f"{name} is on the meta device, which keeps no values and no initialization. Build "
+                "the model in `with shoal.empty_weights():` instead."
+            )
+        if parameter.device != device and not isinstance(parameter, EmptyTensor):
             raise UsageError(
                 f"{name} is on {parameter.device}; this rank's device is {device}. Call "
                 "model.to(run.device) before the optimizer is built."

@@ -1,13 +1,16 @@
 """Parameters without memory, whose initialization is recorded and run later.
 
-      with empty_weights():       torch.empty returns tensors on the meta device
-          model = GPT(config)     every operator on them is recorded: normal_, mul_, copy_, ...
+      with empty_weights():       torch.empty returns tensors without memory, `EmptyTensor`
+          model = GPT(config)     operators on them are recorded: normal_, mul_, copy_, ...
 
-      initial_values(weight)      runs the operators on which this weight depends, on the CPU
+      weight.values()             runs the operators on which this weight depends, on the CPU
 
 Each operator that draws has a seed of its own, so the values of a weight do not depend on which
 weights this rank fills, nor in which order. They are other numbers than those of the model without
 `empty_weights`, and of the same distribution.
+
+An operator that reads a number, as `trunc_normal_` does to draw again, runs at once what that
+depends on. What is written after the context, by `load_state_dict` say, is recorded as well.
 
 A weight that is computed from values, such as `nn.Parameter(torch.zeros(8))`, has its memory at
 once.
@@ -15,18 +18,21 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
 from shoal.data.seeds import derive_seed
-from shoal.errors import UsageError
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
-from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.platform.torch_private.subclasses import (
+    DisableTorchFunctionSubclass,
+    DispatchMode,
+    make_wrapper_subclass,
+)
 from shoal.platform.torch_private.tensor_state import READ_NUMBER, memory_of, schema_of
 
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
@@ -34,18 +40,75 @@ _OVERWRITE = ("normal_", "uniform_", "zero_", "fill_", "copy_")
 """Operators that leave nothing of the values before."""
 _PLACE = ("device", "pin_memory")
 """Arguments of operators that say where a tensor is to be."""
-_IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
-_DEVICE = Tensor.device.__get__
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _META = torch.device("meta")
 _CPU = torch.device("cpu")
+
+
+class EmptyTensor(Tensor):
+    """A tensor on the CPU with a shape and no memory, whose values are computed when asked for.
+
+    Args:
+        form: a tensor on the meta device, of the same shape. Views share its storage.
+        calls: records what is done with it.
+    """
+
+    form: Tensor
+    calls: InitCalls
+
+    def __new__(cls, form: Tensor, calls: InitCalls) -> EmptyTensor:
+        made: EmptyTensor = make_wrapper_subclass(
+            cls,
+            form.shape,
+            strides=form.stride(),
+            storage_offset=form.storage_offset(),
+            dtype=form.dtype,
+            device=_CPU,
+        )
+        made.form, made.calls = form, calls
+        return made
+
+    def __init__(self, form: Tensor, calls: InitCalls) -> None:
+        super().__init__()
+
+    def values(self) -> Tensor:
+        """Run all on which this tensor depends, and return its values on the CPU."""
+        return self.calls.values(self.form)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if func == _SET_DATA and isinstance(args[0], cls):
+            args[0].form, args[0].calls = args[1].form, args[1].calls
+        return result
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        options = kwargs or {}
+        calls = next(leaf.calls for leaf in tree_leaves((args, options)) if isinstance(leaf, cls))
+        return calls.call(func, args, options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        # torch's own would copy the form, whose storage no call has written.
+        copied = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"EmptyTensor({tuple(self.shape)}, dtype={self.dtype})"
 
 
 class _RecordedCall(NamedTuple):
     """An operator that has written into tensors without memory, or has made one.
 
     Attributes:
-        made: the result, where it has a memory of its own; else None.
-        reads, writes: `memory_of` tensors without memory.
+        made: the forms of its result, where that has a memory of its own; else None.
+        reads, writes: `memory_of` forms.
         overwrites: True if nothing is left of what was there.
     """
 
@@ -59,56 +122,59 @@ class _RecordedCall(NamedTuple):
     overwrites: bool
 
 
-class _InitRecorder(DispatchMode):
-    """Records the operators on tensors without memory, in their order.
+class InitCalls:
+    """The operators on tensors without memory, in their order.
 
-    Attributes:
-        known: memories that are written. The calls keep their tensors, so that none is used twice.
+    They keep their tensors' forms, so that no memory is taken for another.
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.known: set[int] = set()
         self._seed = seed
         self._calls: list[_RecordedCall] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        options = kwargs or {}
-        read = _memories((args, options))
-        if func is READ_NUMBER and read:
-            return self.values(args[0]).item()
-        if func in _EMPTY or (read and options.get("device")):
-            here = options | {"device": _META}
-        else:
-            here = options
-        result = func(*_on_meta(args), **_on_meta(here)) if read else func(*args, **here)
-        written = _written(func, args, options) if read else []
-        if not read <= self.known or any(not tensor.is_meta for tensor in written):
-            raise UsageError(
-                f"shoal.empty_weights: {func} cannot be run later, for it takes a value that is "
-                "not known then, or writes into a tensor that has memory. Build the module that "
-                "calls it outside of the context."
-            )
+    def empty(self, func: Any, args: Any, options: dict[str, Any]) -> EmptyTensor:
+        """Return the tensor that a function such as `torch.empty` makes, without memory."""
+        form = func(*args, **(options | {"device": _META}))
+        self._add(func, args, options, form, frozenset(), _memories(form), True)
+        return EmptyTensor(form, self)
+
+    def call(self, func: Any, args: Any, options: dict[str, Any]) -> Any:
+        """Record an operator, some of whose arguments have no memory, and return its result.
+
+        One that returns a number, or writes into a tensor with memory, is run.
+        """
+        written = _written(func, args, options)
+        if func is READ_NUMBER or any(not isinstance(each, EmptyTensor) for each in written):
+            arguments, options = tree_map(_with_values, (args, options))
+            return func(*arguments, **options)
+        arguments, keywords = tree_map(self._argument, (args, options))
+        here = keywords | {"device": _META} if keywords.get("device") else keywords
+        result = func(*_on_meta(arguments), **_on_meta(here))
+        read = _memories((arguments, keywords))
         if written:
-            is_new = func.__name__.split(".")[0] in _OVERWRITE and all(map(_is_whole, written))
-            self._add(func, args, options, None, read, _memories(written), is_new)
-        elif made := _memories(result) - read:
-            self._add(func, args, options, result, read, made, True)
-        return result
+            forms = [each.form for each in written]
+            is_new = func.__name__.split(".")[0] in _OVERWRITE and all(map(_is_whole, forms))
+            writes = _memories(forms)
+            self._add(func, arguments, keywords, None, read, writes, is_new)
+            return written[0] if isinstance(result, Tensor) else result
+        if made := _memories(result) - read:
+            self._add(func, arguments, keywords, result, read, made, True)
+        return tree_map(self._without_memory, result)
 
-    def _add(self, func: Any, args: Any, options: dict[str, Any], *rest: Any) -> None:
-        options = {key: value for key, value in options.items() if key not in _PLACE}
-        kept = tree_map(_kept, (args, options))
-        call = _RecordedCall(derive_seed(self._seed, len(self._calls)), func, *kept, *rest)
-        self._calls.append(call)
-        self.known |= call.writes
+    def overwrite(self, form: Tensor, read: Callable[[], Tensor]) -> None:
+        """Record that a form gets the values that `read` returns."""
 
-    def values(self, tensor: Tensor) -> Tensor:
-        """Run the calls on which a tensor depends, and return its values on the CPU."""
+        def copy(tensor: Tensor) -> None:
+            tensor.copy_(read())
+
+        self._add(copy, (form,), {}, None, _memories(form), _memories(form), _is_whole(form))
+
+    def values(self, form: Tensor) -> Tensor:
+        """Run the calls on which a form depends, and return its values on the CPU."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def filled(item: Any) -> Any:
-            """Return the tensor with memory in the place of one without."""
+            """Return the tensor with memory in place of a form."""
             if not (isinstance(item, Tensor) and item.is_meta):
                 return item
             memory = memory_of(item)
@@ -120,47 +186,60 @@ class _InitRecorder(DispatchMode):
         state = torch.default_generator.get_state()
         try:
             with torch.no_grad():
-                for call in self._calls_for(tensor):
+                for call in self._calls_for(form):
                     torch.default_generator.manual_seed(call.seed)
                     arguments, options = tree_map(filled, (call.args, call.kwargs))
                     result = call.function(*arguments, **options)
                     if call.made is not None:
                         pairs = zip(tree_leaves(call.made), tree_leaves(result), strict=True)
                         storages |= {memory_of(one): it.untyped_storage() for one, it in pairs}
-                values: Tensor = filled(tensor.detach())
+                values: Tensor = filled(form)
                 return values
         finally:
             torch.default_generator.set_state(state)
 
-    def _calls_for(self, tensor: Tensor) -> list[_RecordedCall]:
-        """Return the calls on which a tensor depends, in their order."""
-        needed = {memory_of(tensor)}
+    def _add(self, func: Any, args: Any, options: dict[str, Any], *rest: Any) -> None:
+        kept = {key: value for key, value in options.items() if key not in _PLACE}
+        seed = derive_seed(self._seed, len(self._calls))
+        self._calls.append(_RecordedCall(seed, func, args, kept, *rest))
+
+    def _argument(self, leaf: Any) -> Any:
+        """Return the form of a tensor without memory, and a copy of one that may change later."""
+        if isinstance(leaf, EmptyTensor):
+            return leaf.form if leaf.calls is self else leaf.values()
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    def _without_memory(self, leaf: Any) -> Any:
+        return EmptyTensor(leaf, self) if isinstance(leaf, Tensor) else leaf
+
+    def _calls_for(self, form: Tensor) -> list[_RecordedCall]:
+        """Return the calls on which a form depends, in their order."""
+        needed = {memory_of(form)}
         calls = []
         for call in reversed(self._calls):
             if call.writes & needed:
                 calls.append(call)
                 is_new = call.writes if call.overwrites else frozenset()
                 needed = (needed | call.reads) - is_new
+        assert not needed, "a tensor without memory that nobody has written"
         return calls[::-1]
 
 
-class _SameDevice(TorchFunctionMode):
-    """Lets tensors without memory seem to lie on the CPU.
+class _EmptyFactory(DispatchMode):
+    """Inside, `torch.empty` returns tensors without memory."""
 
-    Of others torch skips some initializations, such as `trunc_normal_`.
-    """
+    def __init__(self, calls: InitCalls) -> None:
+        super().__init__()
+        self._calls = calls
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == Tensor.__setitem__ and args[0].is_meta and isinstance(args[2], (int, float)):
-            # torch would make a tensor of the number where no mode sees it.
-            args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
-        result = func(*args, **(kwargs or {}))
-        if func == _IS_META:
-            return False
-        return _CPU if func == _DEVICE and result == _META else result
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if func in _EMPTY and options.get("device") != _META:
+            return self._calls.empty(func, args, options)
+        return func(*args, **options)
 
 
-_recorders: list[_InitRecorder] = []
+_contexts = count()
 
 
 @contextmanager
@@ -172,38 +251,15 @@ def empty_weights() -> Iterator[None]:
     `nn.Parameter(torch.zeros(8))`, are as always. Random numbers follow from the seed of
     `shoal.init`, or of `torch.manual_seed` before the context. They are the same under every
     strategy and on every number of ranks.
-
-    Raises: UsageError: a parameter without memory is written into another tensor.
     """
-    recorder = _InitRecorder(derive_seed(torch.initial_seed(), len(_recorders)))
-    _recorders.append(recorder)
-    with _SameDevice(), recorder:
+    with _EmptyFactory(InitCalls(derive_seed(torch.initial_seed(), next(_contexts)))):
         yield
 
 
-def is_initialized_later(tensor: Tensor) -> bool:
-    """Return True for a tensor without memory whose initialization was recorded."""
-    return tensor.is_meta and _recorder_of(tensor) is not None
-
-
-def initial_values(tensor: Tensor) -> Tensor:
-    """Run the initialization of a tensor that `is_initialized_later`; return it on the CPU."""
-    recorder = _recorder_of(tensor)
-    assert recorder is not None
-    return recorder.values(tensor)
-
-
-def _recorder_of(tensor: Tensor) -> _InitRecorder | None:
-    memory = memory_of(tensor)
-    return next((recorder for recorder in _recorders if memory in recorder.known), None)
-
-
 def _memories(tree: Any) -> frozenset[int]:
-    """Return `memory_of` each tensor without memory."""
-    leaves = tree_leaves(tree)
-    return frozenset(
-        memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta
-    )
+    """Return `memory_of` each form."""
+    forms = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_meta)
+    return frozenset(map(memory_of, forms))
 
 
 def _on_meta(tree: Any) -> Any:
@@ -211,18 +267,18 @@ def _on_meta(tree: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(_META) if isinstance(leaf, Tensor) else leaf, tree)
 
 
-def _kept(leaf: Any) -> Any:
-    """Return a copy of values, which may change until the call is run."""
-    return leaf.clone() if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+def _with_values(leaf: Any) -> Any:
+    return leaf.values() if isinstance(leaf, EmptyTensor) else leaf
 
 
-def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[Any]:
     """Return the tensors that an operator writes into."""
     arguments = schema_of(func).arguments
     given = {each.name: arg for each, arg in zip(arguments, args, strict=False)} | options
     names = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
-    return [given[name] for name in names if isinstance(given.get(name), Tensor)]
+    leaves = tree_leaves([given.get(name) for name in names])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
-def _is_whole(tensor: Tensor) -> bool:
-    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+def _is_whole(form: Tensor) -> bool:
+    return form.numel() * form.element_size() == form.untyped_storage().nbytes()

@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.weights.deferred_init import EmptyTensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -47,9 +48,9 @@ class TensorForm(NamedTuple):
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
     """Give a model the weights in safetensors files.
 
-    Parameters with memory get their values at once. Of those that `shoal.empty_weights()` or
-    `torch.device("meta")` has made, the file is noted, and `run.prepare` reads it layer by layer.
-    Values are converted to the dtype of the model.
+    Parameters with memory get their values at once. Of those that `shoal.empty_weights()` has made
+    the file is noted, and `run.prepare` reads it layer by layer. Values are converted to the dtype
+    of the model.
 
     Args:
         path: a file, or a directory with model.safetensors or model.safetensors.index.json.
@@ -67,17 +68,11 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     for name, tensor in state.items():
         if name not in forms:
             continue
-        if tensor.is_meta:
-            tensor.shoal_stored = forms[name].stored  # type: ignore[attr-defined]
+        if isinstance(tensor, EmptyTensor):
+            tensor.calls.overwrite(tensor.form, forms[name].stored.read)
         else:
             with torch.no_grad():
                 tensor.copy_(forms[name].stored.read())
-
-
-def stored_values(tensor: Tensor) -> StoredTensor | None:
-    """Return where the values of a tensor without memory are stored; None if nobody has said."""
-    found: StoredTensor | None = getattr(tensor, "shoal_stored", None)
-    return found
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import resource
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
-from shoal.weights.deferred_init import initial_values
+from shoal.weights.deferred_init import EmptyTensor
 
 STEPS = 3
 LINES = [
@@ -83,6 +84,11 @@ def test_every_strategy_starts_and_trains_from_the_weights_of_one_process(
         torch.testing.assert_close(weights[name], expected, rtol=0, atol=1e-10)
 
 
+def values_of(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, EmptyTensor)
+    return tensor.values()
+
+
 def orthogonal() -> nn.Linear:
     layer = nn.Linear(6, 6)
     nn.init.orthogonal_(layer.weight)
@@ -127,18 +133,17 @@ def test_an_initialization_that_is_run_later_does_what_it_does_at_once(
     with shoal.empty_weights():
         later = build()
     at_once = build()
-    assert later.weight.is_meta
     assert is_right(at_once.weight, at_once.bias)
-    assert is_right(initial_values(later.weight), initial_values(later.bias))
+    assert is_right(values_of(later.weight), values_of(later.bias))
 
 
 def test_copies_of_a_layer_start_alike_and_other_layers_do_not() -> None:
     with shoal.empty_weights():
         blocks = Blocks().blocks.layers
         other = nn.Linear(8, 16)
-    first, second = (initial_values(block.linear1.weight) for block in blocks)
+    first, second = (values_of(block.linear1.weight) for block in blocks)
     assert torch.equal(first, second)
-    assert not torch.equal(first, initial_values(other.weight))
+    assert not torch.equal(first, values_of(other.weight))
 
 
 def test_a_seed_decides_the_values_and_no_other_stream_moves() -> None:
@@ -147,7 +152,7 @@ def test_a_seed_decides_the_values_and_no_other_stream_moves() -> None:
         with shoal.empty_weights():
             layer = nn.Linear(3, 3)
         state = torch.get_rng_state()
-        values = initial_values(layer.weight)
+        values = values_of(layer.weight)
         assert torch.equal(torch.get_rng_state(), state)
         return values
 
@@ -158,32 +163,62 @@ def test_buffers_and_parameters_made_of_values_have_their_memory_at_once() -> No
     with shoal.empty_weights():
         norm, model = nn.BatchNorm1d(3), Blocks()
     assert torch.equal(norm.running_var, torch.ones(3))
-    assert not model.positions.is_meta
-    assert model.tokens.weight.is_meta
+    assert not isinstance(model.positions, EmptyTensor)
+    assert isinstance(model.tokens.weight, EmptyTensor)
 
 
-def test_a_parameter_that_is_written_into_a_buffer_is_refused() -> None:
-    class Copies(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.register_buffer("copy", torch.zeros(2, 2))
-            self.copy.copy_(self.layer.weight.detach())
-
-    with (
-        pytest.raises(UsageError, match="Build the module that calls it outside"),
-        shoal.empty_weights(),
-    ):
-        Copies()
+def test_a_parameter_that_is_written_into_a_buffer_gives_its_values() -> None:
+    with shoal.empty_weights():
+        layer, buffer = nn.Linear(2, 2), torch.zeros(2, 2)
+        buffer.copy_(layer.weight.detach())
+    assert torch.equal(buffer, values_of(layer.weight))
 
 
-def test_a_model_of_the_meta_device_is_refused_with_both_cures() -> None:
+def load_state(layer: nn.Linear) -> nn.Linear:
+    layer.load_state_dict({"weight": torch.ones(3, 3), "bias": torch.arange(3.0)})
+    return layer
+
+
+def fill_again(layer: nn.Linear) -> nn.Linear:
+    layer.apply(lambda each: nn.init.ones_(each.weight))
+    layer.bias.data = torch.empty_like(layer.bias)
+    with torch.no_grad():
+        layer.bias[:] = torch.arange(3.0)
+    return layer
+
+
+def convert(layer: nn.Linear) -> nn.Linear:
+    return load_state(layer).double()
+
+
+def take_copy(layer: nn.Linear) -> nn.Linear:
+    return copy.deepcopy(load_state(layer))
+
+
+def write_data(layer: nn.Linear) -> nn.Linear:
+    load_state(layer).weight.data.mul_(3).sub_(2)
+    layer.weight.data[1].zero_().add_(1)
+    return layer
+
+
+@pytest.mark.parametrize("change", [load_state, fill_again, convert, take_copy, write_data])
+def test_what_a_script_does_after_the_context_counts(
+    change: Callable[[nn.Linear], nn.Linear],
+) -> None:
+    with shoal.empty_weights():
+        model = nn.Linear(3, 3)
+    model = change(model)
+    assert isinstance(model.weight, EmptyTensor)
+    shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert torch.equal(model.weight, torch.ones_like(model.weight))
+    assert torch.equal(model.bias, torch.arange(3).to(model.bias))
+    assert not isinstance(model.weight, EmptyTensor)
+
+
+def test_a_model_of_the_meta_device_is_refused_with_the_cure() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    cure = (
-        r"weight, bias of the model .* shoal.empty_weights\(\).* shoal.load_weights\(model, path\)"
-    )
-    with pytest.raises(UsageError, match=cure):
+    with pytest.raises(UsageError, match=r"weight is on the meta device.* shoal\.empty_weights"):
         shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -191,7 +226,7 @@ def test_a_hook_on_a_parameter_without_memory_is_refused() -> None:
     with shoal.empty_weights():
         model = nn.Linear(2, 2)
     model.weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(UsageError, match=r"weight has a hook.* Register hooks after run.prepare"):
+    with pytest.raises(UsageError, match=r"has a hook.* Register hooks after run.prepare"):
         shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -51,9 +51,10 @@ def weights_without_memory() -> Iterator[None]:
         return found
 
     def register_without(module: nn.Module, name: str, weight: Any) -> None:
-        if type(weight) is nn.Parameter and not isinstance(weight, FakeTensor):
+        is_other = isinstance(weight, FakeTensor | nn.UninitializedParameter)
+        if isinstance(weight, nn.Parameter) and not is_other:
             with fake_tensors():
-                weight = stand_in(weight, torch.empty_like(weight))
+                weight = stand_in(weight, torch.empty(weight.shape, dtype=weight.dtype))
         register(module, name, weight)
 
     def convert(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:

@@ -63,6 +63,7 @@ from shoal.strategies.tensor.graph import Trace, forward_graphs
 from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.sliced_parameters import RefuseSlices, is_tensor_sharded
+from shoal.weights.deferred_weights import broadcast_filled
 
 PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "
@@ -128,7 +129,7 @@ class TensorParallel(TensorOptions, Strategy):
                 "Use compile=False (model.compile=false)."
             )
         # Slices of several ranks must be slices of one model.
-        mesh.tensor.broadcast_module(module)
+        broadcast_filled(module, mesh.tensor)
         # In a pipeline, the plan is made for the full model: then all stages agree on it.
         made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
         former = FormerModules(module)

@@ -32,6 +32,7 @@ from shoal.strategies.options import ZeroOptions
 from shoal.strategies.zero.cost import cost
 from shoal.strategies.zero.pipeline_zero1 import PipelineZeroOne
 from shoal.strategies.zero.sharded_step import ShardedStep
+from shoal.weights.deferred_weights import broadcast_filled
 
 
 class Zero1(ZeroOptions, Strategy):
@@ -59,7 +60,7 @@ class Zero1(ZeroOptions, Strategy):
         if mesh.data.size == 1 and not self.offload:
             return model
         ensure_group(mesh.device)
-        mesh.data.broadcast_module(model.module)
+        broadcast_filled(model.module, mesh.data)
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
         shard_mesh = mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
