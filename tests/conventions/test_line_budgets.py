@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_570,
     "shoal/platform": 1_870,
     "shoal/plotting": 500,
-    "shoal/run": 9_280,
+    "shoal/run": 9_290,
     "shoal/shm_backend": 2_860,
     "shoal/strategies": 18_010,
     "shoal/testing": 230,
