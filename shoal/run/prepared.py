@@ -55,7 +55,7 @@ from shoal.run.whole_again import agree_on_trained, make_whole
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
-from shoal.weights.deferred_weights import deferred_weights
+from shoal.weights.deferred_weights import broadcast_filled, deferred_weights
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -222,8 +222,7 @@ class Prepared:
         self._announce_once()
         if self.needs_example and self.mesh.size > 1:
             # Until the first batch divides it, a script may evaluate the model on every rank.
-            self._fill(self.root)
-            self.mesh.broadcast_module(self.root)
+            broadcast_filled(self.root, self.mesh)
             self._install_guards(groups)
         else:
             self._apply(None, groups)

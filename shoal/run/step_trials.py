@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from hashlib import sha256
 
 import torch
@@ -26,10 +25,12 @@ from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step_batch import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
+from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_news import BatchNews
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
+from shoal.weights.deferred_weights import deferred_weights, empty_bytes
 
 PADDING = (
     "note: labels below 0 have come, and there were none when the loss was tried. Where a loss "
@@ -132,7 +133,13 @@ class StepTrials:
         models = self._prepared.models
         parameters = [parameter for model in models for parameter in model.parameters()]
         given = batch.compute_loss, batch.args, batch.kwargs, batch.num_samples
-        judge = partial(try_loss, *given, models, parameters)
+        weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
+
+        def judge() -> LossVerdict:
+            if weights is not None:  # in a child, which keeps this rank's as they are
+                weights.fill(models, keeps=True)
+            return try_loss(*given, models, parameters)
+
         # Under servers a pass waits for values that a thread receives, which no child has.
         is_remote = self._prepared.local_model().remote_optimizer is not None
         with own_progress().during(Phase.FORWARD):
@@ -186,7 +193,8 @@ class StepTrials:
         model = self._prepared.local_model()
         if model.outside_step.whole_models is not None:
             return model.outside_step.whole_models()
-        return nullcontext(not is_divided(model))
+        fits = empty_bytes(self._prepared.root) <= MOST_BYTES  # a trial would fill all of them
+        return nullcontext(fits and not is_divided(model))
 
 
 def is_divided(model: LocalModel) -> bool:

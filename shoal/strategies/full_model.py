@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+from shoal.weights.deferred_init import EmptyTensor
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def free_other_params(model: nn.Module, local_modules: nn.Module) -> None:
                 if tensor is None or id(tensor) in alive:
                     continue
                 if id(tensor) not in empty:
-                    hollow = tensor.detach().to("meta")
+                    hollow = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                     is_parameter = isinstance(tensor, nn.Parameter)
                     empty[id(tensor)] = _given_up(tensor, hollow) if is_parameter else hollow
                 store[name] = empty[id(tensor)]
@@ -114,7 +115,7 @@ def _given_up(parameter: nn.Parameter, hollow: Tensor) -> nn.Parameter:
     """Take a parameter's values away; return a new one in its place."""
     new = nn.Parameter(hollow, parameter.requires_grad)
     new.shoal_given_up = parameter  # type: ignore[attr-defined]
-    if not parameter.is_meta:
+    if not parameter.is_meta and not isinstance(parameter, EmptyTensor):
         nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         parameter.data = nan.expand(parameter.shape)
         parameter.grad = None

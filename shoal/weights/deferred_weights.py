@@ -74,8 +74,13 @@ class DeferredWeights:
 
 def deferred_weights(model: nn.Module, device: torch.device) -> DeferredWeights | None:
     """Return the weights of a model that have no memory yet; None if all have."""
-    is_complete = not any(True for module in model.modules() for _ in _empty_tensors(module))
-    return None if is_complete else DeferredWeights(device)
+    return DeferredWeights(device) if empty_bytes(model) else None
+
+
+def empty_bytes(model: nn.Module) -> int:
+    """Return the bytes that the weights of a model will take which have no memory yet."""
+    empty = dict.fromkeys(t for module in model.modules() for _, t in _empty_tensors(module))
+    return sum(tensor.numel() * tensor.element_size() for tensor in empty)
 
 
 def broadcast_filled(model: nn.Module, axis: Axis) -> None:

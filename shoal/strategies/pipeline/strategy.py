@@ -57,6 +57,7 @@ from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedules import problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
 from shoal.strategies.pipeline.ties import Ties
+from shoal.weights.deferred_weights import broadcast_filled
 
 MICROBATCHES_PER_RANK = 4
 """Default number of micro-batches for each rank of a pipeline. 1F1B is then idle for at most a
@@ -82,6 +83,7 @@ class Pipeline(PipelineOptions, Strategy):
     """Pipeline parallel."""
 
     needs_example_batch: ClassVar[bool] = True
+    takes_empty_weights: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Keep this rank's stages; replace `module`, `forward`, `run` and `trainable_params`.
@@ -99,7 +101,7 @@ class Pipeline(PipelineOptions, Strategy):
             return model
         assert model.planning.example is not None
         # Stages come from the ranks of one pipeline: together they must be one model.
-        mesh.pipeline.broadcast_module(model.module)
+        broadcast_filled(model.module, mesh.pipeline)
         staged = self._divide(model, model.planning.example, mesh)
         _check_mutated_buffers(model.module, staged)
         summary = summary_lines(
@@ -127,9 +129,9 @@ class Pipeline(PipelineOptions, Strategy):
         """[1] Divide the model into stages. Collective over the world."""
         module = model.module
         schedule = self._table(example, module)
-        request = PlanRequest(
-            schedule.num_stages, self.balance, self.cuts, model.planning.colocations
-        )
+        # What has no memory yet takes no time that could be measured.
+        balance = self.balance if model.planning.weights is None else "parameters"
+        request = PlanRequest(schedule.num_stages, balance, self.cuts, model.planning.colocations)
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         # Ranks see other samples, so they may find other units, or one of them a refusal. After
         # each look they agree (`agreement.py`): else one would raise while the others wait for it.
@@ -210,6 +212,8 @@ def _keep_local_stages(
     }
     # Here memory is saved: until now every rank has held the full model.
     free_other_params(module, local_module)
+    if model.planning.weights is not None:
+        model.planning.weights.fill([local_module], keeps=True)
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
     executor = PipelineExecutor(
         staged.divided, local_module, staged.table, axis, ties, mesh.recorder
