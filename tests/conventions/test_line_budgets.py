@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
     "shoal/weights": 550,
-    "tests": 69_670,
+    "tests": 69_690,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
