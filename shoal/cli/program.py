@@ -21,7 +21,6 @@ from shoal.cli import (
     export,
     foreign_flags,
     host_options,
-    import_weights,
     job_options,
     launch,
     plan,
@@ -54,7 +53,6 @@ class Verb(Protocol):
 
 VERBS: dict[str, Verb] = {
     "train": train,
-    "import": import_weights,
     "replay": replay,
     "scale": scale,
     "export": export,
@@ -73,7 +71,7 @@ VERBS: dict[str, Verb] = {
     "doctor": doctor,
 }
 # Verbs that accept settings as flags, such as --optimizer.lr 0.1.
-TAKES_SETTINGS = ("train", "import", "config", "verify", "plan", "plan-tensor")
+TAKES_SETTINGS = ("train", "config", "verify", "plan", "plan-tensor")
 # Verbs that accept a script too, whose own words come after --.
 TAKES_SCRIPT = ("verify", "plan")
 
@@ -239,7 +237,7 @@ def _with_window(words: list[str], launch_parser: argparse.ArgumentParser) -> li
     argparse would take the next word as the value, which may be an experiment or a script. So a
     word is the value only if it begins with a digit and is no file.
     """
-    if words[:1] not in (["train"], ["import"], ["launch"]) or "--trace" not in words:
+    if words[:1] not in (["train"], ["launch"]) or "--trace" not in words:
         return words
     index = words.index("--trace")
     if words[0] == "launch" and _has_script(words[1:index], launch_parser):

@@ -37,6 +37,7 @@ EXAMPLES = """\
   shoal train digits -n 2                       a built-in experiment on two processes
   shoal train my.yaml --train.batch_size 512    a file of your own, with another setting
   shoal train digits -n 4 --strategy zero3      parameters in shards
+  shoal train my.yaml --weights resnet18.pt     start from these weights
   shoal train digits --hosts a:2,b:2            two processes on each of two hosts, by ssh
   shoal train digits -n 2 --trace               the time of a step: shoal trace runs/digits
   shoal train digits --slurm --nodes 4          four nodes of a Slurm cluster
@@ -45,6 +46,12 @@ EXAMPLES = """\
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, shown=("strategy", "out"))
+    parser.add_argument(
+        "--weights",
+        metavar="PATH",
+        help="start from these weights of the same model: a file or directory of safetensors, or a "
+        "state dict of torch (short for --model.weights)",
+    )
     job_options.trace_argument(parser)
     host_options.arguments(parser)
     parser.add_argument(
@@ -113,6 +120,8 @@ def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, Strate
     options.settings = list(options.settings)
     if options.record:
         options.settings.append(("train.record", "true"))
+    if options.weights is not None:
+        options.settings.append(("model.weights", options.weights))
     if options.trace is not None:
         options.settings.append(("log.trace", str(options.trace)))
     settings, line, notes = job_options.settings(options, world)

@@ -44,6 +44,9 @@ class ModelConfig:
     weights: str | None = setting(
         None, "weights to start from: safetensors, a directory of them, or torch's state dict", PATH
     )
+    empty: bool = setting(
+        False, "build without memory, and fill layer by layer: models that no rank has room for"
+    )
     channels_last: bool = setting(False, "store images as NHWC, which many convolutions prefer")
     compile: bool = setting(False, "compile the model with torch.compile")
     sync_batchnorm: bool = setting(False, "BatchNorm statistics over all ranks")

@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from shoal.train.lr_schedule import factor, set_learning_rate
 from shoal.train.optimizer import scaled_rate
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
+from shoal.weights import empty_weights
 
 PREFETCH_FACTOR = 2
 """Batches that a worker prepares ahead, the default of torch's DataLoader."""
@@ -104,9 +106,14 @@ def build(job: Job, device: torch.device) -> Components:
     _check_text(job, source)
     check_shared_memory(job, source, free_shared_bytes())
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
-    model = models.build(
-        job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models
-    )
+    with empty_weights() if job.model.empty else nullcontext():
+        model = models.build(
+            job.model.name,
+            source.num_classes,
+            source.input_shape,
+            job.model.options,
+            registered.models,
+        )
     if job.train.precision == "fp64":
         model = model.double()  # before it gets weights, which may be float64 too
     notes = []

@@ -99,8 +99,11 @@ def _strategy(job: Job) -> Iterator[str]:
 
 
 def _weights(job: Job) -> Iterator[str]:
-    if job.model.weights is not None and not Path(job.model.weights).exists():
-        yield f"model.weights: there is no file {job.model.weights}"
+    if job.model.weights is not None:
+        path = Path(job.model.weights)
+        stored = (path / "model.safetensors", path / "model.safetensors.index.json")
+        if not path.is_file() and not any(each.is_file() for each in stored):
+            yield f"model.weights: there is no file {path}, and no model.safetensors below it"
 
 
 def _data(job: Job) -> Iterator[str]:

@@ -255,8 +255,8 @@ def _of_tools() -> Iterator[Command]:
     yield "verify", "digits", "--strategy", "nonsense"
     yield "verify", "digits", "--model.name", "../x"
     for file in ("missing.safetensors", "directory", "", LONG, "/dev/null", "pipe.yaml"):
-        yield "import", file, "digits"
-    yield "import", "empty.safetensors"
+        yield "train", "digits", "--weights", file
+    yield "train", "digits", "--weights"
     yield "doctor", "--nonsense"
     yield "doctor", "now"
     yield "config", "nonsense"

@@ -57,7 +57,7 @@ def test_the_examples_of_each_verb_can_be_typed_as_they_stand(verb: str) -> None
         assert parse(command).verb == command[0]
 
 
-@pytest.mark.parametrize("verb", ["train", "import", "config"])
+@pytest.mark.parametrize("verb", ["train", "config"])
 def test_the_help_names_the_strategy_and_the_run_directory(
     capsys: pytest.CaptureFixture[str], verb: str
 ) -> None:

@@ -129,9 +129,10 @@ def test_a_run_starts_from_what_was_exported(
     config = tmp_path / "job.yaml"
     config.write_text((first / "config.yaml").read_text())
     words = [
-        "import",
-        str(file),
+        "train",
         str(config),
+        "--weights",
+        str(file),
         "--out",
         str(tmp_path / "second"),
         "--optimizer.lr",
@@ -150,6 +151,17 @@ def test_a_run_starts_from_what_was_exported(
         for run in (first, tmp_path / "second")
     ]
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
+
+
+def test_a_model_that_is_filled_late_trains_the_same_in_shards(tmp_path: Path) -> None:
+    empty = {**MLP, "model.empty": True}
+    on_one, in_shards, at_once = (
+        stored(trained(tmp_path / name, name, ranks, job), "model.")
+        for name, ranks, job in (("single", 1, empty), ("zero3", 2, empty), ("ddp", 1, MLP))
+    )
+    for name, weight in on_one.items():
+        torch.testing.assert_close(in_shards[name], weight, rtol=0, atol=1e-5)
+        assert not torch.equal(at_once[name], weight)
 
 
 def test_the_command_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
