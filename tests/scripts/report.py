@@ -41,8 +41,8 @@ PAGE = """\
 # Scripts
 
 Can a script of yours be trained by several ranks, and does it give the numbers of one device? These
-are {scripts} kinds of script, each written twice in `tests/scripts/catalog`: in plain PyTorch, and
-with the lines changed that Shoal needs. Both train in float64 on the CPU from the same weights, on
+are {scripts} kinds of script of `tests/scripts/catalog`, each in plain PyTorch, and with the lines
+changed that Shoal needs. Both train in float64 on the CPU from the same weights, on
 batches of 7, 7 and 4 samples, which no number of ranks divides evenly. Every loss and every weight
 is compared, on every rank.
 

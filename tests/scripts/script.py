@@ -39,6 +39,13 @@ class Script:
     plain: ClassVar[Callable[[], Result]]
     with_shoal: ClassVar[Callable[[Any], Result]]
 
+    @classmethod
+    def lines_of(cls, version: str) -> list[str]:
+        """Return the lines of `plain` or `with_shoal`, without its head."""
+        lines = textwrap.dedent(inspect.getsource(getattr(cls, version))).splitlines()
+        head = next(i for i, line in enumerate(lines) if line.startswith("def "))
+        return lines[head + 1 :]
+
 
 NEEDS = {
     "K": "batches are dicts",
@@ -102,25 +109,20 @@ def _scripts_of(module: str) -> dict[str, type[Script]]:
 
 def lines_changed(script: type[Script]) -> int:
     """Return how many lines of the plain script are changed, added or removed with Shoal."""
-    before, after = _body(script.plain), _body(script.with_shoal)
+    before, after = (_body(script.lines_of(version)) for version in ("plain", "with_shoal"))
     blocks = difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_opcodes()
     changed = sum(max(i2 - i1, j2 - j1) for tag, i1, i2, j1, j2 in blocks if tag != "equal")
     return changed + IMPORT_AND_INIT
 
 
-def _body(function: Callable[..., Result]) -> list[str]:
-    """Return the lines of a function without its head, the seed and what it hands the harness.
+def _body(lines: list[str]) -> list[str]:
+    """Return the lines of a function without the seed and what it hands the harness.
 
     Indentation does not count: a loss that moves into a function keeps its lines.
     """
-    lines = textwrap.dedent(inspect.getsource(function)).splitlines()
-    head = next(i for i, line in enumerate(lines) if line.startswith("def "))
-    stripped = [line.partition("  # ")[0].strip() for line in lines[head + 1 :]]
-    return [
-        line
-        for line in stripped
-        if line and not line.startswith(("return losses", "draw_as_rank_0", "#"))
-    ]
+    stripped = [line.partition("  # ")[0].strip() for line in lines]
+    harness = ("return losses", "draw_as_rank_0", "if cls.draws", "#")
+    return [line for line in stripped if line and not line.startswith(harness)]
 
 
 def draw_as_rank_0() -> None:

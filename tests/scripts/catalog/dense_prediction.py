@@ -7,15 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     built,
     images,
     integers,
     loader,
     normal,
-    sgd,
 )
-from tests.scripts.script import Script, weights
 
 
 class SmallUNet(nn.Module):
@@ -40,52 +39,31 @@ def _overlap(output: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return 2 * (p * mask).sum(), p.sum() + mask.sum()
 
 
-class UNetDice(Script):
+class UNetDice(OneLossScript):
     """Segmentation by cross-entropy and the dice coefficient of the batch; RMSprop, plateau."""
 
     follows = "milesial/Pytorch-UNet"
     needs = "CG"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(SmallUNet)
         optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        data = loader(images()[0], integers(2, 18, 6, 6))
-        losses = []
-        for x, mask in data:
-            optimizer.zero_grad()
-            output = model(x)
-            shared, total = _overlap(output, mask)
-            loss = F.cross_entropy(output, mask) + 1 - shared / total
-            loss.backward()
-            optimizer.step()
-            plateau.step(loss.item())
-            losses.append(loss)
-        return losses, weights(model)
+        self.plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return model, optimizer, loader(images()[0], integers(2, 18, 6, 6))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(SmallUNet)
-        optimizer = torch.optim.RMSprop(model.parameters(), lr=0.01, momentum=0.9)
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-        data = loader(images()[0], integers(2, 18, 6, 6))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, mask):
+        output = model(x)
+        shared, total = _overlap(output, mask)
+        return F.cross_entropy(output, mask) + 1 - shared / total
 
-        def compute_loss(x, mask):
-            output = model(x)
-            shared, total = _overlap(output, mask)
-            shared, total = run.gather(shared[None]).sum(), run.gather(total[None]).sum()
-            return F.cross_entropy(output, mask) + 1 - shared / total
+    def shoal_loss(self, run, model, x, mask):
+        output = model(x)
+        shared, total = _overlap(output, mask)
+        shared, total = run.gather(shared[None]).sum(), run.gather(total[None]).sum()
+        return F.cross_entropy(output, mask) + 1 - shared / total
 
-        losses = []
-        for x, mask in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, mask)
-            optimizer.step()
-            plateau.step(loss.item())
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.plateau.step(losses[-1].item())
 
 
 class DeepLab(nn.Module):
@@ -109,52 +87,27 @@ def _void(mask: Tensor) -> Tensor:
     return mask.masked_fill(columns >= ends, 255)
 
 
-class SegmentationIgnore(Script):
+class SegmentationIgnore(OneLossScript):
     """Dense prediction with ignored pixels and an auxiliary head."""
 
     follows = "torchvision references segmentation"
     needs = "C"
 
-    @staticmethod
-    def plain():
-        model = built(DeepLab)
-        optimizer = sgd(model.parameters())
-        data = loader(images()[0], _void(integers(3, 18, 6, 6)))
-        losses = []
-        for x, mask in data:
-            optimizer.zero_grad()
-            output = model(x)
-            main, aux = (
-                F.cross_entropy(output[key], mask, ignore_index=255) for key in ("out", "aux")
-            )
-            loss = main + 0.5 * aux
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(DeepLab), loader(images()[0], _void(integers(3, 18, 6, 6))))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(DeepLab)
-        optimizer = sgd(model.parameters())
-        data = loader(images()[0], _void(integers(3, 18, 6, 6)))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, mask):
+        output = model(x)
+        main, aux = (F.cross_entropy(output[key], mask, ignore_index=255) for key in ("out", "aux"))
+        return main + 0.5 * aux
 
-        def compute_loss(x, mask):
-            output = model(x)
-            main, aux = (
-                F.cross_entropy(output[key], mask, ignore_index=255, reduction="sum")
-                for key in ("out", "aux")
-            )
-            return shoal.counted(main + 0.5 * aux, (mask != 255).sum())
-
-        losses = []
-        for x, mask in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, mask)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, mask):
+        output = model(x)
+        main, aux = (
+            F.cross_entropy(output[key], mask, ignore_index=255, reduction="sum")
+            for key in ("out", "aux")
+        )
+        return shoal.counted(main + 0.5 * aux, (mask != 255).sum())
 
 
 class Flow(nn.Module):
@@ -175,49 +128,26 @@ class Flow(nn.Module):
         return estimates
 
 
-class OpticalFlow(Script):
+class OpticalFlow(OneLossScript):
     """A loss over a sequence of estimates, on valid pixels only."""
 
     follows = "princeton-vl/RAFT"
     needs = "C"
+    clip = 1.0
 
-    @staticmethod
-    def plain():
-        model = built(Flow)
-        optimizer = sgd(model.parameters(), 0.02)
+    def setup(self):
         x, _ = images()
         data = loader(x, x.roll(1, 3), normal(18, 2, 6, 6, seed=3), integers(2, 18, 6, 6))
-        losses = []
-        for a, b, truth, valid in data:
-            optimizer.zero_grad()
-            loss = torch.zeros(())
-            for i, flow in enumerate(model(a, b)):
-                loss = loss + 0.8 ** (2 - i) * (flow - truth).abs().sum(1)[valid > 0].mean()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(built(Flow), data, lr=0.02)
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Flow)
-        optimizer = sgd(model.parameters(), 0.02)
-        x, _ = images()
-        data = loader(x, x.roll(1, 3), normal(18, 2, 6, 6, seed=3), integers(2, 18, 6, 6))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, a, b, truth, valid):
+        loss = torch.zeros(())
+        for i, flow in enumerate(model(a, b)):
+            loss = loss + 0.8 ** (2 - i) * (flow - truth).abs().sum(1)[valid > 0].mean()
+        return loss
 
-        def compute_loss(a, b, truth, valid):
-            loss = torch.zeros(())
-            for i, flow in enumerate(model(a, b)):
-                loss = loss + 0.8 ** (2 - i) * (flow - truth).abs().sum(1)[valid > 0].sum()
-            return shoal.counted(loss, (valid > 0).sum())
-
-        losses = []
-        for a, b, truth, valid in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, a, b, truth, valid)
-            run.clip_gradients(1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, a, b, truth, valid):
+        loss = torch.zeros(())
+        for i, flow in enumerate(model(a, b)):
+            loss = loss + 0.8 ** (2 - i) * (flow - truth).abs().sum(1)[valid > 0].sum()
+        return shoal.counted(loss, (valid > 0).sum())

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import shoal
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import BATCH, SAMPLES, ListOfSamples, built, integers, normal, sgd
 from tests.scripts.script import Script, weights
 
@@ -121,54 +122,31 @@ class ForgottenBoxCount(Script):
         return losses, run.weights()
 
 
-class FocalAnchors(Script):
+class FocalAnchors(OneLossScript):
     """Focal loss over all anchors, divided by the positives, plus boxes of the positives."""
 
     follows = "RetinaNet in torchvision"
     needs = "C"
 
-    @staticmethod
-    def plain():
-        model = built(Anchors)
-        optimizer = sgd(model.parameters())
-        data = _anchored()
-        losses = []
-        for x, labels, boxes in data:
-            optimizer.zero_grad()
-            scores, guesses = model(x)
-            truth = (labels > 0).double()
-            cross = F.binary_cross_entropy_with_logits(scores, truth, reduction="none")
-            focal = ((1 - (-cross).exp()) ** 2 * cross).sum()
-            apart = (guesses - boxes).abs().sum(-1)
-            n = truth.sum().clamp(min=1)
-            loss = focal / n + (apart * truth).sum() / n
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Anchors), _anchored())
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Anchors)
-        optimizer = sgd(model.parameters())
-        data = _anchored()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, labels, boxes):
+        scores, guesses = model(x)
+        truth = (labels > 0).double()
+        cross = F.binary_cross_entropy_with_logits(scores, truth, reduction="none")
+        focal = ((1 - (-cross).exp()) ** 2 * cross).sum()
+        apart = (guesses - boxes).abs().sum(-1)
+        n = truth.sum().clamp(min=1)
+        return focal / n + (apart * truth).sum() / n
 
-        def compute_loss(x, labels, boxes):
-            scores, guesses = model(x)
-            truth = (labels > 0).double()
-            cross = F.binary_cross_entropy_with_logits(scores, truth, reduction="none")
-            focal = ((1 - (-cross).exp()) ** 2 * cross).sum()
-            apart = (guesses - boxes).abs().sum(-1)
-            return shoal.counted(focal + (apart * truth).sum(), truth.sum())
-
-        losses = []
-        for x, labels, boxes in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, labels, boxes)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, labels, boxes):
+        scores, guesses = model(x)
+        truth = (labels > 0).double()
+        cross = F.binary_cross_entropy_with_logits(scores, truth, reduction="none")
+        focal = ((1 - (-cross).exp()) ** 2 * cross).sum()
+        apart = (guesses - boxes).abs().sum(-1)
+        return shoal.counted(focal + (apart * truth).sum(), truth.sum())
 
 
 class Anchors(nn.Module):
@@ -190,57 +168,33 @@ def _anchored() -> DataLoader:
     return loader(normal(SAMPLES, 6), labels.clamp(min=0), normal(SAMPLES, 4, 4, seed=3))
 
 
-class SetPrediction(Script):
+class SetPrediction(OneLossScript):
     """Queries matched to boxes; two losses with a count each, over all ranks."""
 
     follows = "facebookresearch/detr"
     needs = "VCU"
+    clip = 0.1
 
-    @staticmethod
-    def plain():
-        model = built(Anchors)
-        optimizer = sgd(model.parameters())
-        data = _anchored()
-        losses = []
-        for x, labels, boxes in data:
-            optimizer.zero_grad()
-            scores, guesses = model(x)
-            cost = torch.cdist(guesses, boxes).detach()
-            nearest = cost.argmin(1)
-            matched = labels.gather(1, nearest) > 0
-            objects = F.binary_cross_entropy_with_logits(scores, matched.double())
-            apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
-            loss = objects + 5 * (apart * matched).sum() / matched.sum().clamp(min=1)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Anchors), _anchored())
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Anchors)
-        optimizer = sgd(model.parameters())
-        data = _anchored()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, labels, boxes):
+        scores, guesses = model(x)
+        cost = torch.cdist(guesses, boxes).detach()
+        nearest = cost.argmin(1)
+        matched = labels.gather(1, nearest) > 0
+        objects = F.binary_cross_entropy_with_logits(scores, matched.double())
+        apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
+        return objects + 5 * (apart * matched).sum() / matched.sum().clamp(min=1)
 
-        def compute_loss(x, labels, boxes):
-            scores, guesses = model(x)
-            cost = torch.cdist(guesses, boxes).detach()
-            nearest = cost.argmin(1)
-            matched = labels.gather(1, nearest) > 0
-            objects = F.binary_cross_entropy_with_logits(scores, matched.double())
-            apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
-            return objects + 5 * shoal.counted((apart * matched).sum(), matched.sum())
-
-        losses = []
-        for x, labels, boxes in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, labels, boxes)
-            run.clip_gradients(0.1)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, labels, boxes):
+        scores, guesses = model(x)
+        cost = torch.cdist(guesses, boxes).detach()
+        nearest = cost.argmin(1)
+        matched = labels.gather(1, nearest) > 0
+        objects = F.binary_cross_entropy_with_logits(scores, matched.double())
+        apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
+        return objects + 5 * shoal.counted((apart * matched).sum(), matched.sum())
 
 
 class LossTimesBatch(Script):

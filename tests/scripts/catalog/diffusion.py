@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import SAMPLES, built, integers, loader, mlp, normal, sgd
-from tests.scripts.script import Script, draw_as_rank_0, weights
 
 ALPHA = torch.linspace(0.99, 0.1, 10, dtype=torch.float64)
 """The share of the signal that is left at each time."""
@@ -27,153 +27,67 @@ class Denoiser(nn.Module):
         return self.outputs(torch.tanh(self.inputs(x) + self.time(t)))
 
 
-class DiffusionDrawn(Script):
+class DiffusionDrawn(OneLossScript):
     """Time and noise are drawn in the loss."""
 
     follows = "lucidrains/denoising-diffusion-pytorch"
     needs = "R"
+    draws = True
 
-    @staticmethod
-    def plain():
-        model = built(Denoiser)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6))
-        draw_as_rank_0()
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            t, noise = torch.randint(10, (len(x),)), torch.randn_like(x)
-            a = ALPHA[t][:, None]
-            loss = F.mse_loss(model(a.sqrt() * x + (1 - a).sqrt() * noise, t), noise)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Denoiser), loader(normal(SAMPLES, 6)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Denoiser)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x):
-            t, noise = torch.randint(10, (len(x),)), torch.randn_like(x)
-            a = ALPHA[t][:, None]
-            return F.mse_loss(model(a.sqrt() * x + (1 - a).sqrt() * noise, t), noise)
-
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x):
+        t, noise = torch.randint(10, (len(x),)), torch.randn_like(x)
+        a = ALPHA[t][:, None]
+        return F.mse_loss(model(a.sqrt() * x + (1 - a).sqrt() * noise, t), noise)
 
 
-class DiffusionAverage(Script):
+class DiffusionAverage(OneLossScript):
     """Noise by the data set; an average of the weights; weights of losses by signal to noise."""
 
     follows = "openai/guided-diffusion"
     needs = "T"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Denoiser)
-        average = copy.deepcopy(model)
+        self.average = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         data = loader(normal(SAMPLES, 6), integers(10, SAMPLES), normal(SAMPLES, 6, seed=1))
-        losses = []
-        for x, t, noise in data:
-            optimizer.zero_grad()
-            a = ALPHA[t][:, None]
-            error = (model(a.sqrt() * x + (1 - a).sqrt() * noise, t) - noise).pow(2)
-            loss = (error * (a / (1 - a)).clamp(max=5)).mean()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                for mean, new in zip(average.parameters(), model.parameters(), strict=True):
-                    mean.mul_(0.9).add_(new, alpha=0.1)
-            losses += [loss, average(torch.ones(1, 6), torch.tensor([3])).sum()]
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Denoiser)
-        average = copy.deepcopy(model)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        data = loader(normal(SAMPLES, 6), integers(10, SAMPLES), normal(SAMPLES, 6, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, t, noise):
+        a = ALPHA[t][:, None]
+        error = (model(a.sqrt() * x + (1 - a).sqrt() * noise, t) - noise).pow(2)
+        return (error * (a / (1 - a)).clamp(max=5)).mean()
 
-        def compute_loss(x, t, noise):
-            a = ALPHA[t][:, None]
-            error = (model(a.sqrt() * x + (1 - a).sqrt() * noise, t) - noise).pow(2)
-            return (error * (a / (1 - a)).clamp(max=5)).mean()
-
-        losses = []
-        for x, t, noise in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, t, noise)
-            optimizer.step()
-            with torch.no_grad():
-                for mean, new in zip(average.parameters(), model.parameters(), strict=True):
-                    mean.mul_(0.9).add_(new, alpha=0.1)
-            losses += [loss, average(torch.ones(1, 6), torch.tensor([3])).sum()]
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        with torch.no_grad():
+            for mean, new in zip(self.average.parameters(), model.parameters(), strict=True):
+                mean.mul_(0.9).add_(new, alpha=0.1)
+        losses.append(self.average(torch.ones(1, 6), torch.tensor([3])).sum())
 
 
-class LatentDiffusion(Script):
+class LatentDiffusion(OneLossScript):
     """A frozen encoder and a frozen text model beside the one that trains; batches are dicts."""
 
     follows = "diffusers train_text_to_image.py"
     needs = "KMF"
 
-    @staticmethod
-    def plain():
-        encoder, text, model = mlp(8, 6), nn.EmbeddingBag(9, 6), built(Denoiser, seed=2)
-        nn.init.normal_(text.weight, generator=torch.Generator().manual_seed(7))
-        encoder.requires_grad_(False)
-        text.requires_grad_(False)
+    def setup(self):
+        self.encoder, self.text, model = mlp(8, 6), nn.EmbeddingBag(9, 6), built(Denoiser, seed=2)
+        nn.init.normal_(self.text.weight, generator=torch.Generator().manual_seed(7))
+        self.encoder.requires_grad_(False)
+        self.text.requires_grad_(False)
         optimizer = sgd(model.parameters())
         data = loader(normal(SAMPLES, 8), integers(9, SAMPLES, 4), normal(SAMPLES, 6, seed=1))
-        losses = []
-        for pixels, words, noise in data:
-            optimizer.zero_grad()
-            with torch.no_grad():
-                latents, prompt = encoder(pixels), text(words)
-            t = words.sum(1) % 10
-            a = ALPHA[t][:, None]
-            output = model(a.sqrt() * latents + (1 - a).sqrt() * noise + prompt, t)
-            each = F.mse_loss(output, noise, reduction="none").mean(1)
-            loss = (each * (5 / (1 + t))).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        encoder, text, model = mlp(8, 6), nn.EmbeddingBag(9, 6), built(Denoiser, seed=2)
-        nn.init.normal_(text.weight, generator=torch.Generator().manual_seed(7))
-        encoder.requires_grad_(False)
-        text.requires_grad_(False)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 8), integers(9, SAMPLES, 4), normal(SAMPLES, 6, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(pixels, words, noise):
-            with torch.no_grad():
-                latents, prompt = encoder(pixels), text(words)
-            t = words.sum(1) % 10
-            a = ALPHA[t][:, None]
-            output = model(a.sqrt() * latents + (1 - a).sqrt() * noise + prompt, t)
-            each = F.mse_loss(output, noise, reduction="none").mean(1)
-            return (each * (5 / (1 + t))).mean()
-
-        losses = []
-        for pixels, words, noise in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, pixels, words, noise)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, pixels, words, noise):
+        with torch.no_grad():
+            latents, prompt = self.encoder(pixels), self.text(words)
+        t = words.sum(1) % 10
+        a = ALPHA[t][:, None]
+        output = model(a.sqrt() * latents + (1 - a).sqrt() * noise + prompt, t)
+        each = F.mse_loss(output, noise, reduction="none").mean(1)
+        return (each * (5 / (1 + t))).mean()

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.scripts.samples import SAMPLES, built, integers, loader, sgd
-from tests.scripts.script import Script, weights
+from tests.scripts.one_loss import OneLossScript, parts
+from tests.scripts.samples import SAMPLES, built, integers, loader
 
 
 class Experts(nn.Module):
@@ -35,117 +35,49 @@ class Experts(nn.Module):
         return self.head(h + mixed), chances, choices
 
 
-class ExpertsPlain(Script):
+class ExpertsPlain(OneLossScript):
     """Tokens choose their experts; some experts get none on some ranks."""
 
     follows = "transformers Mixtral, without balance loss"
     needs = "U"
 
-    @staticmethod
-    def plain():
-        model = built(Experts)
-        optimizer = sgd(model.parameters())
-        data = loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            logits, _, _ = model(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Experts), loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Experts)
-        optimizer = sgd(model.parameters())
-        data = loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            logits, _, _ = model(x)
-            return F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, y):
+        logits, _, _ = model(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-class ExpertsBalanced(Script):
+class ExpertsBalanced(OneLossScript):
     """The load of the experts is balanced over the global batch: a product of two means."""
 
     follows = "Switch Transformer, transformers Mixtral"
     needs = "GUC"
 
-    @staticmethod
-    def plain():
-        model = built(Experts)
-        optimizer = sgd(model.parameters())
-        data = loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            logits, chances, choices = model(x)
-            load = choices.mean((0, 1))
-            balance = 4 * (load * chances.mean((0, 1))).sum()
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * balance
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Experts), loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Experts)
-        optimizer = sgd(model.parameters())
-        data = loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, y):
+        logits, chances, choices = model(x)
+        load = choices.mean((0, 1))
+        balance = 4 * (load * chances.mean((0, 1))).sum()
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * balance
 
-        def compute_loss(x, y):
-            logits, chances, choices = model(x)
-            load = run.gather(choices).mean((0, 1))
-            balance = 4 * (load * chances.mean((0, 1))).sum()
-            return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * balance
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, y):
+        logits, chances, choices = model(x)
+        load = run.gather(choices).mean((0, 1))
+        balance = 4 * (load * chances.mean((0, 1))).sum()
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * balance
 
 
-class ExpertsForgotten(Script):
+class ExpertsForgotten(ExpertsBalanced):
     """The same without gathering: each rank would balance its own tokens."""
 
     follows = "transformers Mixtral, unchanged"
     needs = "GUC"
-
-    plain = ExpertsBalanced.plain
-
-    @staticmethod
-    def with_shoal(run):
-        model = built(Experts)
-        optimizer = sgd(model.parameters())
-        data = loader(integers(12, SAMPLES, 3), integers(12, SAMPLES, 3, seed=2))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            logits, chances, choices = model(x)
-            load = choices.mean((0, 1))
-            balance = 4 * (load * chances.mean((0, 1))).sum()
-            return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * balance
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    shoal_loss = OneLossScript.shoal_loss

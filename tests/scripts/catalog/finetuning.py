@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import shoal
 from tests.scripts.catalog.language import Gpt
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     PADDED,
     SAMPLES,
@@ -107,45 +108,18 @@ class ForgottenOptimizer(Script):
         return losses, run.weights()
 
 
-class FrozenBackbone(Script):
+class FrozenBackbone(OneLossScript):
     """A frozen body under a head that trains, from beginning to end."""
 
     follows = "torchvision's feature extraction"
     needs = "F"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = cnn()
         model[0].requires_grad_(False)
         optimizer = sgd(p for p in model.parameters() if p.requires_grad)
         data = loader(*images())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = cnn()
-        model[0].requires_grad_(False)
-        optimizer = sgd(p for p in model.parameters() if p.requires_grad)
-        data = loader(*images())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return model, optimizer, data
 
 
 class LoraLinear(nn.Module):
@@ -223,93 +197,36 @@ class LowBitLinear(nn.Module):
         return F.linear(x, self.codes.to(x.dtype) * self.scale) + 0.1 * self.adapter(x)
 
 
-class QuantisedAdapters(Script):
+class QuantisedAdapters(OneLossScript):
     """Frozen weights in few bits, which are buffers."""
 
     follows = "artidoro/qlora"
     needs = "F"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         base = mlp(6, 8, 4)
-        model = nn.Sequential(LowBitLinear(base[0]), nn.Tanh(), LowBitLinear(base[2]))
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        base = mlp(6, 8, 4)
-        model = nn.Sequential(LowBitLinear(base[0]), nn.Tanh(), LowBitLinear(base[2]))
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return parts(
+            nn.Sequential(LowBitLinear(base[0]), nn.Tanh(), LowBitLinear(base[2])),
+            loader(*vectors()),
+        )
 
 
-class TextualInversion(Script):
+class TextualInversion(OneLossScript):
     """One row of an embedding learns; the others are put back after each step."""
 
     follows = "diffusers textual_inversion.py"
     needs = "FZW"
 
-    @staticmethod
-    def plain():
-        embedding = nn.Embedding(VOCABULARY, 8)
-        nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(0))
-        model = nn.Sequential(embedding, nn.Flatten(), mlp(48, 4).requires_grad_(False))
-        optimizer = sgd(embedding.parameters())
-        original = embedding.weight.detach().clone()
+    def setup(self):
+        self.embedding = nn.Embedding(VOCABULARY, 8)
+        nn.init.normal_(self.embedding.weight, generator=torch.Generator().manual_seed(0))
+        model = nn.Sequential(self.embedding, nn.Flatten(), mlp(48, 4).requires_grad_(False))
+        optimizer = sgd(self.embedding.parameters())
+        self.original = self.embedding.weight.detach().clone()
         tokens, _ = uneven_sequences()
         data = loader(tokens, integers(4, SAMPLES))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                embedding.weight[:-1] = original[:-1]
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        embedding = nn.Embedding(VOCABULARY, 8)
-        nn.init.normal_(embedding.weight, generator=torch.Generator().manual_seed(0))
-        model = nn.Sequential(embedding, nn.Flatten(), mlp(48, 4).requires_grad_(False))
-        optimizer = sgd(embedding.parameters())
-        original = embedding.weight.detach().clone()
-        tokens, _ = uneven_sequences()
-        data = loader(tokens, integers(4, SAMPLES))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            with torch.no_grad():
-                embedding.weight[:-1] = original[:-1]
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        with torch.no_grad():
+            self.embedding.weight[:-1] = self.original[:-1]

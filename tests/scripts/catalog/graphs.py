@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import SAMPLES, built, integers, loader, mlp, normal, sgd
 from tests.scripts.script import Script, weights
 
@@ -63,44 +64,17 @@ class FullGraph(Script):
         return losses, run.weights()
 
 
-class SampledGraph(Script):
+class SampledGraph(OneLossScript):
     """Batches of target nodes with sampled neighbours, whose features are looked up."""
 
     follows = "PyG GraphSAGE"
     needs = "V"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = mlp(12, 8, 4)
-        optimizer = sgd(model.parameters())
-        nodes, labels = normal(30, 6), integers(4, 30)
-        data = loader(integers(30, SAMPLES), integers(30, SAMPLES, 5, seed=2))
-        losses = []
-        for target, neighbours in data:
-            optimizer.zero_grad()
-            features = torch.cat([nodes[target], nodes[neighbours].mean(1)], 1)
-            loss = F.cross_entropy(model(features), labels[target])
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        self.nodes, self.labels = normal(30, 6), integers(4, 30)
+        return parts(model, loader(integers(30, SAMPLES), integers(30, SAMPLES, 5, seed=2)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(12, 8, 4)
-        optimizer = sgd(model.parameters())
-        nodes, labels = normal(30, 6), integers(4, 30)
-        data = loader(integers(30, SAMPLES), integers(30, SAMPLES, 5, seed=2))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(target, neighbours):
-            features = torch.cat([nodes[target], nodes[neighbours].mean(1)], 1)
-            return F.cross_entropy(model(features), labels[target])
-
-        losses = []
-        for target, neighbours in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, target, neighbours)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, target, neighbours):
+        features = torch.cat([self.nodes[target], self.nodes[neighbours].mean(1)], 1)
+        return F.cross_entropy(model(features), self.labels[target])

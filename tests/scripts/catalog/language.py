@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from tests.scripts.one_loss import OneLossScript
 from tests.scripts.samples import (
     BATCH,
     PADDED,
@@ -269,52 +270,33 @@ class Translator(nn.Module):
         )
 
 
-class Translation(Script):
+class Translation(OneLossScript):
     """Encode, decode and generate are called one by one; label smoothing, Noam's schedule."""
 
     follows = "The Annotated Transformer"
     needs = "CVX"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Translator)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.98), eps=1e-3)
-        noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) ** -0.5, s / 4))
+        self.noam = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda s: min((s + 1) ** -0.5, s / 4)
+        )
         tokens, targets = uneven_sequences()
         data = loader(tokens, targets == PADDED, tokens.flip(0), targets)
-        losses = []
-        for source, padding, inputs, labels in data:
-            optimizer.zero_grad()
-            memory = model.encode(source, padding)
-            logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
-            loss = F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
-            loss.backward()
-            optimizer.step()
-            noam.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Translator)
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05, betas=(0.9, 0.98), eps=1e-3)
-        noam = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) ** -0.5, s / 4))
-        tokens, targets = uneven_sequences()
-        data = loader(tokens, targets == PADDED, tokens.flip(0), targets)
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, source, padding, inputs, labels):
+        memory = model.encode(source, padding)
+        logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
+        return F.cross_entropy(logits, labels.flatten(), label_smoothing=0.1)
 
-        def compute_loss(source, padding, inputs, labels):
-            memory = model.encode(source, padding)
-            logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
-            labels = labels.flatten()
-            loss = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
-            return shoal.counted(loss, (labels != PADDED).sum())
+    def shoal_loss(self, run, model, source, padding, inputs, labels):
+        memory = model.encode(source, padding)
+        logits = model.generator(model.decode(memory, padding, inputs)).flatten(0, 1)
+        labels = labels.flatten()
+        loss = F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="sum")
+        return shoal.counted(loss, (labels != PADDED).sum())
 
-        losses = []
-        for source, padding, inputs, labels in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, source, padding, inputs, labels)
-            optimizer.step()
-            noam.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.noam.step()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from tests.scripts.catalog.language import Gpt
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     PADDED,
     SAMPLES,
@@ -139,62 +140,37 @@ class RewardModel(Script):
         return losses, run.weights()
 
 
-class GroupRelative(Script):
+class GroupRelative(OneLossScript):
     """Advantages normalised within each prompt's group of answers; the mean over all tokens."""
 
     follows = "TRL GRPO"
     needs = "CK"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Gpt)
-        before = copy.deepcopy(model).requires_grad_(False)
-        optimizer = sgd(model.parameters())
+        self.before = copy.deepcopy(model).requires_grad_(False)
         tokens = integers(VOCABULARY, SAMPLES, 3, 6)
         live = torch.arange(6) < integers(5, SAMPLES, 3, 1, seed=3) + 1
-        data = loader(tokens, live, integers(5, SAMPLES, 3, seed=4).double())
-        losses = []
-        for answers, live, reward in data:
-            optimizer.zero_grad()
-            gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
-            flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
-            new, old = (
-                m(flat)[0].log_softmax(-1).gather(2, flat[..., None]).squeeze(2)
-                for m in (model, before)
-            )
-            ratio = (new - old).exp()
-            each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
-            loss = (each * live).sum() / live.sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(model, loader(tokens, live, integers(5, SAMPLES, 3, seed=4).double()))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Gpt)
-        before = copy.deepcopy(model).requires_grad_(False)
-        optimizer = sgd(model.parameters())
-        tokens = integers(VOCABULARY, SAMPLES, 3, 6)
-        live = torch.arange(6) < integers(5, SAMPLES, 3, 1, seed=3) + 1
-        data = loader(tokens, live, integers(5, SAMPLES, 3, seed=4).double())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, answers, live, reward):
+        gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
+        flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
+        new, old = (
+            m(flat)[0].log_softmax(-1).gather(2, flat[..., None]).squeeze(2)
+            for m in (model, self.before)
+        )
+        ratio = (new - old).exp()
+        each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
+        return (each * live).sum() / live.sum()
 
-        def compute_loss(answers, live, reward):
-            gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
-            flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
-            new, old = (
-                m(flat)[0].log_softmax(-1).gather(2, flat[..., None]).squeeze(2)
-                for m in (model, before)
-            )
-            ratio = (new - old).exp()
-            each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
-            return shoal.counted((each * live).sum(), live.sum())
-
-        losses = []
-        for answers, live, reward in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, answers, live, reward)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, answers, live, reward):
+        gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
+        flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
+        new, old = (
+            m(flat)[0].log_softmax(-1).gather(2, flat[..., None]).squeeze(2)
+            for m in (model, self.before)
+        )
+        ratio = (new - old).exp()
+        each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
+        return shoal.counted((each * live).sum(), live.sum())

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     BATCH,
     SAMPLES,
@@ -44,42 +45,16 @@ def _clicks() -> DataLoader:
     return loader(normal(SAMPLES, 6), ids, integers(2, SAMPLES, seed=3).double())
 
 
-class ClickPrediction(Script):
+class ClickPrediction(OneLossScript):
     """Bags of ids beside dense features; dense gradients."""
 
     follows = "facebookresearch/dlrm"
 
-    @staticmethod
-    def plain():
-        model = built(ClickModel, False)
-        optimizer = sgd(model.parameters())
-        data = _clicks()
-        losses = []
-        for dense, ids, click in data:
-            optimizer.zero_grad()
-            loss = F.binary_cross_entropy_with_logits(model(dense, ids), click)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(ClickModel, False), _clicks())
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(ClickModel, False)
-        optimizer = sgd(model.parameters())
-        data = _clicks()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(dense, ids, click):
-            return F.binary_cross_entropy_with_logits(model(dense, ids), click)
-
-        losses = []
-        for dense, ids, click in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, dense, ids, click)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, dense, ids, click):
+        return F.binary_cross_entropy_with_logits(model(dense, ids), click)
 
 
 class SparseClicks(Script):
@@ -125,43 +100,17 @@ class SparseClicks(Script):
         return losses, run.weights()
 
 
-class RaggedBags(Script):
+class RaggedBags(OneLossScript):
     """Bags of other lengths, given as one list of ids and where each begins."""
 
     follows = "torch EmbeddingBag, the text classification tutorial"
     needs = "V"
 
-    @staticmethod
-    def plain():
-        model = built(TextBag)
-        optimizer = sgd(model.parameters())
-        data = _texts()
-        losses = []
-        for ids, begins, label in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(ids, begins), label)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(TextBag), _texts())
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(TextBag)
-        optimizer = sgd(model.parameters())
-        data = _texts()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(ids, begins, label):
-            return F.cross_entropy(model(ids, begins), label)
-
-        losses = []
-        for ids, begins, label in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, ids, begins, label)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, ids, begins, label):
+        return F.cross_entropy(model(ids, begins), label)
 
 
 class TextBag(nn.Module):
@@ -251,80 +200,30 @@ class TabularTransformer(nn.Module):
         return self.head(self.block(h)[:, 0]).squeeze(1)
 
 
-class Tables(Script):
+class Tables(OneLossScript):
     """Regression on rows of a table; the target is normalised by hand."""
 
     follows = "yandex-research/rtdl FT-Transformer"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(TabularTransformer)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         y = normal(SAMPLES, seed=1)
         data = loader(normal(SAMPLES, 5), (y - y.mean()) / y.std())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.huber_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(TabularTransformer)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        y = normal(SAMPLES, seed=1)
-        data = loader(normal(SAMPLES, 5), (y - y.mean()) / y.std())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.huber_loss(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, y):
+        return F.huber_loss(model(x), y)
 
 
-class RootMeanSquare(Script):
+class RootMeanSquare(OneLossScript):
     """A root of the mean over the batch, which is no mean of roots."""
 
     follows = "Kaggle regression baselines"
     needs = "G"
 
-    @staticmethod
-    def plain():
-        model = mlp(5, 8, 1)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 5), normal(SAMPLES, seed=1))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x).squeeze(1), y).sqrt()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(mlp(5, 8, 1), loader(normal(SAMPLES, 5), normal(SAMPLES, seed=1)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(5, 8, 1)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 5), normal(SAMPLES, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.mse_loss(model(x).squeeze(1), y).sqrt()
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, y):
+        return F.mse_loss(model(x).squeeze(1), y).sqrt()

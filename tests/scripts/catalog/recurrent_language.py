@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     BATCH,
     VOCABULARY,
@@ -15,7 +16,7 @@ from tests.scripts.samples import (
     sequences,
     sgd,
 )
-from tests.scripts.script import Script, draw_as_rank_0, weights
+from tests.scripts.script import Script, weights
 
 
 class Recurrent(nn.Module):
@@ -191,43 +192,16 @@ class WeightDrop(nn.Module):
         return self.head(torch.stack(outputs, 1))
 
 
-class DroppedWeights(Script):
+class DroppedWeights(OneLossScript):
     """One mask for the recurrent weights of a whole batch; activation regularisation."""
 
     follows = "salesforce/awd-lstm-lm"
     needs = "R"
+    draws = True
 
-    @staticmethod
-    def plain():
-        model = built(WeightDrop)
-        optimizer = sgd(model.parameters())
-        data = loader(*sequences())
-        draw_as_rank_0()
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            logits = model(x)
-            loss = F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * logits.pow(2).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(WeightDrop), loader(*sequences()))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(WeightDrop)
-        optimizer = sgd(model.parameters())
-        data = loader(*sequences())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            logits = model(x)
-            return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * logits.pow(2).mean()
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, y):
+        logits = model(x)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten()) + 0.1 * logits.pow(2).mean()

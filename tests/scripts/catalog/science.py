@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.scripts.samples import SAMPLES, built, loader, mlp, normal, sgd
+from tests.scripts.one_loss import OneLossScript, parts
+from tests.scripts.samples import SAMPLES, built, loader, mlp, normal
 from tests.scripts.script import Script, weights
 
 
@@ -23,49 +24,24 @@ class Energy(nn.Module):
         return self.pair(apart).sum((1, 2))
 
 
-class Forces(Script):
+class Forces(OneLossScript):
     """Forces are the gradient of the energy; the loss takes both."""
 
     follows = "atomistic-machine-learning/schnetpack"
     needs = "D"
 
-    @staticmethod
-    def plain():
-        model = built(Energy)
-        optimizer = sgd(model.parameters(), 0.001)
-        data = loader(normal(SAMPLES, 4, 3), normal(SAMPLES, seed=1), normal(SAMPLES, 4, 3, seed=2))
-        losses = []
-        for positions, energy, forces in data:
-            optimizer.zero_grad()
-            positions.requires_grad_()
-            guess = model(positions)
-            (slope,) = torch.autograd.grad(guess.sum(), positions, create_graph=True)
-            loss = F.mse_loss(guess, energy) + 10 * F.mse_loss(-slope, forces)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Energy),
+            loader(normal(SAMPLES, 4, 3), normal(SAMPLES, seed=1), normal(SAMPLES, 4, 3, seed=2)),
+            lr=0.001,
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Energy)
-        optimizer = sgd(model.parameters(), 0.001)
-        data = loader(normal(SAMPLES, 4, 3), normal(SAMPLES, seed=1), normal(SAMPLES, 4, 3, seed=2))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(positions, energy, forces):
-            positions.requires_grad_()
-            guess = model(positions)
-            (slope,) = torch.autograd.grad(guess.sum(), positions, create_graph=True)
-            return F.mse_loss(guess, energy) + 10 * F.mse_loss(-slope, forces)
-
-        losses = []
-        for positions, energy, forces in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, positions, energy, forces)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, positions, energy, forces):
+        positions.requires_grad_()
+        guess = model(positions)
+        (slope,) = torch.autograd.grad(guess.sum(), positions, create_graph=True)
+        return F.mse_loss(guess, energy) + 10 * F.mse_loss(-slope, forces)
 
 
 class PhysicsInformed(Script):
@@ -160,55 +136,22 @@ class PhysicsLbfgs(Script):
         return losses, run.weights()
 
 
-class MetaLearning(Script):
+class MetaLearning(OneLossScript):
     """Inner steps on one half of each task by functional_call, the loss on the other half."""
 
     follows = "learnables/learn2learn MAML"
     needs = "DX"
 
-    @staticmethod
-    def plain():
-        model = mlp(2, 8, 1)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6, 2), normal(SAMPLES, 6, 1, seed=1))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = torch.zeros(())
-            for inputs, wanted in zip(x, y, strict=True):
-                fast = dict(model.named_parameters())
-                error = F.mse_loss(torch.func.functional_call(model, fast, inputs[:3]), wanted[:3])
-                slopes = torch.autograd.grad(error, list(fast.values()), create_graph=True)
-                fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), slopes, strict=True)}
-                after = torch.func.functional_call(model, fast, inputs[3:])
-                loss = loss + F.mse_loss(after, wanted[3:]) / len(x)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(mlp(2, 8, 1), loader(normal(SAMPLES, 6, 2), normal(SAMPLES, 6, 1, seed=1)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(2, 8, 1)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6, 2), normal(SAMPLES, 6, 1, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            loss = torch.zeros(())
-            for inputs, wanted in zip(x, y, strict=True):
-                fast = dict(model.named_parameters())
-                error = F.mse_loss(torch.func.functional_call(model, fast, inputs[:3]), wanted[:3])
-                slopes = torch.autograd.grad(error, list(fast.values()), create_graph=True)
-                fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), slopes, strict=True)}
-                after = torch.func.functional_call(model, fast, inputs[3:])
-                loss = loss + F.mse_loss(after, wanted[3:]) / len(x)
-            return loss
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, y):
+        loss = torch.zeros(())
+        for inputs, wanted in zip(x, y, strict=True):
+            fast = dict(model.named_parameters())
+            error = F.mse_loss(torch.func.functional_call(model, fast, inputs[:3]), wanted[:3])
+            slopes = torch.autograd.grad(error, list(fast.values()), create_graph=True)
+            fast = {n: p - 0.1 * g for (n, p), g in zip(fast.items(), slopes, strict=True)}
+            after = torch.func.functional_call(model, fast, inputs[3:])
+            loss = loss + F.mse_loss(after, wanted[3:]) / len(x)
+        return loss

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.scripts.samples import SAMPLES, built, integers, loader, mlp, normal, sgd
+from tests.scripts.one_loss import OneLossScript, parts
+from tests.scripts.samples import SAMPLES, built, loader, mlp, normal, sgd
 from tests.scripts.script import Script, weights
 
 
@@ -69,55 +70,26 @@ class MomentumContrast(Script):
         return losses, run.weights()
 
 
-class BootstrapTarget(Script):
+class BootstrapTarget(OneLossScript):
     """A predictor on top, a target that is an average of the encoder's weights."""
 
     follows = "lucidrains/byol-pytorch"
     needs = "TM"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         encoder, predictor = mlp(6, 8, 4), mlp(4, 8, 4, seed=1)
-        target = copy.deepcopy(encoder).requires_grad_(False)
-        optimizer = sgd([*encoder.parameters(), *predictor.parameters()])
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 6, seed=1))
-        losses = []
-        for a, b in data:
-            optimizer.zero_grad()
-            one = F.cosine_similarity(predictor(encoder(a)), target(b))
-            two = F.cosine_similarity(predictor(encoder(b)), target(a))
-            loss = (4 - 2 * one - 2 * two).mean()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                for mean, new in zip(target.parameters(), encoder.parameters(), strict=True):
-                    mean.lerp_(new, 0.1)
-            losses.append(loss)
-        return losses, weights(encoder, predictor)
+        self.target = copy.deepcopy(encoder).requires_grad_(False)
+        return parts(encoder, predictor, loader(normal(SAMPLES, 6), normal(SAMPLES, 6, seed=1)))
 
-    @staticmethod
-    def with_shoal(run):
-        encoder, predictor = mlp(6, 8, 4), mlp(4, 8, 4, seed=1)
-        target = copy.deepcopy(encoder).requires_grad_(False)
-        optimizer = sgd([*encoder.parameters(), *predictor.parameters()])
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 6, seed=1))
-        encoder, predictor, optimizer, data = run.prepare(encoder, predictor, optimizer, data)
+    def loss(self, encoder, predictor, a, b):
+        one = F.cosine_similarity(predictor(encoder(a)), self.target(b))
+        two = F.cosine_similarity(predictor(encoder(b)), self.target(a))
+        return (4 - 2 * one - 2 * two).mean()
 
-        def compute_loss(a, b):
-            one = F.cosine_similarity(predictor(encoder(a)), target(b))
-            two = F.cosine_similarity(predictor(encoder(b)), target(a))
-            return (4 - 2 * one - 2 * two).mean()
-
-        losses = []
-        for a, b in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, a, b)
-            optimizer.step()
-            with torch.no_grad():
-                for mean, new in zip(target.parameters(), encoder.parameters(), strict=True):
-                    mean.lerp_(new, 0.1)
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        with torch.no_grad():
+            for mean, new in zip(self.target.parameters(), model.parameters(), strict=True):
+                mean.lerp_(new, 0.1)
 
 
 class SelfDistillation(Script):
@@ -299,42 +271,15 @@ class MaskedAutoencoder(Script):
         return losses, run.weights()
 
 
-class RelativePositions(Script):
+class RelativePositions(OneLossScript):
     """A pretext task: which of four turns was made; the turns are made in the loop."""
 
     follows = "gidariss/FeatureLearningRotNet"
     needs = "V"
 
-    @staticmethod
-    def plain():
-        model = mlp(16, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 4, 4), integers(4, SAMPLES))
-        losses = []
-        for x, _ in data:
-            optimizer.zero_grad()
-            turned = torch.cat([x.rot90(k, (1, 2)) for k in range(4)]).flatten(1)
-            loss = F.cross_entropy(model(turned), torch.arange(4).repeat_interleave(len(x)))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(mlp(16, 8, 4), loader(normal(SAMPLES, 4, 4)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(16, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 4, 4), integers(4, SAMPLES))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x):
-            turned = torch.cat([x.rot90(k, (1, 2)) for k in range(4)]).flatten(1)
-            return F.cross_entropy(model(turned), torch.arange(4).repeat_interleave(len(x)))
-
-        losses = []
-        for x, _ in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x):
+        turned = torch.cat([x.rot90(k, (1, 2)) for k in range(4)]).flatten(1)
+        return F.cross_entropy(model(turned), torch.arange(4).repeat_interleave(len(x)))

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import shoal
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     BATCH,
     SAMPLES,
@@ -17,9 +18,7 @@ from tests.scripts.samples import (
     integers,
     loader,
     normal,
-    sgd,
 )
-from tests.scripts.script import Script, weights
 
 
 class Recogniser(nn.Module):
@@ -64,137 +63,58 @@ def _padded(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tenso
     )
 
 
-class SpeechCtc(Script):
+class SpeechCtc(OneLossScript):
     """CTC of ragged spectrograms: the mean over samples, each divided by its own length."""
 
     follows = "SeanNaren/deepspeech.pytorch"
     needs = "VC"
+    clip = 1.0
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Recogniser)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(zero_infinity=True)
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            output = model(frames, lengths).transpose(0, 1)
-            loss = ctc(output, characters, lengths, counts)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        self.ctc = nn.CTCLoss(zero_infinity=True)
+        return parts(model, _spoken(), lr=0.02)
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Recogniser)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(zero_infinity=True)
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(frames, lengths, characters, counts):
-            output = model(frames, lengths).transpose(0, 1)
-            return ctc(output, characters, lengths, counts)
-
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, frames, lengths, characters, counts)
-            run.clip_gradients(1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, frames, lengths, characters, counts):
+        output = model(frames, lengths).transpose(0, 1)
+        return self.ctc(output, characters, lengths, counts)
 
 
-class SpeechCtcPaddingLeaks(Script):
+class SpeechCtcPaddingLeaks(OneLossScript):
     """A model that reads the padding: its outputs depend on the longest sample beside each."""
 
     follows = "many CTC tutorials"
     needs = "VC"
+    clip = 1.0
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Recogniser, False)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(zero_infinity=True)
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            output = model(frames, lengths).transpose(0, 1)
-            loss = ctc(output, characters, lengths, counts)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        self.ctc = nn.CTCLoss(zero_infinity=True)
+        return parts(model, _spoken(), lr=0.02)
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Recogniser, False)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(zero_infinity=True)
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(frames, lengths, characters, counts):
-            output = model(frames, lengths).transpose(0, 1)
-            return ctc(output, characters, lengths, counts)
-
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, frames, lengths, characters, counts)
-            run.clip_gradients(1.0)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, frames, lengths, characters, counts):
+        output = model(frames, lengths).transpose(0, 1)
+        return self.ctc(output, characters, lengths, counts)
 
 
-class SpeechCtcByCharacters(Script):
+class SpeechCtcByCharacters(OneLossScript):
     """CTC as a sum, divided by the characters of the batch."""
 
     follows = "fairseq criterions/ctc.py"
     needs = "VC"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Recogniser)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(reduction="sum", zero_infinity=True)
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            output = model(frames, lengths).transpose(0, 1)
-            loss = ctc(output, characters, lengths, counts) / counts.sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        self.ctc = nn.CTCLoss(reduction="sum", zero_infinity=True)
+        return parts(model, _spoken(), lr=0.02)
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Recogniser)
-        optimizer = sgd(model.parameters(), 0.02)
-        data = _spoken()
-        ctc = nn.CTCLoss(reduction="sum", zero_infinity=True)
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, frames, lengths, characters, counts):
+        output = model(frames, lengths).transpose(0, 1)
+        return self.ctc(output, characters, lengths, counts) / counts.sum()
 
-        def compute_loss(frames, lengths, characters, counts):
-            output = model(frames, lengths).transpose(0, 1)
-            return shoal.counted(ctc(output, characters, lengths, counts), counts.sum())
-
-        losses = []
-        for frames, lengths, characters, counts in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, frames, lengths, characters, counts)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, frames, lengths, characters, counts):
+        output = model(frames, lengths).transpose(0, 1)
+        return shoal.counted(self.ctc(output, characters, lengths, counts), counts.sum())
 
 
 class Synthesiser(nn.Module):
@@ -217,52 +137,31 @@ class Synthesiser(nn.Module):
         return self.frame(h), self.gate(h).squeeze(-1)
 
 
-class SpeechSynthesis(Script):
+class SpeechSynthesis(OneLossScript):
     """Teacher forcing: two means, one over frames that count and one over all."""
 
     follows = "NVIDIA/tacotron2"
     needs = "VC"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Synthesiser)
-        optimizer = sgd(model.parameters(), 0.02)
         lengths = integers(4, SAMPLES, seed=4) + 2
-        data = loader(integers(VOCABULARY, SAMPLES, 3), normal(SAMPLES, 5, 4), lengths)
-        losses = []
-        for characters, frames, lengths in data:
-            optimizer.zero_grad()
-            live = (torch.arange(5) < lengths[:, None]).double()
-            output, gate = model(characters, frames)
-            error = ((output - frames).pow(2).mean(-1) * live).sum() / live.sum()
-            loss = error + F.binary_cross_entropy_with_logits(gate, 1 - live)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(
+            model, loader(integers(VOCABULARY, SAMPLES, 3), normal(SAMPLES, 5, 4), lengths), lr=0.02
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Synthesiser)
-        optimizer = sgd(model.parameters(), 0.02)
-        lengths = integers(4, SAMPLES, seed=4) + 2
-        data = loader(integers(VOCABULARY, SAMPLES, 3), normal(SAMPLES, 5, 4), lengths)
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, characters, frames, lengths):
+        live = (torch.arange(5) < lengths[:, None]).double()
+        output, gate = model(characters, frames)
+        error = ((output - frames).pow(2).mean(-1) * live).sum() / live.sum()
+        return error + F.binary_cross_entropy_with_logits(gate, 1 - live)
 
-        def compute_loss(characters, frames, lengths):
-            live = (torch.arange(5) < lengths[:, None]).double()
-            output, gate = model(characters, frames)
-            error = ((output - frames).pow(2).mean(-1) * live).sum()
-            gate_loss = F.binary_cross_entropy_with_logits(gate, 1 - live)
-            return shoal.counted(error, live.sum()) + gate_loss
-
-        losses = []
-        for characters, frames, lengths in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, characters, frames, lengths)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, characters, frames, lengths):
+        live = (torch.arange(5) < lengths[:, None]).double()
+        output, gate = model(characters, frames)
+        error = ((output - frames).pow(2).mean(-1) * live).sum()
+        gate_loss = F.binary_cross_entropy_with_logits(gate, 1 - live)
+        return shoal.counted(error, live.sum()) + gate_loss
 
 
 class Waves(nn.Module):
@@ -280,50 +179,29 @@ class Waves(nn.Module):
         return c, self.quantiser(z)
 
 
-class MaskedSpeech(Script):
+class MaskedSpeech(OneLossScript):
     """Contrastive prediction of masked steps against the other steps of the same wave."""
 
     follows = "fairseq wav2vec 2.0"
     needs = "C"
 
-    @staticmethod
-    def plain():
-        model = built(Waves)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 12), integers(2, SAMPLES, 6, seed=8).double())
-        losses = []
-        for wave, mask in data:
-            optimizer.zero_grad()
-            context, targets = model(wave, mask)
-            scores = F.cosine_similarity(context[:, :, None], targets[:, None], dim=-1) / 0.1
-            each = F.cross_entropy(
-                scores.transpose(1, 2), torch.arange(6).expand(len(wave), 6), reduction="none"
-            )
-            loss = (each * mask).sum() / mask.sum()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Waves), loader(normal(SAMPLES, 12), integers(2, SAMPLES, 6, seed=8).double())
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Waves)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 12), integers(2, SAMPLES, 6, seed=8).double())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, wave, mask):
+        context, targets = model(wave, mask)
+        scores = F.cosine_similarity(context[:, :, None], targets[:, None], dim=-1) / 0.1
+        each = F.cross_entropy(
+            scores.transpose(1, 2), torch.arange(6).expand(len(wave), 6), reduction="none"
+        )
+        return (each * mask).sum() / mask.sum()
 
-        def compute_loss(wave, mask):
-            context, targets = model(wave, mask)
-            scores = F.cosine_similarity(context[:, :, None], targets[:, None], dim=-1) / 0.1
-            each = F.cross_entropy(
-                scores.transpose(1, 2), torch.arange(6).expand(len(wave), 6), reduction="none"
-            )
-            return shoal.counted((each * mask).sum(), mask.sum())
-
-        losses = []
-        for wave, mask in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, wave, mask)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, wave, mask):
+        context, targets = model(wave, mask)
+        scores = F.cosine_similarity(context[:, :, None], targets[:, None], dim=-1) / 0.1
+        each = F.cross_entropy(
+            scores.transpose(1, 2), torch.arange(6).expand(len(wave), 6), reduction="none"
+        )
+        return shoal.counted((each * mask).sum(), mask.sum())

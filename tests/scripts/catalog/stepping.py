@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import SAMPLES, integers, loader, mlp, normal, sgd, vectors
 from tests.scripts.script import Script, weights
 
@@ -187,13 +188,12 @@ class ClippingByTorch(Script):
         return losses, run.weights()
 
 
-class SecondOptimizerState(Script):
+class SecondOptimizerState(OneLossScript):
     """A learning rate for each layer, weight decay for matrices only, Nesterov, warm restarts."""
 
     follows = "timm's parameter groups"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = mlp(6, 8, 8, 4)
         groups = [
             {"params": [layer.weight], "lr": 0.1 * 0.7**depth, "weight_decay": 0.05}
@@ -201,80 +201,28 @@ class SecondOptimizerState(Script):
         ]
         groups.append({"params": [layer.bias for layer in model[::2]], "weight_decay": 0.0})
         optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-        restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
+        self.restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
         data = loader(*vectors())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            restarts.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(6, 8, 8, 4)
-        groups = [
-            {"params": [layer.weight], "lr": 0.1 * 0.7**depth, "weight_decay": 0.05}
-            for depth, layer in enumerate(model[::2])
-        ]
-        groups.append({"params": [layer.bias for layer in model[::2]], "weight_decay": 0.0})
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-        restarts = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            restarts.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.restarts.step()
 
 
-class UnusedBranch(Script):
+class UnusedBranch(OneLossScript):
     """One of two heads is used, by the step's number; the other has no gradient."""
 
     follows = "multi-task training, one task a step"
     needs = "U"
 
-    @staticmethod
-    def plain():
-        body, heads = mlp(6, 8), nn.ModuleList(mlp(8, 4, seed=i) for i in (1, 2))
-        model = nn.ModuleList([body, heads])
-        optimizer = sgd(model.parameters())
+    def setup(self):
+        self.step = 0
+        heads = nn.ModuleList(mlp(8, 4, seed=i) for i in (1, 2))
         data = loader(normal(SAMPLES, 6), integers(4, SAMPLES))
-        losses = []
-        for step, (x, y) in enumerate(data):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(heads[step % 2](body(x).relu()), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(nn.ModuleList([mlp(6, 8), heads]), data)
 
-    @staticmethod
-    def with_shoal(run):
-        body, heads = mlp(6, 8), nn.ModuleList(mlp(8, 4, seed=i) for i in (1, 2))
-        model = nn.ModuleList([body, heads])
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6), integers(4, SAMPLES))
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, y):
+        return F.cross_entropy(model[1][self.step % 2](model[0](x).relu()), y)
 
-        def compute_loss(x, y):
-            return F.cross_entropy(heads[step % 2](body(x).relu()), y)
-
-        losses = []
-        for step, (x, y) in enumerate(data):  # noqa: B007 - the loss reads it
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.step = step + 1

@@ -17,6 +17,7 @@ from torch.utils.data import (
 
 import shoal
 from tests.scripts.catalog.language import Gpt
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     BATCH,
     PADDED,
@@ -39,43 +40,14 @@ class Stream(IterableDataset):
         yield from zip(*vectors(), strict=True)
 
 
-class EndlessStream(Script):
+class EndlessStream(OneLossScript):
     """An iterable data set: nobody knows its length beforehand."""
 
     follows = "webdataset in open_clip"
     needs = "I"
 
-    @staticmethod
-    def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(Stream(), batch_size=BATCH)
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(Stream(), batch_size=BATCH)
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def setup(self):
+        return parts(mlp(6, 8, 4), DataLoader(Stream(), batch_size=BATCH))
 
 
 class Packed(IterableDataset):
@@ -140,44 +112,23 @@ class ByLength(Sampler):
         return 3
 
 
-class LengthBuckets(Script):
+class LengthBuckets(OneLossScript):
     """A batch sampler of one's own, with batches of other sizes."""
 
     follows = "facebookresearch/fairseq, tokens per batch"
     needs = "VC"
 
-    @staticmethod
-    def plain():
-        model = built(Gpt)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(TensorDataset(*uneven_sequences()), batch_sampler=ByLength())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Gpt), DataLoader(TensorDataset(*uneven_sequences()), batch_sampler=ByLength())
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Gpt)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(TensorDataset(*uneven_sequences()), batch_sampler=ByLength())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, y):
+        return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
 
-        def compute_loss(x, y):
-            loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
-            return shoal.counted(loss, (y != PADDED).sum())
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, y):
+        loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
+        return shoal.counted(loss, (y != PADDED).sum())
 
 
 class ListOfBatches(Script):
@@ -293,47 +244,15 @@ class Curriculum(Script):
         return losses, run.weights()
 
 
-class BalancedSampler(Script):
+class BalancedSampler(OneLossScript):
     """Rare classes are drawn more often, by torch's sampler with a generator of its own."""
 
     follows = "ufoym/imbalanced-dataset-sampler"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
         x, y = vectors()
         chances = (1 / y.bincount().double())[y]
         torch.manual_seed(3)
         order = list(WeightedRandomSampler(chances, 18, generator=generator(4)))
-        data = DataLoader(TensorDataset(x, y), batch_size=BATCH, sampler=order)
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        x, y = vectors()
-        chances = (1 / y.bincount().double())[y]
-        torch.manual_seed(3)
-        order = list(WeightedRandomSampler(chances, 18, generator=generator(4)))
-        data = DataLoader(TensorDataset(x, y), batch_size=BATCH, sampler=order)
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return parts(model, DataLoader(TensorDataset(x, y), batch_size=BATCH, sampler=order))

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.scripts.samples import SAMPLES, built, loader, normal, sgd
-from tests.scripts.script import Script, draw_as_rank_0, weights
+from tests.scripts.one_loss import OneLossScript, parts
+from tests.scripts.samples import SAMPLES, built, loader, normal
 
 
 class Autoencoder(nn.Module):
@@ -30,130 +30,52 @@ def _divergence(mean: Tensor, log_variance: Tensor) -> Tensor:
     return -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
 
 
-class VariationalSum(Script):
+class VariationalSum(OneLossScript):
     """A loss summed over samples and divided by a constant of the script."""
 
     follows = "pytorch/examples vae"
     needs = "C"
 
-    @staticmethod
-    def plain():
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.01)
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1))
-        losses = []
-        for x, noise in data:
-            optimizer.zero_grad()
-            output, mean, log_variance = model(x, noise)
-            error = F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
-            loss = error / len(x)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Autoencoder), loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1)), lr=0.01
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.01)
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, noise):
-            output, mean, log_variance = model(x, noise)
-            error = F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
-            return error / len(x)
-
-        losses = []
-        for x, noise in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, noise)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, noise):
+        output, mean, log_variance = model(x, noise)
+        error = F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
+        return error / len(x)
 
 
-class VariationalForgottenSum(Script):
+class VariationalForgottenSum(OneLossScript):
     """A loss summed over samples, as the original has it: on each rank a sum over fewer."""
 
     follows = "pytorch/examples vae, unchanged"
     needs = "C"
 
-    @staticmethod
-    def plain():
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.001)
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1))
-        losses = []
-        for x, noise in data:
-            optimizer.zero_grad()
-            output, mean, log_variance = model(x, noise)
-            loss = F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(
+            built(Autoencoder), loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1)), lr=0.001
+        )
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.001)
-        data = loader(normal(SAMPLES, 6), normal(SAMPLES, 3, seed=1))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, noise):
-            output, mean, log_variance = model(x, noise)
-            return F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
-
-        losses = []
-        for x, noise in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, noise)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x, noise):
+        output, mean, log_variance = model(x, noise)
+        return F.mse_loss(output, x, reduction="sum") + _divergence(mean, log_variance)
 
 
-class VariationalDrawn(Script):
+class VariationalDrawn(OneLossScript):
     """The noise is drawn in the model's forward pass."""
 
     follows = "pytorch/examples vae, noise drawn in the model"
     needs = "R"
+    draws = True
 
-    @staticmethod
-    def plain():
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.01)
-        data = loader(normal(SAMPLES, 6))
-        draw_as_rank_0()
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            output, mean, log_variance = model(x)
-            loss = F.mse_loss(output, x) + _divergence(mean, log_variance) / len(x)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Autoencoder), loader(normal(SAMPLES, 6)), lr=0.01)
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Autoencoder)
-        optimizer = sgd(model.parameters(), 0.01)
-        data = loader(normal(SAMPLES, 6))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x):
-            output, mean, log_variance = model(x)
-            return F.mse_loss(output, x) + _divergence(mean, log_variance) / len(x)
-
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x):
+        output, mean, log_variance = model(x)
+        return F.mse_loss(output, x) + _divergence(mean, log_variance) / len(x)
 
 
 class Quantiser(nn.Module):
@@ -179,42 +101,15 @@ class Quantiser(nn.Module):
         return self.decoder(z + (quantised - z).detach()), commitment
 
 
-class CodebookAverages(Script):
+class CodebookAverages(OneLossScript):
     """Codes that are averages of what each batch assigned to them: buffers, not parameters."""
 
     follows = "rosinality/vq-vae-2-pytorch"
     needs = "BG"
 
-    @staticmethod
-    def plain():
-        model = built(Quantiser)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6))
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            output, commitment = model(x)
-            loss = F.mse_loss(output, x) + 0.25 * commitment
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Quantiser), loader(normal(SAMPLES, 6)))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Quantiser)
-        optimizer = sgd(model.parameters())
-        data = loader(normal(SAMPLES, 6))
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x):
-            output, commitment = model(x)
-            return F.mse_loss(output, x) + 0.25 * commitment
-
-        losses = []
-        for (x,) in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, x):
+        output, commitment = model(x)
+        return F.mse_loss(output, x) + 0.25 * commitment

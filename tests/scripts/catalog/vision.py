@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import (
     built,
     cnn,
@@ -18,49 +19,24 @@ from tests.scripts.samples import (
     normal,
     sgd,
 )
-from tests.scripts.script import Script, draw_as_rank_0, weights
+from tests.scripts.script import Script, weights
 
 
-class DigitsCnn(Script):
+class DigitsCnn(OneLossScript):
     """Digits by a CNN: negative log-likelihood, StepLR."""
 
     follows = "pytorch/examples mnist"
 
-    @staticmethod
-    def plain():
-        model = cnn()
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.nll_loss(F.log_softmax(model(x), dim=1), y)
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        model, optimizer, data = parts(cnn(), loader(*images()))
+        self.schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = cnn()
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.7)
+    def loss(self, model, x, y):
+        return F.nll_loss(F.log_softmax(model(x), dim=1), y)
 
-        def compute_loss(x, y):
-            return F.nll_loss(F.log_softmax(model(x), dim=1), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            schedule.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.schedule.step()
 
 
 class RowsRnn(nn.Module):
@@ -76,42 +52,16 @@ class RowsRnn(nn.Module):
         return self.head(output[:, -1])
 
 
-class DigitsRnn(Script):
+class DigitsRnn(OneLossScript):
     """Digits by rows in an LSTM."""
 
     follows = "pytorch/examples mnist_rnn"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(RowsRnn)
         optimizer = torch.optim.Adadelta(model.parameters(), lr=0.5)
         data = loader(*images())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = built(RowsRnn)
-        optimizer = torch.optim.Adadelta(model.parameters(), lr=0.5)
-        data = loader(*images())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+        return model, optimizer, data
 
 
 class ForwardForward(Script):
@@ -295,41 +245,12 @@ class VisionTransformer(nn.Module):
         return self.head(self.encoder(h)[:, 0])
 
 
-class VisionTransformerDropout(Script):
+class VisionTransformerDropout(OneLossScript):
     """A vision transformer with dropout."""
 
     follows = "rwightman's timm ViT"
     needs = "R"
+    draws = True
 
-    @staticmethod
-    def plain():
-        model = built(VisionTransformer, 0.2)
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
-        draw_as_rank_0()
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = built(VisionTransformer, 0.2)
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def setup(self):
+        return parts(built(VisionTransformer, 0.2), loader(*images()))

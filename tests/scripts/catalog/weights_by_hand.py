@@ -7,51 +7,25 @@ import copy
 import torch
 import torch.nn.functional as F
 
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import loader, mlp, sgd, vectors
 from tests.scripts.script import Script, weights
 
 
-class WeightAverage(Script):
+class WeightAverage(OneLossScript):
     """Stochastic weight averaging with torch's own class, evaluated at the end."""
 
     follows = "torch.optim.swa_utils"
     needs = "T"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        average = torch.optim.swa_utils.AveragedModel(model)
-        data = loader(*vectors())
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            average.update_parameters(model)
-            losses += [loss, average(torch.ones(1, 6)).sum()]
-        return losses, weights(model)
+        self.average = torch.optim.swa_utils.AveragedModel(model)
+        return parts(model, loader(*vectors()))
 
-    @staticmethod
-    def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        average = torch.optim.swa_utils.AveragedModel(model)
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            optimizer.step()
-            average.update_parameters(model)
-            losses += [loss, average(torch.ones(1, 6)).sum()]
-        return losses, run.weights()
+    def after_step(self, step, model, optimizer, losses):
+        self.average.update_parameters(model)
+        losses.append(self.average(torch.ones(1, 6)).sum())
 
 
 class AverageOfWholeWeights(Script):
