@@ -35,6 +35,10 @@ class OneLossScript(Script):
         """Return the same loss with the lines changed that Shoal needs."""
         return self.loss(*models_and_batch)
 
+    def in_loop(self, *batch: Any) -> tuple[Any, ...]:
+        """Return what the loop makes of a batch before it computes a loss."""
+        return batch
+
     def after_step(self, step: int, model: Any, optimizer: Any, losses: list[Any]) -> None:
         """Do what the script does between two steps."""
 
@@ -46,6 +50,7 @@ class OneLossScript(Script):
             draw_as_rank_0()
         losses: list[Any] = []
         for step, batch in enumerate(data):
+            batch = self.in_loop(*batch)
             optimizer.zero_grad()
             loss = self.loss(*models, *batch)
             loss.backward()
@@ -67,6 +72,7 @@ class OneLossScript(Script):
 
         losses: list[Any] = []
         for step, batch in enumerate(data):
+            batch = self.in_loop(*batch)
             optimizer.zero_grad()
             loss = run.forward_backward(compute_loss, *batch)
             if cls.clip:
