@@ -92,7 +92,8 @@ class OneLossScript(Script):
         lines = super().lines_of(version)
         call = next(i for i, line in enumerate(lines) if "self." in line and "loss(" in line)
         lines[call : call + 1] = [line for line in loss if '"""' not in line]
-        return [line for line in lines if cls.clip or "clip" not in line]
+        absent = ("in_loop",) if cls.clip else ("in_loop", "clip")
+        return [line for line in lines if not any(word in line for word in absent)]
 
 
 def parts(*models_and_data: Any, lr: float = 0.1) -> tuple[Any, ...]:
