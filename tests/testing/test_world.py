@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def prints() -> None:
 
 def lacks_data() -> None:
     raise DataError("data/x is not there")
+
+
+def libraries_to_take_down() -> int:
+    alive = [f.peek()[0] for f in [*weakref.finalize._registry] if f.atexit]
+    return sum(isinstance(owner, torch.library.Library) for owner in alive)
 
 
 def until(condition) -> None:
@@ -140,3 +146,8 @@ def test_an_error_of_ours_is_shown_without_a_traceback():
 def test_a_function_without_a_name_cannot_be_sent():
     with pytest.raises(LaunchError, match="at the top of a module"):
         world.run(2, lambda: None)
+
+
+def test_a_rank_of_a_test_ends_without_taking_torchs_operators_down():
+    assert libraries_to_take_down() > 100
+    assert world.run(1, libraries_to_take_down) == [0]
