@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from shoal.checkpoint import Checkpoints, Saved, durable_io
@@ -136,24 +135,22 @@ def sweep(scene: str, parent: Path) -> None:
         shutil.rmtree(directory)
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    program = [sys.executable, __file__, str(tmp_path_factory.mktemp("killed"))]
+def test_wherever_a_save_is_killed_a_whole_checkpoint_loads(tmp_path: Path) -> None:
+    program = [sys.executable, __file__, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=100)
     assert ran.returncode == 0, ran.stderr
-    return [json.loads(line) for line in ran.stdout.splitlines()]
+    outcomes = [json.loads(line) for line in ran.stdout.splitlines()]
+    for scene in SCENES:
+        judge(scene, [outcome for outcome in outcomes if outcome["scene"] == scene])
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_wherever_a_save_is_killed_a_whole_checkpoint_loads(
-    outcomes: list[dict[str, Any]], scene: str
-) -> None:
-    *killed, undisturbed = [outcome for outcome in outcomes if outcome["scene"] == scene]
+def judge(scene: str, outcomes: list[dict[str, Any]]) -> None:
+    *killed, undisturbed = outcomes
     assert len(killed) > 30
     assert {outcome["exit_code"] for outcome in killed} == {-signal.SIGKILL}
     assert undisturbed["exit_code"] == 0
-    for outcome in [*killed, undisturbed]:
+    for outcome in outcomes:
         assert outcome["whole"]
         assert outcome["after"] == 3
         assert outcome["left"] == ["best", "latest", "step-00000003"]

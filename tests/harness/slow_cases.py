@@ -61,6 +61,7 @@ SLOW_CASES = tuple(
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
         ("project/test_harness.py", "tests/harness", "the run around the tests, by planted faults"),
         ("project/test_lessons.py", "run strategies", "one loss under each strategy of the README"),
+        ("run/test_backward.py", "run strategies", "losses of the loop under more strategies"),
         ("run/test_coupled_samples.py", "trial run", "losses of several samples"),
         ("run/test_ema.py", "run strategies/zero", "moving averages on four ranks"),
         ("run/test_first_failure.py", "run comm", "the first error of many ranks"),

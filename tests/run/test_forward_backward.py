@@ -97,9 +97,10 @@ def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("with_loader", [True, False])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("loss_fn", ["mean", "weighed"])
+@pytest.mark.parametrize(
+    ("loss_fn", "precision", "with_loader"),
+    [("mean", "fp32", True), ("mean", "fp16", False), ("weighed", "fp32", False)],
+)
 def test_a_second_call_before_the_step_adds_its_gradients(
     loss_fn: str, precision: str, with_loader: bool
 ) -> None:

@@ -49,7 +49,6 @@ def refusal(strategy: str) -> str:
     [
         ("tensor=2", "does not go through the sum"),
         ("pipeline=2", "other ranks hold layers"),
-        ("zero1", "Use ddp"),
         ("zero3", "Use ddp"),
     ],
 )

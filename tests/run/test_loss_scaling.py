@@ -38,10 +38,13 @@ def calls(strategy: str, plan: list[str]) -> list[bool]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), "zero3"]
-)
-@pytest.mark.parametrize(
-    "where", [["overflow", "good"], ["good", "overflow"], ["good", "overflow", "good"]]
+    ("strategy", "where"),
+    [
+        ("ddp", ["overflow", "good"]),
+        ("zero3", ["good", "overflow"]),
+        ("ddp", ["good", "overflow", "good"]),
+        pytest.param("zero1", ["good", "overflow", "good"], marks=pytest.mark.slow),
+    ],
 )
 def test_an_overflow_in_any_call_before_a_step_skips_only_that_step(
     strategy: str, where: list[str]
@@ -88,6 +91,6 @@ def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
     return scales, moved
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_an_overflow_on_one_rank_skips_all_steps_and_halves_the_scale(strategy: str) -> None:
     assert world.run(2, fp16_overflow, strategy) == [([32768.0, 32768.0], False)] * 2

@@ -207,7 +207,6 @@ def contrastive(strategy: str, settings: dict[str, Any], gathers: bool) -> str |
     ("strategy", "ranks", "settings", "place"),
     [
         ("ddp", 2, {}, "rank 0"),
-        ("zero1", 2, {}, "rank 0"),
         ("zero3", 2, {}, "rank 0"),
         ("server=1", 2, {}, "rank 0"),
         ("single", 1, {"accumulate": 2}, "rank 0, micro-batch 0"),

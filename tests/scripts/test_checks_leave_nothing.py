@@ -9,7 +9,6 @@ import torch
 
 from tests.scripts.runner import CHECKS, Layout, Outcome, run_all
 from tests.scripts.script import catalog
-from tests.scripts.test_scripts import EVERYDAY
 
 
 def differences(names: Sequence[str], layout: Layout, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -47,7 +46,8 @@ def apart(one: Outcome, other: Outcome) -> Iterator[str]:
 
 
 def test_checks_leave_a_handful_of_scripts_as_they_are(monkeypatch):
-    assert differences(EVERYDAY[:5], Layout("ddp", 2), monkeypatch) == []
+    names = ("ClassWeights", "ImageTextPairs", "Dcgan")
+    assert differences(names, Layout("ddp", 2), monkeypatch) == []
 
 
 @pytest.mark.slow

@@ -7,17 +7,11 @@ from tests.scripts.runner import BY_DESIGN, DEFECTS, EXACT, FORM, LAYOUTS, Layou
 from tests.scripts.script import catalog
 
 EVERYDAY = [
-    "DigitsCnn",
-    "ClassWeights",
     "ForgottenClassWeights",
     "ImageTextPairs",
-    "Dcgan",
-    "WassersteinPenalty",
     "DetectionLists",
     "ChatTuning",
     "NanoGpt",
-    "Translation",
-    "SpeechCtc",
     "Lora",
     "MeanTeacher",
     "ExpertsBalanced",

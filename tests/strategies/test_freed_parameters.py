@@ -30,12 +30,11 @@ def held_after_two_steps(strategy: str) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        ("zero1", 2),
         ("zero3", 2),
         ("zero3,offload=true", 1),
         ("tensor=2", 2),
         pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow),
-        ("recompute,zero3", 2),
+        pytest.param("recompute,zero3", 2, marks=pytest.mark.slow),
     ],
 )
 def test_no_former_parameter_is_held(strategy: str, ranks: int) -> None:

@@ -21,7 +21,7 @@ QUIET = {"announce": lambda _: None}
 
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulate"),
-    [("cnn", 3, 1), ("lstm", 2, 2), ("unused, frozen, shared and scalar parameters", 3, 2)],
+    [("cnn", 3, 1), ("unused, frozen, shared and scalar parameters", 3, 2)],
 )
 def test_with_a_meeting_after_every_step_it_is_ddp(name: str, ranks: int, accumulate: int) -> None:
     verdict = verify_job(EXPERIMENTS[name], "local=1", ranks, accumulate=accumulate)

@@ -54,17 +54,16 @@ def fails_to_save(job: Job, accuracies: list[float], failing: int) -> None:
     tiny_jobs.go(FailsToSave(job, accuracies, failing))
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
-    ("accuracies", "best"),
+    ("accuracies", "best", "beside"),
     [
-        ([50, 60, 70, 55, 52, 51], (8, 60)),
-        ([50, 60, 70, 65, 52, 51], (16, 65)),
-        ([50, 60, 70, 75, 52, 51], (16, 75)),
+        ([50, 60, 70, 55, 52, 51], (8, 60), False),
+        ([50, 60, 70, 65, 52, 51], (16, 65), True),
+        ([50, 60, 70, 75, 52, 51], (16, 75), False),
     ],
     ids=[
         "none that comes later is better than what was saved",
-        "a later one is better than it",
+        "a later one is better than it, beside",
         "and than all",
     ],
 )

@@ -86,7 +86,7 @@ def test_the_numbers_are_those_of_a_plain_loop() -> None:
         assert report["samples"] == samples
 
 
-@pytest.fixture(scope="module", params=[1_797, 10_001])
+@pytest.fixture(scope="module", params=[1_797, pytest.param(10_001, marks=pytest.mark.slow)])
 def finished(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Report]:

@@ -42,7 +42,8 @@ def stored(run: Path, prefix: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3), ("zero2,hybrid=2", 4)]
+    ("strategy", "ranks"),
+    [("single", 1), ("zero3", 3), pytest.param("zero2,hybrid=2", 4, marks=pytest.mark.slow)],
 )
 def test_the_model_is_written_whole_whatever_has_saved_it(
     tmp_path: Path, strategy: str, ranks: int

@@ -138,7 +138,7 @@ def trained_in_turn(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_a_function_may_begin_with_other_blocks_in_other_steps(strategy: str) -> None:
     expected = trained_in_turn("single")
     for weights in world.run(2, trained_in_turn, strategy):
@@ -190,7 +190,9 @@ def test_ranks_whose_samples_take_different_branches_are_refused(strategy: str) 
         world.run(2, one_step, strategy, Routed)
 
 
-@pytest.mark.parametrize("strategy", ["zero2,unit=Experts", "zero3,unit=Experts"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("zero2,unit=Experts", marks=pytest.mark.slow), "zero3,unit=Experts"]
+)
 def test_experts_in_one_unit_train_as_on_one_device(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Routed, loader, F.cross_entropy, steps=5))
 

@@ -57,7 +57,10 @@ def clipped(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     return norms, run.weights()
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("zero1", 2), ("zero3", 3), ("zero2,hybrid=2", 4)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("zero1", 2), ("zero3", 3), pytest.param("zero2,hybrid=2", 4, marks=pytest.mark.slow)],
+)
 def test_clipping_sees_the_norm_of_the_whole_gradient(strategy: str, ranks: int) -> None:
     norms, weights = clipped("single")
     for found_norms, found in world.run(ranks, clipped, strategy):
@@ -203,7 +206,10 @@ class Sharing(nn.Module):
 
 @pytest.mark.parametrize(
     "strategy",
-    ["zero1", pytest.param("recompute,zero3", marks=pytest.mark.slow), "zero3,unit=Linear"],
+    [
+        *(pytest.param(line, marks=pytest.mark.slow) for line in ("zero1", "recompute,zero3")),
+        "zero3,unit=Linear",
+    ],
 )
 def test_modules_may_be_shared(strategy: str) -> None:
     check_strategy(strategy, 2, Experiment(Sharing, image_loader, F.cross_entropy, steps=3))
