@@ -28,12 +28,12 @@ class OneLossScript(Script):
         return parts(mlp(6, 8, 4), loader(*vectors()))
 
     def loss(self, model: Any, x: Any, y: Any) -> Tensor:
-        """Return the loss of a batch in plain PyTorch; gets all models, then the batch."""
+        """Return the loss in plain PyTorch; gets all models, then the batch, dicts by name."""
         return F.cross_entropy(model(x), y)
 
-    def shoal_loss(self, run: Any, *models_and_batch: Any) -> Any:
+    def shoal_loss(self, run: Any, *models_and_batch: Any, **named: Any) -> Any:
         """Return the same loss with the lines changed that Shoal needs."""
-        return self.loss(*models_and_batch)
+        return self.loss(*models_and_batch, **named)
 
     def in_loop(self, *batch: Any) -> tuple[Any, ...]:
         """Return what the loop makes of a batch before it computes a loss."""
@@ -50,9 +50,9 @@ class OneLossScript(Script):
             draw_as_rank_0()
         losses: list[Any] = []
         for step, batch in enumerate(data):
-            batch = self.in_loop(*batch)
+            batch, named = ((), batch) if isinstance(batch, dict) else (self.in_loop(*batch), {})
             optimizer.zero_grad()
-            loss = self.loss(*models, *batch)
+            loss = self.loss(*models, *batch, **named)
             loss.backward()
             if cls.clip:
                 nn.utils.clip_grad_norm_(models[0].parameters(), cls.clip)
@@ -67,14 +67,14 @@ class OneLossScript(Script):
         *models, optimizer, data = self.setup()
         *models, optimizer, data = run.prepare(*models, optimizer, data)
 
-        def compute_loss(*batch: Any) -> Any:
-            return self.shoal_loss(run, *models, *batch)
+        def compute_loss(*batch: Any, **named: Any) -> Any:
+            return self.shoal_loss(run, *models, *batch, **named)
 
         losses: list[Any] = []
         for step, batch in enumerate(data):
-            batch = self.in_loop(*batch)
+            batch, named = ((), batch) if isinstance(batch, dict) else (self.in_loop(*batch), {})
             optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, *batch)
+            loss = run.forward_backward(compute_loss, *batch, **named)
             if cls.clip:
                 run.clip_gradients(cls.clip)
             optimizer.step()

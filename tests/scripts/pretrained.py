@@ -16,8 +16,8 @@ import shoal
 import shoal.platform.torchvision_import
 
 import transformers as hf  # isort: skip
-from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers, sgd
-from tests.scripts.script import Script, weights
+from tests.scripts.one_loss import OneLossScript, parts
+from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers
 
 FLOAT32 = 1e-5
 VOCABULARY = 20
@@ -77,179 +77,79 @@ def targets_in(labels: Tensor) -> Tensor:
     return (labels[:, 1:] != PADDED).sum()
 
 
-class HfGpt2(Script):
+class HfGpt2(OneLossScript):
     """GPT-2 on sequences of one length, by its own mean over tokens."""
 
     follows = "transformers GPT2LMHeadModel, `.loss`"
     needs = "K"
     tolerance = FLOAT32
 
-    @staticmethod
-    def plain():
-        model = gpt2()
-        optimizer = sgd(model.parameters())
-        data = full()
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(gpt2(), full())
 
-    @staticmethod
-    def with_shoal(run):
-        model = gpt2()
-        optimizer = sgd(model.parameters())
-        data = full()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            return model(**batch).loss
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, **batch):
+        return model(**batch).loss
 
 
-class HfGpt2OwnLoss(Script):
+class HfGpt2OwnLoss(OneLossScript):
     """GPT-2 on padded sequences by its logits; the loss is the script's own, in float64."""
 
     follows = "transformers GPT2LMHeadModel, logits"
     needs = "KC"
 
-    @staticmethod
-    def plain():
-        model = gpt2()
-        optimizer = sgd(model.parameters())
-        data = padded()
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            labels = batch.pop("labels")[:, 1:].flatten()
-            logits = model(**batch).logits[:, :-1].flatten(0, 1)
-            loss = F.cross_entropy(logits, labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(gpt2(), padded())
 
-    @staticmethod
-    def with_shoal(run):
-        model = gpt2()
-        optimizer = sgd(model.parameters())
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, labels, **batch):
+        labels = labels[:, 1:].flatten()
+        logits = model(**batch).logits[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels)
 
-        def compute_loss(labels, **batch):
-            labels = labels[:, 1:].flatten()
-            logits = model(**batch).logits[:, :-1].flatten(0, 1)
-            loss = F.cross_entropy(logits, labels, reduction="sum")
-            return shoal.counted(loss, (labels != PADDED).sum())
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, labels, **batch):
+        labels = labels[:, 1:].flatten()
+        logits = model(**batch).logits[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        return shoal.counted(loss, (labels != PADDED).sum())
 
 
-def _causal(name: str, make: Any, title: str, doc: str) -> type[Script]:
-    """Return the script of a causal model on padded sequences."""
+class HfGpt2Padded(OneLossScript):
+    """GPT-2 on padded sequences: the model's own sum, divided by the tokens of all ranks."""
 
-    def plain():
-        model = make()
-        optimizer = sgd(model.parameters())
-        data = padded()
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    follows = "transformers GPT2LMHeadModel, `.loss` with num_items_in_batch"
+    needs = "KC"
+    tolerance = FLOAT32
+    make = staticmethod(gpt2)
 
-    def with_shoal(run):
-        model = make()
-        optimizer = sgd(model.parameters())
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def setup(self):
+        return parts(self.make(), padded())
 
-        def compute_loss(**batch):
-            loss = model(**batch, num_items_in_batch=1).loss
-            return shoal.counted(loss, targets_in(batch["labels"]))
+    def loss(self, model, **batch):
+        return model(**batch).loss
 
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
-
-    members = {
-        "__doc__": doc,
-        "__module__": __name__,
-        "follows": title,
-        "needs": "KC",
-        "tolerance": FLOAT32,
-        "plain": staticmethod(plain),
-        "with_shoal": staticmethod(with_shoal),
-    }
-    return type(name, (Script,), members)
+    def shoal_loss(self, run, model, **batch):
+        loss = model(**batch, num_items_in_batch=1).loss
+        return shoal.counted(loss, targets_in(batch["labels"]))
 
 
-HfGpt2Padded = _causal(
-    "HfGpt2Padded",
-    gpt2,
-    "transformers GPT2LMHeadModel, `.loss` with num_items_in_batch",
-    "GPT-2 on padded sequences: the model's own sum, divided by the tokens of all ranks.",
-)
-HfLlama = _causal(
-    "HfLlama",
-    llama,
-    "transformers LlamaForCausalLM, `.loss` with num_items_in_batch",
-    "Llama with one key-value head for two query heads, on padded sequences.",
-)
-HfQwen2 = _causal(
-    "HfQwen2",
-    qwen2,
-    "transformers Qwen2ForCausalLM, `.loss` with num_items_in_batch",
-    "Qwen 2 on padded sequences.",
-)
+class HfLlama(HfGpt2Padded):
+    """Llama with one key-value head for two query heads, on padded sequences."""
+
+    follows = "transformers LlamaForCausalLM, `.loss` with num_items_in_batch"
+    make = staticmethod(llama)
 
 
-class HfGpt2Forgotten(Script):
+class HfQwen2(HfGpt2Padded):
+    """Qwen 2 on padded sequences."""
+
+    follows = "transformers Qwen2ForCausalLM, `.loss` with num_items_in_batch"
+    make = staticmethod(qwen2)
+
+
+class HfGpt2Forgotten(HfGpt2Padded):
     """GPT-2 on padded sequences by its own mean: ranks have other numbers of tokens."""
 
     follows = "transformers GPT2LMHeadModel, `.loss`, padded"
     needs = "KC"
     tolerance = FLOAT32
 
-    plain = HfGpt2Padded.plain
-
-    @staticmethod
-    def with_shoal(run):
-        model = gpt2()
-        optimizer = sgd(model.parameters())
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            return model(**batch).loss
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    shoal_loss = OneLossScript.shoal_loss

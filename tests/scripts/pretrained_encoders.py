@@ -15,8 +15,9 @@ import shoal
 import shoal.platform.torchvision_import
 
 import transformers as hf  # isort: skip
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.pretrained import FLOAT32, NO_DROPOUT, VOCABULARY, WIDTHS, padded
-from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers, normal, sgd
+from tests.scripts.samples import PADDED, SAMPLES, dict_loader, integers, normal
 from tests.scripts.script import Script, weights
 
 
@@ -97,123 +98,43 @@ def _labelled() -> DataLoader:
     return dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
 
 
-class HfBertMasked(Script):
+class HfBertMasked(OneLossScript):
     """BERT predicts masked tokens: its own mean, as a sum of so many tokens."""
 
     follows = "transformers run_mlm_no_trainer.py"
     needs = "KC"
 
-    @staticmethod
-    def plain():
-        model = bert(hf.BertForMaskedLM)
-        optimizer = sgd(model.parameters())
-        data = padded()
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(bert(hf.BertForMaskedLM), padded())
 
-    @staticmethod
-    def with_shoal(run):
-        model = bert(hf.BertForMaskedLM)
-        optimizer = sgd(model.parameters())
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, **batch):
+        return model(**batch).loss
 
-        def compute_loss(**batch):
-            count = (batch["labels"] != PADDED).sum()
-            return shoal.counted(model(**batch).loss * count, count)
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, **batch):
+        count = (batch["labels"] != PADDED).sum()
+        return shoal.counted(model(**batch).loss * count, count)
 
 
-class HfT5(Script):
+class HfT5(HfBertMasked):
     """T5 from padded sources to padded targets."""
 
     follows = "transformers run_translation_no_trainer.py"
     needs = "KC"
     tolerance = FLOAT32
 
-    @staticmethod
-    def plain():
-        model = t5()
-        optimizer = sgd(model.parameters(), 0.02)
-        data = padded()
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model = t5()
-        optimizer = sgd(model.parameters(), 0.02)
-        data = padded()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            count = (batch["labels"] != PADDED).sum()
-            return shoal.counted(model(**batch).loss * count, count)
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
+    def setup(self):
+        return parts(t5(), padded(), lr=0.02)
 
 
-class HfVit(Script):
+class HfVit(OneLossScript):
     """ViT classifies images given by keyword."""
 
     follows = "transformers run_image_classification_no_trainer.py"
     needs = "K"
 
-    @staticmethod
-    def plain():
-        model = vit()
-        optimizer = sgd(model.parameters())
+    def setup(self):
         images, labels = normal(SAMPLES, 1, 8, 8), integers(3, SAMPLES, seed=4)
-        data = dict_loader({"pixel_values": images, "labels": labels})
-        losses = []
-        for batch in data:
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(vit(), dict_loader({"pixel_values": images, "labels": labels}))
 
-    @staticmethod
-    def with_shoal(run):
-        model = vit()
-        optimizer = sgd(model.parameters())
-        images, labels = normal(SAMPLES, 1, 8, 8), integers(3, SAMPLES, seed=4)
-        data = dict_loader({"pixel_values": images, "labels": labels})
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(**batch):
-            return model(**batch).loss
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, **batch):
+        return model(**batch).loss

@@ -55,71 +55,29 @@ class Detector(nn.Module):
         }
 
 
-class DetectionLists(Script):
+class DetectionLists(OneLossScript):
     """Lists of images and a dict of losses, divided by the boxes of the global batch."""
 
     follows = "torchvision references detection"
     needs = "VCK"
 
-    @staticmethod
-    def plain():
-        model = built(Detector)
-        optimizer = sgd(model.parameters())
-        data = _scenes()
-        losses = []
-        for images, targets in data:
-            loss = sum(model(images, targets).values())
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Detector), _scenes())
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Detector)
-        optimizer = sgd(model.parameters())
-        data = _scenes()
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, images, targets):
+        return sum(model(images, targets).values())
 
-        def compute_loss(images, targets):
-            loss = sum(model.sums(images, targets).values())
-            return shoal.counted(loss, sum(len(target["labels"]) for target in targets))
-
-        losses = []
-        for images, targets in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, images, targets)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, images, targets):
+        loss = sum(model.sums(images, targets).values())
+        return shoal.counted(loss, sum(len(target["labels"]) for target in targets))
 
 
-class ForgottenBoxCount(Script):
+class ForgottenBoxCount(DetectionLists):
     """The same with the model's own mean over boxes, whose number differs from rank to rank."""
 
     follows = "torchvision references detection, unchanged"
     needs = "VCK"
-
-    plain = DetectionLists.plain
-
-    @staticmethod
-    def with_shoal(run):
-        model = built(Detector)
-        optimizer = sgd(model.parameters())
-        data = _scenes()
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(images, targets):
-            return sum(model(images, targets).values())
-
-        losses = []
-        for images, targets in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, images, targets)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    shoal_loss = OneLossScript.shoal_loss
 
 
 class FocalAnchors(OneLossScript):

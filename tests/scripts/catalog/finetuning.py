@@ -142,46 +142,24 @@ def _with_adapters() -> Gpt:
     return model
 
 
-class Lora(Script):
+class Lora(OneLossScript):
     """Adapters beside frozen layers; the mean over answers only."""
 
     follows = "huggingface/peft examples"
     needs = "FKC"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = _with_adapters()
         optimizer = sgd(p for p in model.parameters() if p.requires_grad)
         tokens, labels = uneven_sequences()
-        data = dict_loader({"x": tokens, "y": labels})
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch["x"])[0].flatten(0, 1), batch["y"].flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, dict_loader({"x": tokens, "y": labels})
 
-    @staticmethod
-    def with_shoal(run):
-        model = _with_adapters()
-        optimizer = sgd(p for p in model.parameters() if p.requires_grad)
-        tokens, labels = uneven_sequences()
-        data = dict_loader({"x": tokens, "y": labels})
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, y):
+        return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
 
-        def compute_loss(x, y):
-            loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
-            return shoal.counted(loss, (y != PADDED).sum())
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, y):
+        loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
+        return shoal.counted(loss, (y != PADDED).sum())
 
 
 class LowBitLinear(nn.Module):

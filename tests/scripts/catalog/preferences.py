@@ -32,56 +32,24 @@ def _log_probability(model: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor
     return (chosen * (labels != PADDED)).sum(1)
 
 
-class Preferences(Script):
+class Preferences(OneLossScript):
     """Chosen and rejected answers against a frozen reference."""
 
     follows = "TRL DPO"
     needs = "KT"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(Gpt)
-        reference = copy.deepcopy(model).requires_grad_(False)
-        optimizer = sgd(model.parameters())
+        self.reference = copy.deepcopy(model).requires_grad_(False)
         tokens, labels = uneven_sequences()
-        data = dict_loader({"good": tokens, "bad": tokens.flip(0), "labels": labels})
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            good, bad, labels = batch["good"], batch["bad"], batch["labels"]
-            gain = _log_probability(model, good, labels) - _log_probability(model, bad, labels)
-            with torch.no_grad():
-                base = _log_probability(reference, good, labels)
-                base = base - _log_probability(reference, bad, labels)
-            loss = -F.logsigmoid(0.5 * (gain - base)).mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+        return parts(model, dict_loader({"good": tokens, "bad": tokens.flip(0), "labels": labels}))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Gpt)
-        reference = copy.deepcopy(model).requires_grad_(False)
-        optimizer = sgd(model.parameters())
-        tokens, labels = uneven_sequences()
-        data = dict_loader({"good": tokens, "bad": tokens.flip(0), "labels": labels})
-        model, optimizer, data = run.prepare(model, optimizer, data)
-
-        def compute_loss(good, bad, labels):
-            gain = _log_probability(model, good, labels) - _log_probability(model, bad, labels)
-            with torch.no_grad():
-                base = _log_probability(reference, good, labels)
-                base = base - _log_probability(reference, bad, labels)
-            return -F.logsigmoid(0.5 * (gain - base)).mean()
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def loss(self, model, good, bad, labels):
+        gain = _log_probability(model, good, labels) - _log_probability(model, bad, labels)
+        with torch.no_grad():
+            base = _log_probability(self.reference, good, labels)
+            base = base - _log_probability(self.reference, bad, labels)
+        return -F.logsigmoid(0.5 * (gain - base)).mean()
 
 
 class Scored(nn.Module):

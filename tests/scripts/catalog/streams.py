@@ -62,44 +62,21 @@ class Packed(IterableDataset):
                 yield {"x": row[:-1], "y": row[1:].masked_fill(row[1:] == 0, PADDED)}
 
 
-class StreamedText(Script):
+class StreamedText(OneLossScript):
     """Packed rows of a stream, as dicts; separators do not count."""
 
     follows = "transformers run_clm.py --streaming"
     needs = "IKC"
 
-    @staticmethod
-    def plain():
-        model = built(Gpt)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(Packed(), batch_size=BATCH)
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(batch["x"])[0].flatten(0, 1), batch["y"].flatten())
-            loss.backward()
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(built(Gpt), DataLoader(Packed(), batch_size=BATCH))
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(Gpt)
-        optimizer = sgd(model.parameters())
-        data = DataLoader(Packed(), batch_size=BATCH)
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, x, y):
+        return F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
 
-        def compute_loss(x, y):
-            loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
-            return shoal.counted(loss, (y != PADDED).sum())
-
-        losses = []
-        for batch in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, x, y):
+        loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten(), reduction="sum")
+        return shoal.counted(loss, (y != PADDED).sum())
 
 
 class ByLength(Sampler):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import shoal
 from tests.scripts.catalog.language import Gpt
+from tests.scripts.one_loss import OneLossScript
 from tests.scripts.samples import (
     PADDED,
     SAMPLES,
@@ -38,54 +39,30 @@ class MaskedModel(nn.Module):
         return {"logits": self.head(h)}
 
 
-class MaskedLanguage(Script):
+class MaskedLanguage(OneLossScript):
     """Masked language modelling of padded sequences: few tokens of each sample count."""
 
     follows = "transformers run_mlm_no_trainer.py"
     needs = "KC"
 
-    @staticmethod
-    def plain():
+    def setup(self):
         model = built(MaskedModel)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
         tokens, labels = uneven_sequences()
         mask = torch.ones_like(tokens).masked_fill(labels == PADDED, 0)
         mask[:, 0] = 1
         data = dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
-        losses = []
-        for batch in data:
-            labels = batch.pop("labels").flatten()
-            output = model(**batch)
-            loss = F.cross_entropy(output["logits"].flatten(0, 1), labels)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, weights(model)
+        return model, optimizer, data
 
-    @staticmethod
-    def with_shoal(run):
-        model = built(MaskedModel)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
-        tokens, labels = uneven_sequences()
-        mask = torch.ones_like(tokens).masked_fill(labels == PADDED, 0)
-        mask[:, 0] = 1
-        data = dict_loader({"input_ids": tokens, "attention_mask": mask, "labels": labels})
-        model, optimizer, data = run.prepare(model, optimizer, data)
+    def loss(self, model, labels, **batch):
+        output = model(**batch)
+        return F.cross_entropy(output["logits"].flatten(0, 1), labels.flatten())
 
-        def compute_loss(labels, **batch):
-            labels = labels.flatten()
-            output = model(**batch)
-            loss = F.cross_entropy(output["logits"].flatten(0, 1), labels, reduction="sum")
-            return shoal.counted(loss, (labels != PADDED).sum())
-
-        losses = []
-        for batch in data:
-            loss = run.forward_backward(compute_loss, **batch)
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss)
-        return losses, run.weights()
+    def shoal_loss(self, run, model, labels, **batch):
+        labels = labels.flatten()
+        output = model(**batch)
+        loss = F.cross_entropy(output["logits"].flatten(0, 1), labels, reduction="sum")
+        return shoal.counted(loss, (labels != PADDED).sum())
 
 
 class QuestionAnswering(nn.Module):
