@@ -8,13 +8,7 @@ from torch import Tensor, nn
 
 import shoal
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    built,
-    images,
-    integers,
-    loader,
-    normal,
-)
+from tests.scripts.samples import built, images, integers, loader, normal
 
 
 class SmallUNet(nn.Module):

@@ -7,12 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    loader,
-    mlp,
-    sgd,
-    vectors,
-)
+from tests.scripts.samples import loader, mlp, sgd, vectors
 
 
 class Distillation(OneLossScript):

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 import shoal
-from tests.scripts.samples import loader, mlp, sgd, vectors
+from tests.scripts.one_loss import parts
+from tests.scripts.samples import loader, mlp, vectors
 from tests.scripts.script import Script, weights
 
 
@@ -18,9 +19,7 @@ class LayerwiseRates(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters(), 1.0)
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()), lr=1.0)
         losses = []
         for step, (x, y) in enumerate(data):
             optimizer.param_groups[0]["lr"] = (step + 1) / 3
@@ -36,10 +35,7 @@ class LayerwiseRates(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters(), 1.0)
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors()), lr=1.0))
 
         def compute_loss(x, y):
             return F.cross_entropy(model(x), y)
@@ -65,9 +61,7 @@ class ConflictingTasks(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for x, y in data:
             slopes = []
@@ -89,10 +83,7 @@ class ConflictingTasks(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
 
         def compute_loss(x, task):
             return F.cross_entropy(model(x), task)
@@ -124,9 +115,7 @@ class PrivateGradients(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for x, y in data:
             optimizer.zero_grad()
@@ -145,10 +134,7 @@ class PrivateGradients(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
 
         def compute_loss(x, y):
             loss, clipped = torch.zeros(()), torch.zeros(())

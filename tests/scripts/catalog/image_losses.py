@@ -8,16 +8,7 @@ import torch.nn.functional as F
 import shoal
 from tests.scripts.catalog.vision import VisionTransformer
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    built,
-    cnn,
-    images,
-    integers,
-    loader,
-    mlp,
-    sgd,
-    vectors,
-)
+from tests.scripts.samples import built, cnn, images, integers, loader, mlp, vectors
 from tests.scripts.script import Script, weights
 
 
@@ -29,9 +20,7 @@ class LabelSmoothing(Script):
 
     @staticmethod
     def plain():
-        model = cnn()
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
+        model, optimizer, data = parts(cnn(), loader(*images()))
         losses = []
         for x, y in data:
             optimizer.zero_grad()
@@ -44,10 +33,7 @@ class LabelSmoothing(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = cnn()
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(cnn(), loader(*images())))
 
         def compute_loss(x, y):
             output = model(x)

@@ -7,15 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    SAMPLES,
-    built,
-    images,
-    integers,
-    loader,
-    mlp,
-    normal,
-)
+from tests.scripts.samples import SAMPLES, built, images, integers, loader, mlp, normal
 
 
 class PairNetwork(nn.Module):

@@ -7,15 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    BATCH,
-    VOCABULARY,
-    built,
-    integers,
-    loader,
-    sequences,
-    sgd,
-)
+from tests.scripts.samples import BATCH, VOCABULARY, built, integers, loader, sequences, sgd
 from tests.scripts.script import Script, weights
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import loader, mlp, sgd, vectors
+from tests.scripts.samples import loader, mlp, vectors
 from tests.scripts.script import Script, weights
 
 
@@ -60,9 +60,7 @@ class ResumedByRun(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for step, (x, y) in enumerate(data):
             optimizer.zero_grad()
@@ -79,10 +77,7 @@ class ResumedByRun(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
 
         def compute_loss(x, y):
             return F.cross_entropy(model(x), y)
@@ -165,9 +160,7 @@ class ScaledGradients(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         scaler = torch.amp.GradScaler("cpu")
         losses = []
         for x, y in data:
@@ -181,10 +174,7 @@ class ScaledGradients(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
         scaler = torch.amp.GradScaler("cpu")
 
         def compute_loss(x, y):
@@ -219,9 +209,7 @@ class LoadedByRankZero(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         start = copy.deepcopy(model.state_dict())
         losses = []
         for step, (x, y) in enumerate(data):
@@ -236,10 +224,7 @@ class LoadedByRankZero(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
         start = copy.deepcopy(run.weights())
 
         def compute_loss(x, y):

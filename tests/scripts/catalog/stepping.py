@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import SAMPLES, integers, loader, mlp, normal, sgd, vectors
+from tests.scripts.samples import SAMPLES, integers, loader, mlp, normal, vectors
 from tests.scripts.script import Script, weights
 
 
@@ -19,9 +19,7 @@ class SharpnessAware(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for x, y in data:
             loss = F.cross_entropy(model(x), y)
@@ -43,10 +41,7 @@ class SharpnessAware(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
 
         def compute_loss(x, y):
             return F.cross_entropy(model(x), y)
@@ -78,9 +73,7 @@ class AccumulationByHand(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors(), batch_size=3)
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors(), batch_size=3))
         losses = []
         for number, (x, y) in enumerate(data, start=1):
             loss = F.cross_entropy(model(x), y) / 2
@@ -93,10 +86,7 @@ class AccumulationByHand(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors(), batch_size=3)
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors(), batch_size=3)))
 
         def compute_loss(x, y):
             return F.cross_entropy(model(x), y) / 2
@@ -119,9 +109,7 @@ class BackwardByHand(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for x, y in data:
             optimizer.zero_grad()
@@ -133,10 +121,7 @@ class BackwardByHand(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
         losses = []
         for x, y in data:
             optimizer.zero_grad()
@@ -155,9 +140,7 @@ class ClippingByTorch(Script):
 
     @staticmethod
     def plain():
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
+        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
         losses = []
         for x, y in data:
             optimizer.zero_grad()
@@ -170,10 +153,7 @@ class ClippingByTorch(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = mlp(6, 8, 4)
-        optimizer = sgd(model.parameters())
-        data = loader(*vectors())
-        model, optimizer, data = run.prepare(model, optimizer, data)
+        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
 
         def compute_loss(x, y):
             return F.cross_entropy(model(x), y)

@@ -10,15 +10,7 @@ from torch import Tensor, nn
 
 import shoal
 from tests.scripts.one_loss import OneLossScript, parts
-from tests.scripts.samples import (
-    built,
-    cnn,
-    images,
-    loader,
-    mlp,
-    normal,
-    sgd,
-)
+from tests.scripts.samples import built, cnn, images, loader, mlp, normal, sgd
 from tests.scripts.script import Script, weights
 
 
@@ -137,9 +129,7 @@ class ImageNetRecipe(Script):
 
     @staticmethod
     def plain():
-        model = built(WithBatchNorm)
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
+        model, optimizer, data = parts(built(WithBatchNorm), loader(*images()))
         criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         losses, correct = [], 0
         for x, y in data:
@@ -154,9 +144,7 @@ class ImageNetRecipe(Script):
 
     @staticmethod
     def with_shoal(run):
-        model = built(WithBatchNorm)
-        optimizer = sgd(model.parameters())
-        data = loader(*images())
+        model, optimizer, data = parts(built(WithBatchNorm), loader(*images()))
         criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
         model, optimizer, data = run.prepare(model, optimizer, data)
 
