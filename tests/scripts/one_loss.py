@@ -39,6 +39,9 @@ class OneLossScript(Script):
         """Return what the loop makes of a batch before it computes a loss."""
         return batch
 
+    def before_step(self, step: int, model: Any, optimizer: Any) -> None:
+        """Do what the script does between the backward pass and the step."""
+
     def after_step(self, step: int, model: Any, optimizer: Any, losses: list[Any]) -> None:
         """Do what the script does between two steps."""
 
@@ -56,6 +59,7 @@ class OneLossScript(Script):
             loss.backward()
             if cls.clip:
                 nn.utils.clip_grad_norm_(models[0].parameters(), cls.clip)
+            self.before_step(step, models[0], optimizer)
             optimizer.step()
             losses.append(loss)
             self.after_step(step, models[0], optimizer, losses)
@@ -77,6 +81,7 @@ class OneLossScript(Script):
             loss = run.forward_backward(compute_loss, *batch, **named)
             if cls.clip:
                 run.clip_gradients(cls.clip)
+            self.before_step(step, models[0], optimizer)
             optimizer.step()
             losses.append(loss)
             self.after_step(step, models[0], optimizer, losses)
@@ -92,7 +97,7 @@ class OneLossScript(Script):
         lines = super().lines_of(version)
         call = next(i for i, line in enumerate(lines) if "self." in line and "loss(" in line)
         lines[call : call + 1] = [line for line in loss if '"""' not in line]
-        absent = ("in_loop",) if cls.clip else ("in_loop", "clip")
+        absent = ["in_loop", "before_step", *(() if cls.clip else ("clip",))]
         return [line for line in lines if not any(word in line for word in absent)]
 
 

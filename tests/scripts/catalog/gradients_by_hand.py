@@ -6,51 +6,25 @@ import torch
 import torch.nn.functional as F
 
 import shoal
-from tests.scripts.one_loss import parts
+from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import loader, mlp, vectors
 from tests.scripts.script import Script, weights
 
 
-class LayerwiseRates(Script):
+class LayerwiseRates(OneLossScript):
     """Each gradient is scaled by the norms of its weight and of itself before the step."""
 
     follows = "LARS in MLPerf"
     needs = "W"
 
-    @staticmethod
-    def plain():
-        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()), lr=1.0)
-        losses = []
-        for step, (x, y) in enumerate(data):
-            optimizer.param_groups[0]["lr"] = (step + 1) / 3
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.grad.mul_(0.05 * p.norm() / (p.grad.norm() + 1e-4 * p.norm()))
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
+    def setup(self):
+        return parts(mlp(6, 8, 4), loader(*vectors()), lr=1.0)
 
-    @staticmethod
-    def with_shoal(run):
-        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors()), lr=1.0))
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for step, (x, y) in enumerate(data):
-            optimizer.param_groups[0]["lr"] = (step + 1) / 3
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.grad.mul_(0.05 * p.norm() / (p.grad.norm() + 1e-4 * p.norm()))
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def before_step(self, step, model, optimizer):
+        optimizer.param_groups[0]["lr"] = (step + 1) / 3
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.mul_(0.05 * p.norm() / (p.grad.norm() + 1e-4 * p.norm()))
 
 
 class ConflictingTasks(Script):

@@ -132,40 +132,14 @@ class BackwardByHand(Script):
         return losses, run.weights()
 
 
-class ClippingByTorch(Script):
+class ClippingByTorch(OneLossScript):
     """Clipping by torch's own function, which sees this rank's gradients only."""
 
     follows = "any script, clipping unchanged"
     needs = "W"
 
-    @staticmethod
-    def plain():
-        model, optimizer, data = parts(mlp(6, 8, 4), loader(*vectors()))
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            losses.append(loss)
-        return losses, weights(model)
-
-    @staticmethod
-    def with_shoal(run):
-        model, optimizer, data = run.prepare(*parts(mlp(6, 8, 4), loader(*vectors())))
-
-        def compute_loss(x, y):
-            return F.cross_entropy(model(x), y)
-
-        losses = []
-        for x, y in data:
-            optimizer.zero_grad()
-            loss = run.forward_backward(compute_loss, x, y)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            losses.append(loss)
-        return losses, run.weights()
+    def before_step(self, step, model, optimizer):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 class SecondOptimizerState(OneLossScript):
