@@ -41,6 +41,11 @@ def compare(plan: Plan) -> int:
     return group._board.calls
 
 
+def compare_each(times: int) -> dict[str, int]:
+    """Compare each kind of call so many times; return the calls of each in shared memory."""
+    return {kind: compare([(kind, seed) for seed in range(times)]) for kind in sorted(CALLS)}
+
+
 def _length(chance: random.Random) -> int:
     return chance.choice((1, 2, 17, 1000, 70_000, 300_000))
 
@@ -198,23 +203,8 @@ def strided(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]
 CALLS: dict[str, Callable[[Any, list[int], random.Random], list[Tensor]]] = {
     function.__name__: function
     for function in (
-        *(
-            all_reduce,
-            all_reduce_complex,
-            all_reduce_coalesced,
-            broadcast,
-            reduce,
-            all_gather,
-            all_gather_single,
-        ),
-        *(
-            gather,
-            scatter,
-            reduce_scatter,
-            reduce_scatter_single,
-            all_to_all_single,
-            barrier,
-            strided,
-        ),
+        *(all_reduce, all_reduce_complex, all_reduce_coalesced, broadcast, reduce, all_gather),
+        *(all_gather_single, gather, scatter, reduce_scatter, reduce_scatter_single),
+        *(all_to_all_single, barrier, strided),
     )
 }

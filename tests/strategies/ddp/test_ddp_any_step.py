@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from any_step import QUIET, assert_same, loader, penalised, twice
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.testing import world
 
-QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
 
+class TwoLayers(nn.Module):
+    """Two layers that are used, and one between them that is not."""
 
-class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Linear(5, 6)
@@ -32,31 +31,13 @@ class Net(nn.Module):
         return scores
 
 
-def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    first, second = net(x), net(x.flip(1))
-    return F.cross_entropy(first, y) + F.mse_loss(first, second)
-
-
-def parts(net: Net, x: Tensor, y: Tensor) -> Tensor:
+def parts(net: TwoLayers, x: Tensor, y: Tensor) -> Tensor:
     """A method, a weight in a function, a penalty on weights, and no call of the model."""
     penalty = torch.stack([p.square().sum() for p in net.head.parameters()]).sum()
     return F.cross_entropy(net.encode(x) @ net.head.weight.T, y) + 0.01 * penalty
 
 
-def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-    return F.cross_entropy(net(x), y) + gradient.square().sum(1).mean()
-
-
 STEPS = (twice, parts, penalised)
-
-
-def loader() -> DataLoader:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(14, 5, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 4, (14,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=5)
 
 
 def trained(strategy: str, accumulate: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
@@ -64,7 +45,7 @@ def trained(strategy: str, accumulate: int) -> dict[str, tuple[list[float], dict
     results = {}
     for step in STEPS:
         torch.manual_seed(0)
-        run, net = shoal.init(strategy, accumulate=accumulate, **QUIET), Net().double()
+        run, net = shoal.init(strategy, accumulate=accumulate, **QUIET), TwoLayers().double()
         of_stem = torch.optim.SGD([*net.stem.parameters(), *net.spare.parameters()], lr=0.1)
         of_head = torch.optim.SGD(net.head.parameters(), lr=0.2, momentum=0.9)
         net, of_stem, of_head, batches = run.prepare(net, of_stem, of_head, loader())
@@ -92,5 +73,4 @@ def test_a_step_may_call_what_it_likes(strategy: str, accumulate: int) -> None:
     for found in world.run(2, trained, strategy, accumulate):
         for name, (losses, weights) in expected.items():
             assert found[name][0] == pytest.approx(losses, rel=1e-10), name
-            for key, value in weights.items():
-                assert (found[name][1][key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+            assert_same(found[name][1], weights, name)

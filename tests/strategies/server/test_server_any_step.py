@@ -10,41 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from any_step import QUIET, Net, assert_same, loader, penalised, some, twice
+from torch import Tensor
 
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
 
-QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
 SERVERS = "server=2,part_mb=0.0001"
 LATE_S = 0.15
-
-
-class Net(nn.Module):
-    """Blocks, which are units, between two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.head = nn.Linear(6, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.encode(x))
-        return scores
-
-
-def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    first, second = net(x), net(x.flip(1))
-    return F.cross_entropy(first, y) + F.mse_loss(first, second)
 
 
 def penalty_first(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -61,27 +35,7 @@ def functional(net: Net, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ net.head.weight.T, y) + norms.sum().detach() * 1e-3
 
 
-def some(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """One unit twice; the other one has no gradient."""
-    hidden = net.blocks[1](net.blocks[1](net.stem(x)))
-    return F.cross_entropy(net.head(hidden), y)
-
-
-def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """A gradient of a gradient."""
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-    return F.cross_entropy(net(x), y) + gradient.square().sum(1).mean()
-
-
 STEPS = (twice, penalty_first, functional, some, penalised)
-
-
-def loader() -> DataLoader:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(14, 5, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 4, (14,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=5)
 
 
 def prepared(strategy: str) -> tuple[shoal.Run, Net, torch.optim.SGD, Any]:
@@ -137,12 +91,7 @@ def test_a_step_reads_the_newest_weights_wherever_it_reads_them() -> None:
     for found in world.run(2, trained, SERVERS):
         for name, (losses, weights) in expected.items():
             assert found[name][0] == pytest.approx(losses, rel=1e-10), name
-            same(found[name][1], weights)
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+            assert_same(found[name][1], weights, name)
 
 
 def leaves_out(strategy: str, after: bool) -> dict[str, Tensor]:
@@ -163,7 +112,7 @@ def leaves_out(strategy: str, after: bool) -> dict[str, Tensor]:
 def test_a_step_may_be_left_out_by_zero_grad(after: bool) -> None:
     expected = leaves_out("single", after)
     for found in world.run(2, leaves_out, f"{SERVERS},replicas=2" if after else SERVERS, after):
-        same(found, expected)
+        assert_same(found, expected)
 
 
 def takes_nothing(strategy: str) -> dict[str, Tensor]:
@@ -178,7 +127,7 @@ def takes_nothing(strategy: str) -> dict[str, Tensor]:
 
 def test_a_step_without_gradients_changes_nothing() -> None:
     for found in world.run(2, takes_nothing, SERVERS):
-        same(found, takes_nothing("single"))
+        assert_same(found, takes_nothing("single"))
 
 
 def takes_some(strategy: str) -> dict[str, Tensor]:
@@ -198,7 +147,7 @@ def takes_some(strategy: str) -> dict[str, Tensor]:
 
 def test_a_gradient_that_is_removed_is_not_stepped() -> None:
     for found in world.run(2, takes_some, f"{SERVERS},replicas=2"):
-        same(found, takes_some("single"))
+        assert_same(found, takes_some("single"))
 
 
 def writes(change: str) -> str:

@@ -8,41 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from any_step import QUIET, Net, assert_same, loader, penalised, some, twice
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError
 from shoal.testing import world
-
-QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
-
-
-class Net(nn.Module):
-    """Blocks, which are units, between two layers and a scalar, which are in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(5, 6)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
-        self.head = nn.Linear(6, 4)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-
-    def encode(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return x * self.scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.encode(x))
-        return scores
-
-
-def twice(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """R-Drop: two calls, of which the second sees other inputs."""
-    first, second = net(x), net(x.flip(1))
-    return F.cross_entropy(first, y) + F.mse_loss(first, second)
 
 
 def parts(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -50,19 +22,6 @@ def parts(net: Net, x: Tensor, y: Tensor) -> Tensor:
     hidden = net.encode(x)
     penalty: Tensor = (net.head.weight @ net.blocks[1](hidden).T).square().mean()
     return F.cross_entropy(net.head(hidden), y) + penalty
-
-
-def some(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """One unit only, twice, and no call of the model."""
-    hidden = net.blocks[2](net.blocks[2](net.stem(x)))
-    return F.cross_entropy(net.head(hidden), y)
-
-
-def penalised(net: Net, x: Tensor, y: Tensor) -> Tensor:
-    """Gradient penalty: a gradient of a gradient, and a call of the model after it."""
-    x = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
-    return F.cross_entropy(net(x), y) + gradient.square().sum(1).mean()
 
 
 def forces(net: Net, x: Tensor, y: Tensor) -> Tensor:
@@ -93,13 +52,6 @@ def ungraded(net: Net, x: Tensor, y: Tensor) -> Tensor:
 STEPS = (twice, parts, some, penalised, forces, attacked, ungraded)
 
 
-def loader() -> DataLoader:
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(14, 5, generator=generator, dtype=torch.float64)
-    y = torch.randint(0, 4, (14,), generator=generator)
-    return DataLoader(TensorDataset(x, y), batch_size=5)
-
-
 def trained(strategy: str, names: list[str], accumulate: int = 1) -> dict[str, list[Any]]:
     """Return for each kind of step the losses, which gradients are None, and the weights."""
     results: dict[str, list[Any]] = {}
@@ -125,9 +77,7 @@ def same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
         *their_losses, their_unused, their_weights = found[name]
         assert their_losses == pytest.approx(losses, rel=1e-10), name
         assert their_unused == unused, name
-        for key, value in weights.items():
-            distance = (their_weights[key] - value).abs().max()
-            assert distance <= 1e-10 * value.abs().max(), (name, key)
+        assert_same(their_weights, weights, name)
 
 
 @pytest.mark.parametrize(
@@ -229,8 +179,7 @@ def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
     for their_losses, their_sums, their_weights in world.run(2, several, strategy):
         assert their_losses == pytest.approx(losses, rel=1e-10)
         assert their_sums == pytest.approx(sums, rel=1e-10)
-        for key, value in weights.items():
-            assert (their_weights[key] - value).abs().max() <= 1e-10 * value.abs().max(), key
+        assert_same(their_weights, weights)
 
 
 def gradients_by_parameters(strategy: str) -> None:
