@@ -19,3 +19,10 @@ def shoal(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str,
     out, err = capsys.readouterr()
     assert isinstance(stop.value.code, int)
     return stop.value.code, out, err
+
+
+def in_a_world_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the variables that a launcher sets for its first rank."""
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("MASTER_PORT", 1)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

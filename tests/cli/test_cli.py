@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cli_calls import TINY, shoal
+from cli_calls import TINY, in_a_world_of_two, shoal
 
 
 def test_help_and_config_import_no_torch() -> None:
@@ -39,13 +39,7 @@ def test_a_misspelt_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_restarts_belong_to_who_starts_the_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    in_a_world_of_two(monkeypatch)
     status, _, err = shoal(capsys, "train", "digits", "--restarts", 3, "--out", tmp_path / "run")
     assert status == 2
     assert "Use what that launcher has, or leave --restarts out" in err

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_calls import TINY, shoal
+from cli_calls import TINY, in_a_world_of_two, shoal
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,7 @@ def test_no_processes_are_too_few(
 def test_a_world_of_another_size_than_asked_for_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name, value in {
-        "RANK": 0,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 1,
-    }.items():
-        monkeypatch.setenv(name, str(value))
+    in_a_world_of_two(monkeypatch)
     status, _, err = shoal(capsys, "train", "digits", "-n", 4, "--out", tmp_path / "run")
     assert status == 2
     assert "4 processes were asked for, but this is a world of 2" in err

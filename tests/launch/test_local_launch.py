@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,13 +20,7 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch import local
 from shoal.platform.cgroups import usable_cores
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+from tests.harness.waiting import until
 
 
 def notes(folder: Path, name: str) -> list[str]:

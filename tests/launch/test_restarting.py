@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,7 @@ from shoal.errors import LaunchError, UsageError
 from shoal.launch import rank_monitor
 from shoal.launch.control_channel import NAME, ControlServer, request
 from shoal.launch.restarting import LocalJob, run_with_restarts
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+from tests.harness.waiting import until
 
 
 def saved_step(folder: Path) -> int | None:

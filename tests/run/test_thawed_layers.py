@@ -45,6 +45,20 @@ class Net(nn.Module):
         return scores
 
 
+def one_phase(
+    run: shoal.Run, compute_loss: Any, net: nn.Module, batches: DataLoader, *optimizers: Any
+) -> list[float]:
+    """Return the losses of an epoch, and a sum over the outputs after it."""
+    losses = []
+    for x, y in batches:
+        losses.append(run.forward_backward(compute_loss, x, y).item())
+        run.clip_gradients(0.5)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    return [*losses, run.evaluate(lambda x, y: {"sum": net(x).square().sum()}, loader())["sum"]]
+
+
 def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str, Tensor]]:
     """Train the head, all layers, then all but the head, beside a model whose optimizer stays."""
     torch.manual_seed(0)
@@ -59,7 +73,7 @@ def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net(x) + other(x), y)
 
-    losses = []
+    losses: list[float] = []
     for phase in range(3):
         if phase == 1:
             net.requires_grad_(True)
@@ -68,14 +82,7 @@ def in_phases(strategy: str, accumulate: int = 1) -> tuple[list[float], dict[str
             net.head.requires_grad_(False)
             rest = [p for p in net.parameters() if p.requires_grad]
             optimizer = run.prepare(torch.optim.SGD(rest, lr=0.05))
-        for x, y in batches:
-            losses.append(run.forward_backward(compute_loss, x, y).item())
-            run.clip_gradients(0.5)
-            for each in (optimizer, stays):
-                each.step()
-                each.zero_grad()
-        sums = run.evaluate(lambda x, y: {"sum": net(x).square().sum()}, loader())
-        losses.append(sums["sum"])
+        losses += one_phase(run, compute_loss, net, batches, optimizer, stays)
     return losses, run.weights()
 
 
@@ -186,7 +193,7 @@ def by_shares(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(net(x) + other(x), y)
 
-    losses = []
+    losses: list[float] = []
     for phase in range(4):
         if phase == 1:
             net[3:].requires_grad_(True)
@@ -200,14 +207,7 @@ def by_shares(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
         if phase == 3:
             net[-1].requires_grad_(False)
             optimizer = run.prepare(torch.optim.SGD(trained_in(net), lr=0.05))
-        for x, y in batches:
-            losses.append(run.forward_backward(compute_loss, x, y).item())
-            run.clip_gradients(0.5)
-            for each in (optimizer, stays):
-                each.step()
-                each.zero_grad()
-        sums = run.evaluate(lambda x, y: {"sum": net(x).square().sum()}, loader())
-        losses.append(sums["sum"])
+        losses += one_phase(run, compute_loss, net, batches, optimizer, stays)
     return losses, run.weights()
 
 
@@ -249,7 +249,7 @@ def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
     groups = [{"params": net[0].parameters(), "lr": 0.0}, {"params": net[2].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     net, optimizer, batches = run.prepare(net, optimizer, loader())
-    losses = []
+    losses: list[float] = []
     for phase in range(2):
         if phase == 1:
             optimizer.param_groups[0]["lr"] = 0.05

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.errors import DataError, LaunchError
 from shoal.testing import world
+from tests.harness.waiting import until
 
 
 def reduced(tensor: torch.Tensor) -> torch.Tensor:
@@ -70,13 +71,6 @@ def lacks_data() -> None:
 def libraries_to_take_down() -> int:
     alive = [f.peek()[0] for f in [*weakref.finalize._registry] if f.atexit]
     return sum(isinstance(owner, torch.library.Library) for owner in alive)
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_every_rank_returns_its_value_and_tensors_travel_both_ways():

@@ -5,32 +5,11 @@ and JSON.
 import json
 from pathlib import Path
 
+import cli_calls
 import pytest
+from cli_calls import shoal
 
-from shoal import cli
-
-TINY = (
-    *(
-        "--model.name",
-        "mlp",
-        "--model.options.hidden",
-        "[8]",
-        "--log.tensorboard",
-        "false",
-        "--train.batch_size",
-        "100",
-    ),
-    *("--train.max_steps", "4"),
-)
-
-
-def shoal(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a command."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main([str(word) for word in words])
-    out, err = capsys.readouterr()
-    assert isinstance(stop.value.code, int)
-    return stop.value.code, out, err
+TINY = (*cli_calls.TINY, "--train.max_steps", "4")
 
 
 def test_a_run_is_traced_and_its_trace_is_told(
@@ -123,23 +102,9 @@ def test_a_script_of_ones_own_is_traced_without_a_line_changed(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(
-            [
-                "launch",
-                "-n",
-                "2",
-                "--trace",
-                "2@2",
-                "--trace-to",
-                f"{tmp_path}/out",
-                str(script),
-                "--trace",
-                "x",
-            ]
-        )
-    out, err = capfd.readouterr()
-    assert stop.value.code == 0, err
+    words = ("--trace", "2@2", "--trace-to", tmp_path / "out", script, "--trace", "x")
+    status, out, err = shoal(capfd, "launch", "-n", 2, *words)
+    assert status == 0, err
     assert "['--trace', 'x']" in out
     assert "steps 3 to 4 traced" in err
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["otherData"]["shoal"][
@@ -152,7 +117,6 @@ def test_a_script_that_ends_too_early_is_told_so(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["launch", "-n", "2", "--trace", "--trace-to", str(tmp_path), str(script)])
-    assert stop.value.code == 0
-    assert "the run took 6. Trace earlier: --trace=1@5" in capfd.readouterr().err
+    status, _, err = shoal(capfd, "launch", "-n", 2, "--trace", "--trace-to", tmp_path, script)
+    assert status == 0
+    assert "the run took 6. Trace earlier: --trace=1@5" in err

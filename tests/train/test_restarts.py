@@ -2,21 +2,15 @@
 that was left alone.
 """
 
-import json
 import random
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import tiny_jobs
+from restarted_runs import SERVERS, Undisturbed, command, foretell, undisturbed_runs
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
-from shoal import cli
-from shoal.config import to_yaml
 from shoal.config.job import Job
-from shoal.testing import world
 
 MORTAL = {
     **MLP,
@@ -25,7 +19,6 @@ MORTAL = {
     "train.ema": 0.9,
     "checkpoint.every_epochs": 2,
 }
-SERVERS = "server=2,part_mb=0.0001,lease_s=0.5"
 # From the seed follow the rank and the call at which it is killed.
 POINTS = [("ddp", "saving", 3), (SERVERS, "training", 4)]
 MORE = [
@@ -36,41 +29,14 @@ MORE = [
 ]
 MARKED = [*POINTS, *(pytest.param(*point, marks=pytest.mark.slow) for point in MORE)]
 
-Undisturbed = Callable[[str], tuple[dict[str, Any], list[dict[str, int]]]]
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """What a run that is left alone leaves, and how many calls each of its ranks makes in each
-    part.
-    """
-    known: dict[str, tuple[dict[str, Any], list[dict[str, int]]]] = {}
-
-    def of(strategy: str) -> tuple[dict[str, Any], list[dict[str, int]]]:
-        if strategy not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            calls = world.run(2, tiny_jobs.counts_calls, mortal(folder, strategy))
-            known[strategy] = everything(folder / "run"), calls
-        return known[strategy]
-
-    return of
+    return undisturbed_runs(tmp_path_factory, mortal)
 
 
 def mortal(folder: Path, strategy: str) -> Job:
     return tiny(folder / "run", MORTAL, strategy=strategy, data__path=str(folder))
-
-
-def command(job: Job, folder: Path, *words: str) -> int:
-    """The exit code of `shoal train JOB -n 2`."""
-    (folder / "job.yaml").write_text(to_yaml(job))
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["train", str(folder / "job.yaml"), "-n", "2", *words])
-    assert isinstance(stop.value.code, int)
-    return stop.value.code
-
-
-def foretell(folder: Path, rank: int, **fate: object) -> None:
-    (folder / f"fate.{rank}").write_text(json.dumps(fate))
 
 
 @pytest.fixture

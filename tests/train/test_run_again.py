@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from shoal.testing import world
 from shoal.train.loop import train
 from shoal.train.run_directory import check_usable, lock
 from shoal.train.shared_check import probe_in
+from tests.harness.waiting import until
 
 
 def closing_table(said: str) -> list[str]:
@@ -96,13 +96,6 @@ def test_a_killed_process_leaves_no_lock_even_where_its_workers_live_on(tmp_path
         lock(job).close()
     finally:
         (tmp_path / "end").touch()
-
-
-def until(condition) -> None:
-    deadline_s = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_a_file_by_which_hosts_look_for_each_other_is_not_foreign(tmp_path: Path) -> None:
