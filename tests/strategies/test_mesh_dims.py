@@ -65,7 +65,7 @@ def trained(strategy: str, file: Path) -> tuple[str, dict[str, float]]:
     return said[0] if said else "", sums
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_evaluation_counts_every_sample_once_and_the_header_tells_of_the_axes(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -74,7 +74,7 @@ def test_a_run_that_loses_a_worker_ends_bit_equal(
     assert not (tmp_path / "run/.control").exists()
 
 
-@pytest.mark.parametrize("replicas", ["", ",replicas=2"])
+@pytest.mark.parametrize("replicas", ["", pytest.param(",replicas=2", marks=pytest.mark.slow)])
 def test_a_run_that_loses_all_servers_of_a_shard_ends_bit_equal(
     undisturbed: Undisturbed,
     tmp_path: Path,

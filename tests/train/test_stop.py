@@ -138,15 +138,15 @@ def cannot_mark(job: Job, step: int) -> None:
     tiny_jobs.go(training)
 
 
-@pytest.mark.parametrize("beside", [False, True], ids=["waits", "beside"])
 @pytest.mark.parametrize(
-    ("step", "batch_size", "code"),
+    ("step", "batch_size", "code", "beside"),
     [
-        pytest.param(1, 30, EXIT_RESTART, marks=pytest.mark.slow),
-        (1, 8, EXIT_RESTART),
-        (12, 8, 0),
+        pytest.param(1, 30, EXIT_RESTART, True, marks=pytest.mark.slow),
+        pytest.param(1, 8, EXIT_RESTART, False, marks=pytest.mark.slow),
+        (1, 8, EXIT_RESTART, True),
+        (12, 8, 0, False),
     ],
-    ids=["a stop at the end of an epoch", "a stop in its middle", "the end"],
+    ids=["a stop at the end of an epoch", "a stop that waits", "a stop beside", "the end"],
 )
 def test_a_save_that_could_not_be_marked_is_a_save_all_the_same(
     tmp_path: Path,

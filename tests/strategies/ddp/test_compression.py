@@ -18,7 +18,13 @@ from shoal.verification.matrix_cases import EXPERIMENTS, images
 NAMES = ["bf16", "fp16", "topk=0.1", "onebit", "powersgd=1"]
 
 
-@pytest.mark.parametrize("name", ["lstm", "unused, frozen, shared and scalar parameters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("lstm", marks=pytest.mark.slow),
+        "unused, frozen, shared and scalar parameters",
+    ],
+)
 def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None:
     verdict = verify_job(EXPERIMENTS[name], "ddp,compress=powersgd=1000", 3, accumulate=2)
     assert verdict.verdict == "exact", verdict
