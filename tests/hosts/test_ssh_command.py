@@ -6,11 +6,7 @@ import subprocess
 import pytest
 
 from shoal.errors import UsageError
-from shoal.launch.hosts.ssh_client import (
-    agent_command,
-    describe_ssh_failure,
-    ssh_program,
-)
+from shoal.launch.hosts.ssh_client import agent_command, describe_ssh_failure, ssh_program
 
 PYTHON = "/opt/venv/bin/python"
 needs_ssh = pytest.mark.skipif(shutil.which("ssh") is None, reason="there is no ssh client")

@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from shoal.platform.torch_private.c10d import (
-    backend_for,
-    num_collectives,
-    timeout_of,
-)
+from shoal.platform.torch_private.c10d import backend_for, num_collectives, timeout_of
 from shoal.testing import world
 
 CPU = torch.device("cpu")

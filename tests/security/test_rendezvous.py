@@ -10,14 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from strangers import (
-    PYTHON,
-    STRANGER,
-    as_stranger,
-    needs_python,
-    needs_root,
-    python_of_stranger,
-)
+from strangers import PYTHON, STRANGER, as_stranger, needs_python, needs_root, python_of_stranger
 
 from shoal.launch.private_memory import STORE
 from shoal.shm_backend.segment import NAME, TOKEN_BYTES, SharedSegment, attach

@@ -6,12 +6,7 @@ from torch import nn
 
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.joined_ranks import _versions
-from shoal.verification.script.likely_cause import (
-    common_factor,
-    in_words,
-    ratios,
-    row_factors,
-)
+from shoal.verification.script.likely_cause import common_factor, in_words, ratios, row_factors
 from shoal.verification.script.model_names import ModelNames, plain_name
 from shoal.verification.script.step_comparison import Tolerances
 

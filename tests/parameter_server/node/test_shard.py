@@ -22,12 +22,7 @@ from shoal.parameter_server.events import (
     StepRequest,
 )
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.optimizer_spec import (
-    OptimizerSpec,
-    Settings,
-    recipe_of,
-    settings_of,
-)
+from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings, recipe_of, settings_of
 from shoal.parameter_server.partitioning import ParamMeta, Partition, partition
 
 SHAPES = {

@@ -26,9 +26,7 @@ from torch import Tensor
 
 from shoal.parameter_server.codec import Op
 from shoal.parameter_server.coordinator.coordinator import Coordinator
-from shoal.parameter_server.events import (
-    InstallSnapshot,
-)
+from shoal.parameter_server.events import InstallSnapshot
 from shoal.parameter_server.worker.session import WorkerSession
 from shoal.parameter_server.worker.worker_messages import (
     ConnectShard,

@@ -15,12 +15,7 @@ from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedules import table
-from shoal.strategies.pipeline.stage_messages import (
-    NO_GRADIENT,
-    Message,
-    TensorMeta,
-    decode_metas,
-)
+from shoal.strategies.pipeline.stage_messages import NO_GRADIENT, Message, TensorMeta, decode_metas
 from shoal.testing import world
 from shoal.verification.matrix_cases import image_loader
 
