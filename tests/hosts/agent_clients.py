@@ -19,7 +19,6 @@ from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.ssh_client import agent_command, describe_ssh_failure
 
 LEASE_S = 2.0
-MARKER_S = 10.0
 
 
 def stand_in(folder: Path) -> str:

@@ -60,12 +60,6 @@ def catches_everything(h: nn.ModuleList, x: Tensor) -> Tensor:
     return out
 
 
-def penalises_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
-    out = in_a_row(h, x)
-    mask = out > 0
-    return out[mask] * h[0](x).sum()
-
-
 def looks_at_data(h: nn.ModuleList, x: Tensor) -> Tensor:
     x = h[1](h[0](x))
     weights = x.data.numpy()
