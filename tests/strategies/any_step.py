@@ -61,5 +61,6 @@ def loader() -> DataLoader:
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], of: str = "") -> None:
     """Compare weights by name, to 1e-10 of the largest value."""
+    assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), (of, name)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from any_step import assert_same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -91,12 +92,6 @@ def by_hand(ranks: int, every: int, rate: float, momentum: float) -> dict[str, T
     return dict(outer.state_dict())
 
 
-def agree(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
-
-
 @pytest.mark.parametrize(
     ("strategy", "every", "rate", "momentum"),
     [
@@ -109,13 +104,13 @@ def test_it_is_the_formula_worked_out_in_one_process(
     strategy: str, every: int, rate: float, momentum: float
 ) -> None:
     first, *others = world.run(3, trained, strategy)
-    agree(first, by_hand(3, every, rate, momentum))
+    assert_same(first, by_hand(3, every, rate, momentum))
     for other in others:
         assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
 def test_an_outer_step_of_rate_one_without_momentum_is_a_mean() -> None:
-    agree(
+    assert_same(
         world.run(3, trained, "diloco=3,outer_lr=1,outer_momentum=0")[2],
         world.run(3, trained, "local=3")[0],
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from any_step import assert_same
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
@@ -66,8 +67,7 @@ def test_clipping_sees_the_norm_of_the_whole_gradient(strategy: str, ranks: int)
     for found_norms, found in world.run(ranks, clipped, strategy):
         assert found_norms == pytest.approx(norms, rel=1e-10)
         assert found.keys() == weights.keys()
-        for name, value in weights.items():
-            assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+        assert_same(found, weights)
 
 
 def held(strategy: str) -> tuple[int, int]:
@@ -182,8 +182,7 @@ def trained_on_views(strategy: str) -> dict[str, Tensor]:
 def test_a_model_may_write_into_what_a_unit_gives() -> None:
     expected = trained_on_views("single")
     for found in world.run(2, trained_on_views, "zero3"):
-        for name, value in expected.items():
-            assert (found[name] - value).abs().max() <= 1e-10 * value.abs().max()
+        assert_same(found, expected)
 
 
 class Sharing(nn.Module):
