@@ -35,7 +35,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_430,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 66_480,
+    "tests": 66_440,
     "benchmarks": 11_650,
 }
 SLACK = 0.03

@@ -1,4 +1,4 @@
-"""A script of the catalog: the same training twice, in plain PyTorch and with Shoal."""
+"""A script of the catalog: the same training in plain PyTorch and with Shoal."""
 
 from __future__ import annotations
 

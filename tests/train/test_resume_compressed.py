@@ -66,7 +66,7 @@ def test_on_another_number_of_ranks_it_goes_on_and_says_what_is_lost(
 
 OTHERS = [
     pytest.param("diloco=4", "ddp", marks=pytest.mark.slow),
-    ("ddp", "local=4"),
+    pytest.param("ddp", "local=4", marks=pytest.mark.slow),
     pytest.param("server=1,compress=topk=0.1", "ddp,compress=topk=0.1", marks=pytest.mark.slow),
     ("ddp,compress=topk=0.1", "server=1,compress=topk=0.1"),
 ]
