@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_570,
     "shoal/platform": 1_870,
     "shoal/plotting": 500,
-    "shoal/run": 9_260,
+    "shoal/run": 9_290,
     "shoal/shm_backend": 2_860,
     "shoal/strategies": 18_010,
     "shoal/testing": 230,
@@ -35,7 +35,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_430,
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
-    "tests": 66_440,
+    "shoal/weights": 550,
+    "tests": 66_880,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
