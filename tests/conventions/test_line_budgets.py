@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 500,
     "shoal/run": 9_290,
     "shoal/shm_backend": 2_860,
-    "shoal/strategies": 18_010,
+    "shoal/strategies": 18_060,
     "shoal/testing": 230,
     "shoal/trace": 950,
     "shoal/train": 3_570,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 4_400,
     "shoal/watchdog": 1_000,
     "shoal/weights": 550,
-    "tests": 66_880,
+    "tests": 66_970,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
