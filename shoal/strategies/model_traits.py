@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shoal.comm.axis import Axis
 from shoal.strategies.full_model import FullModel
 
@@ -32,6 +34,8 @@ class PassTraits:
     """`run` records its own passes in a trace."""
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
+    autocast: torch.dtype | None = None
+    """Dtype of the forward pass under mixed precision; None without."""
     recomputes: bool = False
     """Some modules compute again in the backward pass, with the weights that they have then."""
 

@@ -141,17 +141,21 @@ class ZeroOptions(StrategyOptions):
         offload: keep this rank's shards of parameters, gradients and optimizer states in CPU
             memory.
         unit: class name of the modules that are gathered at once; empty for the rule in `units`.
+        gather: dtype in which parameters are gathered, "bf16"; empty for their own.
     """
 
     hybrid: int = 0
     offload: bool = False
     unit: str = ""
+    gather: str = ""
 
     def __post_init__(self) -> None:
+        problems = []
         if self.hybrid < 0:
-            raise ConfigError(
-                [f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"]
-            )
+            problems.append(f"hybrid={self.hybrid}: must not be negative; 0 for one group of all")
+        if self.gather not in ("", "bf16"):
+            problems.append(f"gather={self.gather}: must be bf16; leave it out for their own dtype")
+        raise_problems(problems)
 
     @property
     def mesh_dims(self) -> dict[str, int]:

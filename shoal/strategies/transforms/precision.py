@@ -99,6 +99,7 @@ class Precision(Strategy):
             with torch.autocast(mesh.device.type, dtype):
                 return model.forward(batch)
 
+        model = replace(model, pass_traits=replace(model.pass_traits, autocast=dtype))
         scale = self.loss_scale
         if scale is None:
             return replace(model, forward=forward)

@@ -70,7 +70,8 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
     Args: whole: bytes of the whole trained parameters of each segment.
     """
     unit_of = step.once(("unit of each segment", options.unit), lambda: _units(options, step))
-    held = _HeldUnits(unit_of, whole, stage == 3)
+    scale = 0.5 if options.gather else 1.0  # bfloat16 in place of float32
+    held = _HeldUnits(unit_of, whole, stage == 3, scale)
     # zero1 keeps whole gradients until the last micro-batch, in place of shards.
     kept = sum(whole) - sum(p.gradient_bytes for s in step.segments for p in s.parameters)
     kept *= stage == 1 and step.accumulate > 1
@@ -90,13 +91,14 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
             segment,
             held.sizes[name],
             tensors[name],
+            scale,
             begins=bool(name) and index == held.first[name],
             gathers_again=stage == 3 and bool(name) and index == held.last[name],
         )
     root = held.sizes[""]
     if root and segments:  # gathered before all units, and reduced after them
         segments[0] = _with_messages(
-            segments[0], root, tensors[""], begins=True, gathers_again=False
+            segments[0], root, tensors[""], scale, begins=True, gathers_again=False
         )
     return replace(step, segments=tuple(segments))
 
@@ -107,13 +109,15 @@ class _HeldUnits:
     Attributes:
         unit_of: the unit of each segment; "" for the root, which holds what is in no unit.
         sizes: bytes of each unit's whole weights.
+        scale: bytes of gathered weights, as a multiple of those of the shards.
         first, last: indices of the segments of each unit.
         _so_far: bytes of a segment's unit up to this segment.
         _begun: units that have begun, at each segment. _sizes_up_to: bytes of so many units.
     """
 
-    def __init__(self, unit_of: list[str], whole: list[float], frees: bool) -> None:
+    def __init__(self, unit_of: list[str], whole: list[float], frees: bool, scale: float) -> None:
         self.unit_of = unit_of
+        self.scale = scale
         self.frees = frees
         self.order = [*dict.fromkeys(name for name in unit_of if name)]
         self.sizes = dict.fromkeys([*self.order, ""], 0.0)
@@ -151,19 +155,27 @@ class _HeldUnits:
     def _weights(self, index: int) -> float:
         name = self.unit_of[index]
         if self.frees:
-            return self.sizes[""] + (self.sizes[name] if name else 0.0)
-        return self.sizes[""] + self._sizes_up_to[self._begun[index]]
+            return self.scale * (self.sizes[""] + (self.sizes[name] if name else 0.0))
+        return self.scale * (self.sizes[""] + self._sizes_up_to[self._begun[index]])
 
     def _last_message(self, index: int) -> float:
         begun = self._begun[index]
-        return self.sizes[self.order[begun - 1]] if begun else 0.0
+        return self.scale * self.sizes[self.order[begun - 1]] if begun else 0.0
 
 
 def _with_messages(
-    segment: LocalSegment, size: float, tensors: int, begins: bool, gathers_again: bool
+    segment: LocalSegment,
+    size: float,
+    tensors: int,
+    scale: float,
+    begins: bool,
+    gathers_again: bool,
 ) -> LocalSegment:
-    """Add the gathering before a unit, its reduction behind it, and its second gathering."""
-    gather = (SentMessage("all_gather", size, "shard", packed=tensors),)
+    """Add the gathering before a unit, its reduction behind it, and its second gathering.
+
+    Args: scale: bytes of what is gathered, as a multiple of `size`.
+    """
+    gather = (SentMessage("all_gather", scale * size, "shard", packed=tensors),)
     reduce = (
         SentMessage("reduce_scatter", size, "shard", packed=tensors),
         SentMessage("all_reduce", size, "replicate"),

@@ -19,7 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.comm.axis import Axis
@@ -67,7 +73,13 @@ class ShardedStep:
         self._offloads = False
         self._whole_models = WholeModels(model.module, data)
 
-    def shard(self, mesh: DeviceMesh, unit: str, policy: OffloadPolicy) -> None:
+    def shard(
+        self,
+        mesh: DeviceMesh,
+        unit: str,
+        policy: OffloadPolicy,
+        precision: MixedPrecisionPolicy,
+    ) -> None:
         """Shard the parameters of all units, and then of the root around them. Collective.
 
         Args: unit: class name of the units; empty for the rule of `wrap_units`.
@@ -77,6 +89,7 @@ class ShardedStep:
         arguments: dict[str, Any] = {
             "mesh": mesh,
             "offload_policy": policy,
+            "mp_policy": precision,
             "ignored_params": {p for p in model.parameters() if p.dim() == 0},
         }
         # Units inside each other would run at the same time, and have no order.

@@ -22,11 +22,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shoal.comm.mesh import Mesh, ensure_group
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
+from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.zero.cost import cost
@@ -61,10 +63,11 @@ class Zero1(ZeroOptions, Strategy):
             return model
         ensure_group(mesh.device)
         broadcast_filled(model.module, mesh.data)
+        self._check_gather(model)
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
         shard_mesh = mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
-        engine.shard(shard_mesh, self.unit, self._offload_policy(mesh))
+        engine.shard(shard_mesh, self.unit, self._offload_policy(mesh), self._precision_policy())
         return replace(
             model,
             forward=engine.forward,
@@ -83,16 +86,25 @@ class Zero1(ZeroOptions, Strategy):
             pass_traits=replace(model.pass_traits, collective_forward=True),
         )
 
+    @property
+    def deviations(self) -> list[str]:
+        if not self.gather:
+            return []
+        return [
+            f"zero{self.stage},gather=bf16: biases, norms and embeddings are rounded to bfloat16 "
+            "in a step too. The optimizer steps float32."
+        ]
+
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of shards: `zero/cost.py`."""
         return cost(self, self.stage, step)
 
     def _shard_after_run(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Shard optimizer states only: gradients are complete after all passes. Collective."""
-        if self.hybrid or self.offload:
+        if self.hybrid or self.offload or self.gather:
             raise StrategyRefused(
-                f"zero{self.stage} in a pipeline shards over all data ranks and keeps shards on "
-                "the device. Leave out hybrid and offload."
+                f"zero{self.stage} in a pipeline shards over all data ranks, in their own dtype, "
+                "and keeps shards on the device. Leave out hybrid, offload and gather."
             )
         mesh.data.broadcast_module(model.module)
         if mesh.data.size == 1:
@@ -117,6 +129,25 @@ class Zero1(ZeroOptions, Strategy):
         if not self.offload:
             return OffloadPolicy()
         return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+
+    def _precision_policy(self) -> MixedPrecisionPolicy:
+        if not self.gather:
+            return MixedPrecisionPolicy()
+        # Inputs and outputs have the dtypes that autocast gives them.
+        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+
+    def _check_gather(self, model: LocalModel) -> None:
+        """Raise StrategyRefused if `gather` rounds weights that a step computes with in float32."""
+        if self.gather and model.pass_traits.autocast is not torch.bfloat16:
+            raise StrategyRefused(
+                f"zero{self.stage},gather=bf16 computes with rounded weights. Let the step compute "
+                'in bfloat16, by precision="bf16" (train.precision=bf16), or leave out gather.'
+            )
+        if self.gather and any(isinstance(m, BatchNormBase) for m in model.module.modules()):
+            raise StrategyRefused(
+                f"zero{self.stage},gather=bf16: BatchNorm takes weights in the dtype of its "
+                "statistics, float32. Leave out gather."
+            )
 
 
 class Zero2(Zero1):
