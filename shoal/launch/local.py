@@ -24,7 +24,6 @@ def run(
     processes: int,
     environment: Mapping[str, str] = NO_VARIABLES,
     output: Output = "first",
-    grace_s: float = 60.0,
     preload: Sequence[str] = preloads.TRAINING,
     torch_store: bool = True,
 ) -> int:
@@ -43,7 +42,6 @@ def run(
         environment: further variables for the ranks.
         output: `first` shows what rank 0 prints and drops what others print to stdout; `all` shows
             all of it, in lines that begin with the rank. stderr is always shown.
-        grace_s: time for ranks to save and stop after a SIGTERM.
         preload: modules that are imported once, before ranks are forked, besides torch and the
             module of `target`.
         torch_store: False leaves out torch's store, and MASTER_ADDR and MASTER_PORT with it, where
@@ -72,7 +70,7 @@ def run(
                 torch_store=torch_store,
             ) as ranks,
         ):
-            return Supervision(ranks, grace_s).run(signals)
+            return Supervision(ranks).run(signals)
     except KeyboardInterrupt:  # before signals are caught
         return rank.EXIT_INTERRUPTED
 
@@ -83,7 +81,6 @@ def run_script(
     processes: int,
     environment: Mapping[str, str] = NO_VARIABLES,
     output: Output = "first",
-    grace_s: float = 60.0,
     module: str | None = None,
 ) -> int:
     """Run the Python file `path` with the arguments `argv` in each of `processes` ranks.
@@ -97,7 +94,7 @@ def run_script(
     """
     preload = script_preload(path)
     target, name = (rank.script, path) if module is None else (rank.module, module)
-    return run(target, (name, argv), processes, environment, output, grace_s, preload)
+    return run(target, (name, argv), processes, environment, output, preload)
 
 
 def script_preload(path: str) -> list[str]:

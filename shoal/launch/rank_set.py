@@ -43,9 +43,6 @@ class RankHandle(Protocol):
     def signal(self, number: int) -> None:
         """Send a signal to the rank's own process, not to its children."""
 
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and to all processes that it started."""
-
 
 Handle = TypeVar("Handle", bound=RankHandle)
 

@@ -50,12 +50,13 @@ class ResumableJob(ABC):
         """Return the step from which the next start resumes; None for the beginning."""
 
     @abstractmethod
-    def start(self, processes: int) -> RankSet[Any]:
-        """Start the ranks for the first time. Raises LaunchError."""
+    def start(self, processes: int, again: bool) -> RankSet[Any]:
+        """Start the ranks.
 
-    @abstractmethod
-    def restart(self, processes: int) -> RankSet[Any]:
-        """Start the ranks so that they resume. Raises as `start` does."""
+        Args: again: they resume.
+
+        Raises: LaunchError: they cannot start.
+        """
 
     def available(self, processes: int, signals: socket.socket) -> int:
         """Return how many ranks can be started now in place of `processes`, after a loss.
@@ -81,8 +82,7 @@ class LocalJob(ResumableJob):
             resume from there.
         arguments: of the first start.
         restart_arguments: of every later start.
-        find_problems: returns why the run cannot have so many ranks; empty where it can.
-        find_saved_step: returns the step from which the next start resumes; None for the beginning.
+        find_problems, find_saved_step: as `problems` and `saved_step` of the base class.
         environment: as for `shoal.launch.local.run`.
         preload: as for `shoal.launch.local.run`.
     """
@@ -101,36 +101,28 @@ class LocalJob(ResumableJob):
     def saved_step(self) -> int | None:
         return self.find_saved_step()
 
-    def start(self, processes: int) -> RankSet[Any]:
-        return self._start(self.arguments, processes)
-
-    def restart(self, processes: int) -> RankSet[Any]:
-        return self._start(self.restart_arguments, processes)
-
-    def _start(self, arguments: tuple[Any, ...], processes: int) -> RankSet[Any]:
-        preload = [*self.preload, self.target.__module__]
+    def start(self, processes: int, again: bool) -> RankSet[Any]:
         return start(
             self.target,
-            arguments,
+            self.restart_arguments if again else self.arguments,
             processes,
             self.environment,
             "first",
-            preload=preload,
+            preload=[*self.preload, self.target.__module__],
             torch_store=False,
         )
 
 
 def run_with_restarts(
-    job: ResumableJob, processes: int, control: ControlServer, restarts: int, grace_s: float = 60.0
+    job: ResumableJob, processes: int, control: ControlServer | None, restarts: int
 ) -> int:
     """Run `job` on `processes` ranks, to its end. Main thread only.
 
     Args:
         job: the work of the ranks.
         processes: the number of ranks of the first start.
-        control: the server for commands such as `shoal scale`.
+        control: the server for commands such as `shoal scale`; None for a run that takes none.
         restarts: how often all ranks may be started again after the loss of one.
-        grace_s: as for `shoal.launch.local.run`.
 
     Returns:
         The exit code, as `shoal.launch.local.run`.
@@ -138,9 +130,8 @@ def run_with_restarts(
     Raises:
         LaunchError: `processes` is below 1, or the ranks could not be started.
     """
-    run = RestartingRun(job, processes, control, RestartPolicy(restarts), grace_s)
     try:
-        return run.run()
+        return RestartingRun(job, processes, control, RestartPolicy(restarts)).run()
     except KeyboardInterrupt:  # between the first start and the time when signals are caught
         return rank.EXIT_INTERRUPTED
 
@@ -191,20 +182,18 @@ class RestartingRun:
         self,
         job: ResumableJob,
         processes: int,
-        control: ControlServer,
+        control: ControlServer | None,
         policy: RestartPolicy,
-        grace_s: float,
     ) -> None:
         self.job = job
         self.processes = processes
         self.control = control
         self.policy = policy
-        self.grace_s = grace_s
         self.scaling = Scaling(job)
 
     def run(self) -> int:
         """Start the ranks, again and again where that is right, and return the exit code."""
-        ranks = self.job.start(self.processes)
+        ranks = self.job.start(self.processes, again=False)
         with caught() as signals:
             while True:
                 with ranks:
@@ -213,7 +202,7 @@ class RestartingRun:
                     self.scaling.cancel()
                     return supervision.exit_code()
                 step = self.scaling.saved_step()
-                ranks = self.job.restart(self.processes)
+                ranks = self.job.start(self.processes, again=True)
                 self.scaling.confirm(step)
 
     def _supervise(self, ranks: RankSet[Any], signals: socket.socket) -> Supervision:
@@ -221,21 +210,27 @@ class RestartingRun:
 
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.
         """
-        supervision = Supervision(ranks, self.grace_s)
+        supervision = Supervision(ranks)
         while ranks.alive and (self.policy.is_exhausted or not _has_lost_rank(supervision)):
-            if self.control.is_due and (problem := self.control.open()):
-                print_note(f"`shoal scale` cannot reach this run: {problem}")
-            # The run claims its directory without an event, so look for it.
-            timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
-            supervision.step(timeout_s, sources=[signals, *self.control.sources])
+            timeout_s, sources = inf, [signals]
+            if self.control is not None:
+                if self.control.is_due and (problem := self.control.open()):
+                    print_note(f"`shoal scale` cannot reach this run: {problem}")
+                # The run claims its directory without an event, so look for it.
+                timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
+                sources += self.control.sources
+            supervision.step(timeout_s, sources)
             for number in arrived(signals):
                 supervision.forward(number)
-            for caller, request in self.control.accept_requests():
-                if "secret" in request:
-                    _tell_secret(caller, self.job.secret)
-                else:
-                    self.scaling.on_request(caller, request, supervision)
+            self._answer_requests(supervision)
         return supervision
+
+    def _answer_requests(self, supervision: Supervision) -> None:
+        for caller, request in [] if self.control is None else self.control.accept_requests():
+            if "secret" in request:
+                _tell_secret(caller, self.job.secret)
+            else:
+                self.scaling.on_request(caller, request, supervision)
 
     def _may_rescale(self, supervision: Supervision) -> bool:
         """Return True if ranks have stopped for `shoal scale`; print that and set the number."""

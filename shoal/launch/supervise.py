@@ -25,6 +25,7 @@ SECONDARY_FAILURE_S = 1.0
 # `timeout`, shells and Slurm may deliver one signal twice; only a later one is a second request.
 REPEAT_S = 1.0
 KILL_S = 5.0  # from the request to end until a rank is killed
+GRACE_S = 60.0
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGTSTP)
 
 
@@ -83,7 +84,7 @@ class Supervision:
     """
 
     ranks: RankSet[Any]
-    grace_s: float
+    grace_s: float = GRACE_S
     ends_siblings: bool = True
     codes: dict[int, int] = field(default_factory=dict, init=False)
     values: dict[int, bytes] = field(default_factory=dict, init=False)

@@ -20,7 +20,7 @@ from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts_with_restarts
+from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import LocalJob, run_with_restarts
 from shoal.platform.files import make_private_directory
@@ -94,7 +94,7 @@ def train_on_hosts(
         problems=partial(check_job, job, line),
     )
     with ControlServer(Path(job.directory), CONFIG) as control:
-        return run_on_hosts_with_restarts(hosts, work, control, restarts)
+        return run_on_hosts(hosts, work, control, restarts)
 
 
 def train(job: Job) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from namespaces import Host, Hosts
 
-from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
+from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.ssh_client import agent_command, describe_ssh_failure
 
@@ -103,17 +103,14 @@ def agents(hosts: Hosts, python: str, destinations: list[str]) -> Iterator[list[
         yield clients
 
 
-def chosen_address(clients: list[AgentClient]) -> str | list[str]:
-    """Return the address of the first host that is chosen, or who cannot reach whom."""
+def chosen_address(clients: list[AgentClient]) -> str:
+    """Return the address of the first host that is chosen. Raises LaunchError."""
     first, *others = clients
     facts = first.facts(FactsRequest("/"))
     candidates = candidate_addresses(facts.addresses, facts.ssh_address)
     ports = first.ask("listen", addresses=candidates)
-    reports = {
-        one.destination: [Reach(*outcome) for outcome in one.ask("reach", ports=ports)]
-        for one in others
-    }
-    return choose_address(first.destination, candidates, reports)
+    reports = {one.destination: one.ask("reach", ports=ports) for one in others}
+    return choose_address(first.destination, ports, reports)
 
 
 def block(hosts: Hosts, host: Host, address: str) -> None:

@@ -7,54 +7,66 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any
 
 import pytest
 import simulated_faults
 from simulated_hosts import Agent, Simulation
 
-from shoal.launch.hosts.agent_messages import encode
+from shoal.launch.hosts.agent_protocol import LeaseTimes
 from shoal.launch.hosts.agent_session import AgentSession
 from shoal.launch.hosts.driver_session import DriverSession, HostState
-from shoal.launch.hosts.lease import LeaseTimes
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
-def lease_from_the_receipt_of_the_answer(patch: pytest.MonkeyPatch) -> None:
+def _answer(patch: pytest.MonkeyPatch, lease_until_s: Callable[[AgentSession, Any], float]) -> None:
+    """Let the answer to a heartbeat set the end of the lease."""
     take = AgentSession._on_message
 
-    def on_message(session: AgentSession, message: Any, now_s: float) -> Any:
+    def on_message(session: AgentSession, message: Any) -> Any:
         if message["do"] == "ok":
-            session.lease_until_s = now_s + session.times.lease_s
+            session.lease_until_s = lease_until_s(session, message["at"])
             return []
-        return take(session, message, now_s)
+        return take(session, message)
 
     patch.setattr(AgentSession, "_on_message", on_message)
 
 
-def lease_from_the_newest_heartbeat(patch: pytest.MonkeyPatch) -> None:
-    def on_ok(session: AgentSession, beat: int) -> None:
-        session.lease_until_s = max(session._beats.values(), default=0) + session.times.lease_s
+def lease_from_the_receipt_of_the_answer(patch: pytest.MonkeyPatch) -> None:
+    receive = AgentSession.received
 
-    patch.setattr(AgentSession, "_on_ok", on_ok)
+    def received(session: AgentSession, data: bytes, now_s: float) -> Any:
+        orders = receive(session, data, now_s)
+        if b'"ok"' in data and session.lease_until_s < inf:
+            session.lease_until_s = now_s + session.times.lease_s
+        return orders
+
+    patch.setattr(AgentSession, "received", received)
+
+
+def lease_from_the_newest_heartbeat(patch: pytest.MonkeyPatch) -> None:
+    _answer(
+        patch,
+        lambda session, at: (
+            session._next_beat_s - session.times.heartbeat_s + session.times.lease_s
+        ),
+    )
 
 
 def lease_is_not_renewed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AgentSession, "_on_ok", lambda session, beat: None)
+    _answer(patch, lambda session, at: session.lease_until_s)
 
 
 def lease_by_a_clock_of_another_host(patch: pytest.MonkeyPatch) -> None:
-    def on_ok(session: AgentSession, beat: int) -> None:
-        session.lease_until_s = 1e7 + session._beats.pop(beat, 0.0)
-
-    patch.setattr(AgentSession, "_on_ok", on_ok)
+    _answer(patch, lambda session, at: 1e7 + at)
 
 
 def lease_begins_with_the_marker(patch: pytest.MonkeyPatch) -> None:
     def hello(session: AgentSession, facts: Any, now_s: float) -> None:
         session._next_beat_s = now_s
-        session._urgent.append(encode("hello", facts=facts))
+        session.tell("hello", facts=facts)
 
     patch.setattr(AgentSession, "hello", hello)
 
@@ -81,11 +93,11 @@ def agent_forgets_its_ranks(patch: pytest.MonkeyPatch) -> None:
 
 
 def agent_tells_the_end_before_the_output(patch: pytest.MonkeyPatch) -> None:
-    def stopped(session: AgentSession) -> None:
-        session.is_running = False
-        session.tell("stopped")
-
-    patch.setattr(AgentSession, "stopped", stopped)
+    patch.setattr(
+        AgentSession,
+        "ended",
+        lambda session, rank, code: session.tell("ended", rank=rank, code=code),
+    )
 
 
 def driver_forgets_the_time_of_killing(patch: pytest.MonkeyPatch) -> None:
@@ -96,7 +108,7 @@ def driver_takes_the_end_of_a_connection_for_the_end_of_ranks(patch: pytest.Monk
     disconnect = DriverSession.disconnected
 
     def disconnected(driver: DriverSession, host: int, reason: str) -> Any:
-        driver.states[host].epoch = 0
+        driver.states[host].may_run = False
         return disconnect(driver, host, reason)
 
     patch.setattr(DriverSession, "disconnected", disconnected)
@@ -107,7 +119,7 @@ def driver_does_not_hear_heartbeats(patch: pytest.MonkeyPatch) -> None:
 
     def on_message(driver: DriverSession, host: int, message: Any, now_s: float) -> Any:
         if message["do"] == "beat":
-            driver._send(host, "ok", n=message["n"])
+            driver.send(host, "ok", at=message["at"])
             return []
         return take(driver, host, message, now_s)
 
@@ -129,7 +141,7 @@ def driver_forgets_a_host_that_connects_again(patch: pytest.MonkeyPatch) -> None
     def connected(driver: DriverSession, host: int, now_s: float) -> None:
         driver.states[host] = HostState(is_connected=True, heard_s=now_s)
         times = {"lease_s": driver.times.lease_s, "kill_s": driver.times.kill_s}
-        driver._send(host, "spec", **times)
+        driver.send(host, "spec", **times)
 
     def decide(simulation: Simulation) -> None:
         for host, agent in enumerate(simulation.current):
@@ -147,7 +159,6 @@ def a_second_driver_starts_beside_the_first(patch: pytest.MonkeyPatch) -> None:
 
     def stop_driver(simulation: Simulation) -> None:
         driver = DriverSession(len(simulation.current), simulation.driver.times)
-        driver.epoch = simulation.driver.epoch
         for host in range(len(simulation.current)):
             simulation.close(host)
         simulation.driver, simulation.is_stopping = driver, True

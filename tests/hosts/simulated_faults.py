@@ -97,6 +97,4 @@ def finish_ranks(simulation: Simulation) -> None:
             agent.session.output(0, "stdout", "x" * 7_999 + "\n")
         agent.session.output(0, "stdout", LAST_WORDS)
         agent.session.ended(0, 0)
-        agent.session.stopped()
-        agent.finished_epoch = agent.session.epoch
         simulation.agent_sends(agent)

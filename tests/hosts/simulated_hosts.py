@@ -13,16 +13,9 @@ from math import inf
 
 from simulated_faults import LAST_WORDS, meet_fault
 
-from shoal.launch.hosts.agent_session import (
-    AgentSession,
-    EndAgent,
-    KillRanks,
-    Order,
-    Specified,
-    StartRanks,
-)
+from shoal.launch.hosts.agent_protocol import LeaseTimes
+from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.driver_session import DriverEvent, DriverSession, HostLost, HostSpoke
-from shoal.launch.hosts.lease import LeaseTimes
 
 TIMES = LeaseTimes()
 TIMER_S = 0.5
@@ -54,13 +47,12 @@ class Agent:
     inbox: list[bytes] = field(default_factory=list)
     stopped_until_s: float = 0.0
     is_alive: bool = True
-    epoch: int = 0  # of ranks that are alive
+    epoch: int = 0  # the number of the start of ranks that are alive
     timer_s: float = inf
     contact_s: float = inf  # when it last read anything
     closed_s: float = inf  # when it was told that its connection has ended
     printed: int = 0
     is_cut: bool = False
-    finished_epoch: int = 0
     has_last_words: bool = False
 
 
@@ -87,7 +79,8 @@ class Simulation:
         self.is_stopping = False
         self.starts_s: list[float] = []
         self.output_s = 0.0
-        self.finished: set[tuple[int, int]] = set()
+        self.stopped: set[tuple[int, int]] = set()
+        self.epoch = 0
         self.calm_from_s = inf
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
@@ -113,7 +106,7 @@ class Simulation:
             self.check()
         if self.is_stopping or not self.starts_s or self.starts_s[-1] > end_s - STABLE_S:
             self.problems.append("the run does not run again")
-        elif any(agent is None or agent.epoch != self.driver.epoch for agent in self.current):
+        elif any(agent is None or agent.epoch != self.epoch for agent in self.current):
             self.problems.append("ranks have ended, and nobody says so")
         elif self.output_s < end_s - STABLE_S:
             self.problems.append("output of ranks does not arrive")
@@ -171,7 +164,7 @@ class Simulation:
         if agent.is_alive:
             if agent.epoch and self.now_s >= agent.stopped_until_s:
                 agent.printed += 1
-                agent.session.output(0, "stdout", f"{agent.printed}\n")
+                agent.session.output(0, "stdout", f"{agent.epoch} {agent.printed}\n")
             self.agent_turns(agent)
             due_s = (agent.session.due_s - self.clock(agent.host)) / self.clocks[agent.host][0]
             self.at(self.now_s + min(max(due_s, 0.001), 0.5), lambda: self.agent_wakes(agent))
@@ -196,16 +189,17 @@ class Simulation:
     def obey(self, agent: Agent, orders: list[Order]) -> None:
         for order in orders:
             match order:
-                case Specified():
+                case {"do": "spec"}:
                     agent.session.hello({}, self.clock(agent.host))
                     self.set_timer(agent)
-                case StartRanks(message):
+                case {"do": "start", "epoch": epoch}:
                     if agent.epoch:
                         self.problems.append("an agent runs two epochs")
-                    agent.epoch = message["epoch"]
-                case KillRanks():
+                    agent.epoch = epoch
+                    agent.has_last_words = False
+                case {"do": "kill"}:
                     self.kill_ranks(agent)
-                case EndAgent():
+                case {"do": "end"}:
                     self.at(self.now_s + self.kill_s(), lambda: self.agent_ends(agent))
 
     def set_timer(self, agent: Agent) -> None:
@@ -216,12 +210,10 @@ class Simulation:
         return self.random.uniform(0, 0.95 * TIMES.kill_s)
 
     def kill_ranks(self, agent: Agent) -> None:
-        epoch = agent.session.epoch  # its ranks may end by themselves before they are killed
-
         def killed() -> None:
             if self.now_s < agent.stopped_until_s:
                 self.at(agent.stopped_until_s, killed)
-            elif agent.is_alive and agent.session.is_running and agent.session.epoch == epoch:
+            elif agent.is_alive:
                 agent.epoch = 0
                 agent.session.stopped()
                 self.agent_sends(agent)
@@ -275,19 +267,17 @@ class Simulation:
                         self.problems.append(f"a connection is given up: {reason}")
                     self.close(host)
                     self.stop()
-                case HostSpoke(_, {"do": "ended"}):
-                    self.stop()
-                case HostSpoke(host, {"do": "stopped", "epoch": epoch}):
-                    self.finished.add((host, epoch))
+                case HostSpoke(host, {"do": "ended", "code": code}):
                     agent = self.current[host]
-                    has_finished = agent is not None and agent.finished_epoch == epoch
-                    if has_finished and not agent.has_last_words:
+                    is_told = agent is None or agent.has_last_words or self.is_stopping
+                    if code == 0 and not is_told:
                         self.problems.append("the last output of ranks is lost")
-                case HostSpoke(_, {"do": "refused"}):
-                    self.problems.append("a start was refused")
                     self.stop()
-                case HostSpoke(host, {"do": "out", "epoch": epoch, "text": text}):
-                    if (host, epoch) in self.finished:
+                case HostSpoke(host, {"do": "stopped"}):
+                    self.stopped.add((host, self.epoch))
+                case HostSpoke(host, {"do": "out", "text": text}):
+                    epoch = text.split()[0]
+                    if epoch.isdecimal() and (host, int(epoch)) in self.stopped:
                         self.problems.append("output of an epoch that has stopped")
                     self.output_s = self.now_s
                     agent = self.current[host]
@@ -317,8 +307,10 @@ class Simulation:
                 self.connect(host)
         states = self.driver.states
         is_whole = all(state.is_connected and state.is_ready for state in states)
-        if is_whole and (self.is_stopping or not self.driver.epoch):
-            self.driver.start([(host, {}) for host in hosts], self.driver_clock())
+        if is_whole and (self.is_stopping or not self.epoch):
+            self.epoch += 1
+            message = {"epoch": self.epoch}
+            self.driver.start([(host, message) for host in hosts], self.driver_clock())
             self.is_stopping = False
             self.starts_s.append(self.now_s)
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from shoal.launch.hosts import remote_ranks
-from shoal.launch.hosts.agent_messages import Message, MessageReader, encode
 from shoal.launch.hosts.agent_process import sent_look
+from shoal.launch.hosts.agent_protocol import Message, MessageReader, encode
 from shoal.launch.hosts.remote_ranks import LOOK_S, HostRanks, RemoteRanks, received_look
 from shoal.launch.rank_set import Look
 from shoal.watchdog.hang_detector import Hang, HangDetector, SilenceCounter

@@ -9,13 +9,15 @@ from planted_lease_bugs import PLANTED
 from simulated_hosts import Simulation
 
 from shoal.launch.failure import Failure
-from shoal.launch.hosts.agent_messages import MAX_LINE_BYTES
-from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession, EndAgent
+from shoal.launch.hosts.agent_protocol import MAX_LINE_BYTES, LeaseTimes, clock_s
+from shoal.launch.hosts.agent_session import MOST_PENDING_OUTPUT, AgentSession
 from shoal.launch.hosts.driver_session import DriverSession, HostLost, HostSpoke
-from shoal.launch.hosts.lease import LeaseTimes
+from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
+from shoal.launch.hosts.ssh_hosts import SshHost
 
 TIMES = LeaseTimes(6.0, 2.0)
+END = {"do": "end"}
 
 
 def problems(seeds: range) -> dict[int, list[str]]:
@@ -78,7 +80,7 @@ def test_the_lease_counts_from_the_sending_of_the_heartbeat() -> None:
     driver.received(0, beat, 8.0)
     assert agent.received(driver.to_send(0), 8.5) == []
     assert agent.lease_until_s == 9.0  # 3 + 6, however late the answer came
-    assert agent.tick(9.0) == [EndAgent("the driver was silent for too long")]
+    assert agent.tick(9.0) == [END | {"reason": "the driver was silent for too long"}]
 
 
 def test_a_host_without_heartbeats_is_lost_and_clear_after_its_lease() -> None:
@@ -91,22 +93,26 @@ def test_a_host_without_heartbeats_is_lost_and_clear_after_its_lease() -> None:
 
 def test_an_agent_whose_connection_ends_ends_itself() -> None:
     _, agent = connected()
-    assert agent.received(b"", 1.0) == [EndAgent("the connection to the driver has ended")]
-
-
-@pytest.mark.parametrize("line", [b"{]\n", b'{"do": "dance"}\n', b'{"do": "ok"}\n', b"7\n"])
-def test_an_agent_ends_itself_after_a_message_that_it_does_not_know(line: bytes) -> None:
-    _, agent = connected()
-    assert isinstance(agent.received(line, 1.0)[0], EndAgent)
+    end = END | {"reason": "the connection to the driver has ended"}
+    assert agent.received(b"", 1.0) == [end]
 
 
 @pytest.mark.parametrize(
     "line",
     [
-        *(b"{]\n", b'{"do": "out", "epoch": 9}\n', b"x" * (MAX_LINE_BYTES + 1), b'{"do": "out"}\n'),
-        *(b'{"do": "out", "rank": "0", "stream": "stdout", "text": ""}\n', b'{"do": "answer"}\n'),
-        *(b'{"do": "ended", "rank": 0}\n', b'{"do": "failed", "rank": 0}\n'),
-        *(b'{"do": "hello", "facts": 7}\n', b'{"do": "dropped", "lines": {}}\n'),
+        *(b"{]\n", b'{"do": "dance"}\n', b'{"do": "ok"}\n', b"7\n", b'{"do": "end"}\n'),
+        *(b'{"do": "start"}\n', b'{"do": "spec", "lease_s": 1, "kill_s": 1}\n'),
+    ],
+)
+def test_an_agent_ends_itself_after_a_message_that_no_driver_sends(line: bytes) -> None:
+    _, agent = connected()
+    assert agent.received(line, 1.0)[0].items() > END.items()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(b"{]\n", b"x" * (MAX_LINE_BYTES + 1), b'{"do": "beat"}\n', b"7\n"),
     ],
 )
 def test_an_agent_that_sends_nonsense_counts_as_lost(line: bytes) -> None:
@@ -114,8 +120,24 @@ def test_an_agent_that_sends_nonsense_counts_as_lost(line: bytes) -> None:
     assert isinstance(driver.received(0, line, 1.0)[0], HostLost)
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        *({"do": "out"}, {"do": "out", "rank": "first", "stream": "stdout", "text": ""}),
+        *({"do": "answer"}, {"do": "answer", "number": []}, {"do": "dropped", "lines": {}}),
+    ],
+)
+def test_a_host_is_lost_with_a_message_without_its_fields(message: dict) -> None:
+    connections = HostConnections([SshHost("a", 1)], "python", {})
+    connections.session.connected(0, clock_s())
+    connections._receive = lambda: [HostSpoke(0, message)]  # type: ignore[method-assign]
+    (lost,) = connections.pump(0.0)
+    assert isinstance(lost, HostLost)
+    assert "malformed" in lost.reason
+
+
 @pytest.mark.parametrize("do", ["ended", "failed"])
-@pytest.mark.parametrize("rank", [1, 2, -1])
+@pytest.mark.parametrize("rank", [1, 2, -1, None])
 def test_an_agent_that_tells_of_a_rank_of_another_host_counts_as_lost(do: str, rank: int) -> None:
     connections = SimpleNamespace(session=None, name=str, drop=lambda host: "")
     ranks = RemoteRanks(
@@ -142,7 +164,7 @@ def test_output_that_the_connection_does_not_take_is_dropped_and_counted() -> No
     lines = MOST_PENDING_OUTPUT // 1_000 + 500
     for _ in range(lines):
         agent.output(0, "stdout", "x" * 999 + "\n")
-    agent.stopped()
+    agent.ended(0, 0)
     messages = [
         event.message for event in exchange(driver, agent, 0.5) if isinstance(event, HostSpoke)
     ]
@@ -150,7 +172,7 @@ def test_output_that_the_connection_does_not_take_is_dropped_and_counted() -> No
     dropped = sum(message["lines"] for message in messages if message["do"] == "dropped")
     assert dropped > 0
     assert printed + dropped == lines
-    assert messages[-1]["do"] == "stopped"
+    assert messages[-1]["do"] == "ended"
 
 
 def test_text_that_is_no_unicode_arrives() -> None:

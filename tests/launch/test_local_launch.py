@@ -11,6 +11,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import launch_targets
@@ -119,11 +120,10 @@ def test_a_sigterm_while_ranks_are_started_ends_them(tmp_path, monkeypatch):
     assert local.run(launch_targets.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
 
 
-def test_ranks_that_exceed_the_grace_time_are_killed(tmp_path):
+def test_ranks_that_exceed_the_grace_time_are_killed(monkeypatch, tmp_path):
+    monkeypatch.setattr(local, "Supervision", partial(local.Supervision, grace_s=0.1))
     arguments = (str(tmp_path), os.getpid())
-    assert (
-        local.run(launch_targets.ignores_the_end, arguments, 2, grace_s=0.1) == 128 + signal.SIGTERM
-    )
+    assert local.run(launch_targets.ignores_the_end, arguments, 2) == 128 + signal.SIGTERM
     assert alive(notes(tmp_path, "pid")) == []
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from strangers import needs_python, needs_root, python_of_stranger
 
 from shoal.launch.control_channel import NAME, ControlServer
-from shoal.launch.hosts.agent_process import AgentQuestions
+from shoal.launch.hosts.agent_process import AgentProcess
 from shoal.parameter_server.launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.key import Key
@@ -66,17 +66,14 @@ def test_temporary_directories_open_to_nobody_else(tmp_path: Path) -> None:
 
 
 def test_the_store_of_several_hosts_listens_at_the_address_that_was_found_alone() -> None:
-    questions = AgentQuestions()
-    try:
-        found = questions._listen({"addresses": ["127.0.0.2", "127.0.0.3"]})["ports"]
-        store = questions.take_listener(found["127.0.0.2"])
-        assert store is not None
-        with store, socket.socket() as other:
-            assert store.getsockname() == ("127.0.0.2", found["127.0.0.2"])
-            assert other.connect_ex(("127.0.0.3", found["127.0.0.3"])) != 0
-            assert other.connect_ex(("127.0.0.1", found["127.0.0.2"])) != 0
-    finally:
-        questions.close()
+    agent = AgentProcess(0, 1)
+    found = agent._listen(["127.0.0.2", "127.0.0.3"])
+    store = agent._take_listener("127.0.0.2")
+    assert store is not None
+    with store, socket.socket() as other:
+        assert store.getsockname() == ("127.0.0.2", found["127.0.0.2"])
+        assert other.connect_ex(("127.0.0.3", found["127.0.0.3"])) != 0
+        assert other.connect_ex(("127.0.0.1", found["127.0.0.2"])) != 0
 
 
 @needs_root

@@ -5,7 +5,7 @@
       | <------ ports ---------------------------|                  |
       | ------- reach these addresses and ports ------------------> | try_reach
       |                    <======= a connection to each address == |
-      | <------ Reach for each address ---------------------------- |
+      | <------ a Reach for each address -------------------------- |
     choose_address
 
 The kernel makes these connections; nobody accepts them. The socket at the address that is chosen
@@ -21,9 +21,9 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shoal.errors import UsageError
+from shoal.errors import LaunchError, UsageError
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 from shoal.platform.sockets import listen_at
 
@@ -36,12 +36,10 @@ class Reach(NamedTuple):
     """The outcome of one host's try to reach one address of the first host.
 
     Args:
-        address: that was tried.
         source: this host's own address on the way there; None where there is no way.
         problem: empty where there is none.
     """
 
-    address: str
     source: str | None
     problem: str
 
@@ -55,26 +53,24 @@ def listeners(addresses: Sequence[str]) -> dict[str, socket.socket]:
     return found
 
 
-def try_reach(ports: Mapping[str, int]) -> list[Reach]:
+def try_reach(ports: Mapping[str, int]) -> dict[str, Reach]:
     """Return for each address and port of the first host whether this host reaches it.
 
     All are tried at once. It takes about REACH_S at most.
     """
-    if not ports:
-        return []
-    with ThreadPoolExecutor(len(ports), "reach") as tries:
-        return list(tries.map(_try_address, ports, ports.values()))
+    with ThreadPoolExecutor(len(ports) or 1, "reach") as tries:
+        return dict(zip(ports, tries.map(_try_address, ports, ports.values()), strict=True))
 
 
 def _try_address(address: str, port: int) -> Reach:
     try:
         with socket.create_connection((address, port), REACH_S) as connection:
-            return Reach(address, str(connection.getsockname()[0]), "")
+            return Reach(str(connection.getsockname()[0]), "")
     except TimeoutError:
-        return Reach(address, None, "timed out")
+        return Reach(None, "timed out")
     except OSError as error:
         problem = os.strerror(error.errno) if error.errno else str(error)
-        return Reach(address, None, problem.lower())
+        return Reach(None, problem.lower())
 
 
 def local_addresses() -> tuple[HostAddress, ...]:
@@ -131,26 +127,25 @@ def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
 
 
 def choose_address(
-    first: str, candidates: Sequence[str], reports: Mapping[str, Sequence[Reach]]
-) -> str | list[str]:
-    """Return the first candidate that all hosts reach; else who cannot reach what.
+    first: str, ports: Mapping[str, int], reports: Mapping[str, Mapping[str, Sequence[Any]]]
+) -> str:
+    """Return the first address that all hosts reach.
 
     Args:
         first: the name of the first host.
-        candidates: its addresses at which it listens, the most promising first.
-        reports: the outcomes of each other host, by its name. Without other hosts the first
-            candidate is chosen.
+        ports: by the addresses at which it listens, the most promising first.
+        reports: the fields of each Reach of each other host, by its name and the address. Without
+            other hosts the first address is chosen.
+
+    Raises:
+        LaunchError: there is none; the message says who cannot reach what.
     """
-    problems = {
-        host: {one.address: one.problem for one in reaches if one.problem}
-        for host, reaches in reports.items()
-    }
-    for address in candidates:
-        if not any(address in unreached for unreached in problems.values()):
+    for address in ports:
+        if all(source for source, _ in (reaches[address] for reaches in reports.values())):
             return address
-    lines = []
-    for host, unreached in problems.items():
+    lines = ["The hosts cannot reach each other:"]
+    for host, reaches in reports.items():
+        unreached = [f"{address}: {text}" for address, (_, text) in reaches.items() if text]
         if unreached:
-            tried = "; ".join(f"{address}: {problem}" for address, problem in unreached.items())
-            lines.append(f"{host} cannot reach {first} ({tried}). {CURE}")
-    return lines
+            lines.append(f"{host} cannot reach {first} ({'; '.join(unreached)}). {CURE}")
+    raise LaunchError("\n  ".join(lines))

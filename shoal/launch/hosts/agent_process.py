@@ -13,7 +13,6 @@ import base64
 import contextlib
 import importlib
 import os
-import queue
 import secrets
 import socket
 import sys
@@ -23,17 +22,16 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any, NoReturn
 
 from shoal.errors import ShoalError
 from shoal.launch.failure import Failure
-from shoal.launch.hosts import agent_session
 from shoal.launch.hosts.addresses import listeners, try_reach
-from shoal.launch.hosts.agent_messages import MARKER, Message, encode, shortened
+from shoal.launch.hosts.agent_protocol import MARKER, PROTOCOL, Message, clock_s, shortened
 from shoal.launch.hosts.agent_session import AgentSession, Order
-from shoal.launch.hosts.host_facts import PROTOCOL, FactsRequest, collect_facts
-from shoal.launch.hosts.lease import clock_s
+from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.output import StreamName
 from shoal.launch.private_memory import hold_secret
 from shoal.launch.rank_monitor import SigstopDetector
@@ -92,8 +90,8 @@ class AgentProcess:
 
     def __init__(self, source: int, sink: int) -> None:
         self.session = AgentSession(clock_s())
-        self.questions = AgentQuestions()
         self.ranks: Ranks | None = None
+        self._listeners: dict[str, socket.socket] = {}
         self._source = source
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
@@ -101,6 +99,8 @@ class AgentProcess:
         self._sigstop = SigstopDetector(has_all=False)
         self._look_s = inf
         self._is_over = False
+        self._answers, self._answered = Pipe(duplex=False)
+        self._lock = threading.Lock()  # of the threads that answer questions
 
     def run(self) -> None:
         """Do what the driver says until it ends the run, or the lease ends."""
@@ -110,7 +110,8 @@ class AgentProcess:
             timeout_s = max(0.0, min(due_s, RETRY_S if self._unsent else POLL_S))
             for event in self._wait(timeout_s):
                 self._on_event(event)
-            for number, answer in self.questions.answers():
+            while self._answers.poll():
+                number, answer = self._answers.recv()
                 self.session.answer(number, **answer)
             self._obey(self._receive())
             self._obey(self.session.tick(clock_s()))
@@ -119,13 +120,10 @@ class AgentProcess:
     def close(self) -> None:
         """End everything that was started."""
         self._kill_ranks()
-        self.questions.close()
         kill_descendants(self.session.times.kill_s)
-        with contextlib.suppress(OSError):  # the connection may be gone, or full
-            os.write(self._sink, encode("bye"))
 
     def _wait(self, timeout_s: float) -> Sequence[RankEvent]:
-        sources: list[Any] = [self._source, self.questions]
+        sources: list[Any] = [self._source, self._answers]
         if self.ranks is None:
             wait(sources, timeout_s)
             return []
@@ -160,27 +158,60 @@ class AgentProcess:
     def _obey(self, orders: Sequence[Order]) -> None:
         for order in orders:
             match order:
-                case agent_session.Specified(message):
-                    self._specify(message)
-                case agent_session.Asked({"question": "prepare", "number": number}):
-                    self._prepare(number)
-                case agent_session.Asked({"question": "look", "number": number}):
-                    look = [] if self.ranks is None else sent_look(self.ranks)
-                    self.session.answer(number, look=look)
-                case agent_session.Asked({"question": "stacks", "number": number, "rank": rank}):
-                    self.questions.answer_later(number, partial(_stacks, self.ranks, rank))
-                case agent_session.Asked(message):
-                    self.questions.ask(message)
-                case agent_session.StartRanks(message):
-                    self._start(message)
-                case agent_session.SignalRank(rank, number, to_group):
-                    self._signal(rank, number, to_group)
-                case agent_session.KillRanks():
+                case {"do": "spec"}:
+                    self._specify(order)
+                case {"do": "ask", "number": number}:
+                    task = number, self._answering(order)
+                    threading.Thread(target=self._answer, args=task, daemon=True).start()
+                case {"do": "start"}:
+                    self._start(order)
+                case {"do": "signal", "rank": rank, "signal": signal}:
+                    self._signal(rank, signal)
+                case {"do": "kill"}:
                     self._kill_ranks()
                     self.session.stopped()
-                case agent_session.EndAgent(reason):
+                case {"do": "end", "reason": reason}:
                     print(f"shoal agent: {reason}", file=sys.stderr)
                     self._is_over = True
+
+    def _answer(self, number: int, find: Callable[[], Answer]) -> None:
+        try:
+            answer = find()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the driver must see it
+            answer = {"problem": f"{type(error).__name__}: {error}"}
+        with self._lock:
+            self._answered.send((number, answer))
+
+    def _answering(self, question: Message) -> Callable[[], Answer]:
+        """Begin to answer a question. Return what a thread does for it, as it may take long."""
+        match question["question"]:
+            case "prepare":  # imports what ranks need in the fork server
+                context = prepare(self._work["preload"])
+                ports = self._listen(question["addresses"])
+                return partial(_prepared, context, ports)
+            case "reach":
+                return lambda: {"reached": try_reach(question["ports"])}
+            case "look":
+                look = [] if self.ranks is None else sent_look(self.ranks)
+                return lambda: {"look": look}
+            case "stacks":
+                ranks, rank = self.ranks, question["rank"]
+                return lambda: {"text": shortened(ranks.stacks(rank)) if ranks is not None else ""}
+        return lambda: {"value": imported(question["function"])(*question["arguments"])}
+
+    def _listen(self, addresses: Sequence[str]) -> dict[str, int]:
+        """Listen at addresses of this host; return their ports. One is for the ranks' store."""
+        self._take_listener("")
+        self._listeners = listeners(addresses)
+        return {address: int(one.getsockname()[1]) for address, one in self._listeners.items()}
+
+    def _take_listener(self, address: str) -> socket.socket | None:
+        """Return the socket at this address, if it is here; close all others."""
+        chosen = self._listeners.pop(address, None)
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+        return chosen
 
     def _specify(self, message: Message) -> None:
         os.environ.update(message["variables"])
@@ -195,14 +226,9 @@ class AgentProcess:
         self._work = message["work"]
         self.session.hello(collect_facts(request).to_json(), clock_s())
 
-    def _prepare(self, number: int) -> None:
-        """Import in the fork server what ranks need; answer when it is done."""
-        context = prepare(self._work["preload"])
-        self.questions.answer_later(number, partial(wait_for_imports, context))
-
     def _start(self, message: Message) -> None:
-        """Start this host's ranks of an epoch."""
-        listener = self.questions.take_listener(int(message["port"]))
+        """Start this host's ranks."""
+        listener = self._take_listener(message["address"])
         share = HostShare(
             first_rank=int(message["first"]),
             world=int(message["world"]),
@@ -256,16 +282,21 @@ class AgentProcess:
                     is_loss=event.is_loss,
                 )
 
-    def _signal(self, rank: int, number: int, to_group: bool) -> None:
+    def _signal(self, rank: int, number: int) -> None:
         for process in self.ranks.alive if self.ranks is not None else ():
             if process.number == rank:
-                (process.signal_group if to_group else process.signal)(number)
+                process.signal(number)
 
     def _kill_ranks(self) -> None:
         if self.ranks is not None:
             self.ranks.kill()
         self.ranks = None
         self._look_s = inf
+
+
+def _prepared(context: ForkServerContext, ports: dict[str, int]) -> Answer:
+    wait_for_imports(context)
+    return {"ports": ports}
 
 
 def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
@@ -278,93 +309,8 @@ def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
     ]
 
 
-def _stacks(ranks: Ranks | None, rank: int) -> dict[str, str]:
-    return {"text": "" if ranks is None else shortened(ranks.stacks(rank))}
-
-
-class AgentQuestions:
-    """Answers questions, each in a thread of its own."""
-
-    def __init__(self) -> None:
-        self._listeners: dict[int, socket.socket] = {}
-        self._answers: queue.SimpleQueue[tuple[int, Answer]] = queue.SimpleQueue()
-        self._woken, self._waker = socket.socketpair()
-        self._woken.setblocking(False)
-        self._kinds: dict[str, Callable[[Message], Answer]] = {
-            "listen": self._listen,
-            "reach": _try_reach,
-            "call": _call,
-        }
-
-    def fileno(self) -> int:
-        """Return a descriptor that can be read once an answer is there."""
-        return self._woken.fileno()
-
-    def ask(self, message: Message) -> None:
-        """Begin to answer a question."""
-        kind = self._kinds.get(message["question"], _unknown)
-        self.answer_later(int(message["number"]), partial(kind, message))
-
-    def answer_later(self, number: int, find: Callable[[], Answer | None]) -> None:
-        """Call `find` in a thread; it returns the answer to the question `number`."""
-        threading.Thread(target=self._answer, args=(number, find), daemon=True).start()
-
-    def answers(self) -> list[tuple[int, Answer]]:
-        """Return the answers that are there, with the numbers of their questions."""
-        with contextlib.suppress(BlockingIOError):
-            self._woken.recv(4096)
-        found = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._answers.get_nowait())
-        return found
-
-    def take_listener(self, port: int) -> socket.socket | None:
-        """Return the socket at `port`, for the store of ranks, if it is here; close all others."""
-        chosen = self._listeners.pop(port, None)
-        for listener in self._listeners.values():
-            listener.close()
-        self._listeners.clear()
-        return chosen
-
-    def close(self) -> None:
-        """Close all sockets."""
-        self.take_listener(0)
-        self._woken.close()
-        self._waker.close()
-
-    def _answer(self, number: int, find: Callable[[], Answer | None]) -> None:
-        try:
-            answer = find() or {}
-        except Exception as error:  # noqa: BLE001 - whatever it is, the driver must see it
-            answer = {"problem": f"{type(error).__name__}: {error}"}
-        self._answers.put((number, answer))
-        with contextlib.suppress(OSError):
-            self._waker.send(b".")
-
-    def _listen(self, message: Message) -> Answer:
-        self.take_listener(0)
-        ports = {}
-        for address, listener in listeners(message["addresses"]).items():
-            ports[address] = int(listener.getsockname()[1])
-            self._listeners[ports[address]] = listener
-        return {"ports": ports}
-
-
-def _try_reach(message: Message) -> Answer:
-    return {"found": try_reach(message["ports"])}
-
-
-def _call(message: Message) -> Answer:
-    return {"value": imported(message["function"])(*message["arguments"])}
-
-
 def imported(name: str) -> Callable[..., Any]:
     """Return the function `module:function`."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
-
-
-def _unknown(message: Message) -> Answer:
-    return {"problem": f"this agent knows no question '{message['question']}'."}

@@ -1,40 +1,23 @@
 """The driver's side of the protocol, without connections, processes and clocks.
 
-    start(e) on every host ──> running ── kill(e), or the ranks end ──> "stopped e" from each host,
-                                                                        or its lease is over
-                                          └── only then: start(e + 1) <──┘
+    "start" on every host ──> running ── "kill" ──> "stopped" from each host, or its lease is over
+                                 ^──────────────────────────────────────────────────────┘
 
 The driver alone decides. A host whose agent has gone may still run ranks, until the lease of that
-agent is over; `clear_at_s` says when. So no rank of one epoch meets one of the next.
+agent is over; `clear_at_s` says when. So no rank of one start meets one of the next. Messages need
+no number of their start: a connection keeps their order, and a host starts after its "stopped".
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from shoal.errors import WireError
-from shoal.launch.hosts.agent_messages import Message, MessageReader, encode
-from shoal.launch.hosts.lease import LeaseTimes
-
-NUMBER = (int, float)
-FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
-    "beat": {"n": (int,)},
-    "hello": {"facts": (dict,)},
-    "answer": {"number": (int,)},
-    "out": {"rank": (int,), "stream": (str,), "text": (str,)},
-    "dropped": {"lines": (int,)},
-    "ended": {"rank": (int,), "code": (int,)},
-    "failed": {
-        **{"rank": (int,), "age_s": NUMBER, "headline": (str,), "text": (str,)},
-        **{"is_secondary": (bool,), "code": (int,), "is_loss": (bool,)},
-    },
-    "refused": {"reason": (str,)},
-}
-"""The fields of an agent's messages that are read without a further look, and their types."""
+from shoal.launch.hosts.agent_protocol import LeaseTimes, Message, MessageReader, encode
 
 
 @dataclass(frozen=True)
@@ -64,13 +47,13 @@ class HostState:
         is_connected: an agent has spoken, and its connection has not ended.
         is_ready: it has told its facts; its lease runs. No rank may start before.
         heard_s: when its last heartbeat was received.
-        epoch: of the ranks that it may run; 0 for none.
+        may_run: ranks were started there, and may be alive.
     """
 
     is_connected: bool = False
     is_ready: bool = False
     heard_s: float = -inf
-    epoch: int = 0
+    may_run: bool = False
     reader: MessageReader = field(default_factory=MessageReader)
     outgoing: deque[bytes] = field(default_factory=deque)
 
@@ -81,14 +64,10 @@ class DriverSession:
     Args:
         hosts: the number of hosts.
         times: of the lease.
-
-    Attributes:
-        epoch: of the last start; 0 before the first.
     """
 
     def __init__(self, hosts: int, times: LeaseTimes) -> None:
         self.times = times
-        self.epoch = 0
         self.states = [HostState() for _ in range(hosts)]
 
     def connected(self, host: int, now_s: float, **specification: Any) -> None:
@@ -99,7 +78,7 @@ class DriverSession:
         assert self.clear_at_s(host) <= now_s, "ranks of an earlier agent may live"
         self.states[host] = HostState(is_connected=True, heard_s=now_s)
         times = {"lease_s": self.times.lease_s, "kill_s": self.times.kill_s}
-        self._send(host, "spec", **times, **specification)
+        self.send(host, "spec", **times, **specification)
 
     def received(self, host: int, data: bytes, now_s: float) -> list[DriverEvent]:
         """Take bytes of an agent, empty at the end of its connection."""
@@ -112,10 +91,8 @@ class DriverSession:
         try:
             for message in state.reader.feed(data):
                 events += self._on_message(host, message, now_s)
-        except WireError as error:
-            return [*events, *self.disconnected(host, f"it sent what no agent sends: {error}")]
-        except (KeyError, TypeError, ValueError) as error:
-            return [*events, *self.disconnected(host, f"it sent a malformed message: {error!r}")]
+        except (WireError, KeyError) as error:
+            return [*events, *self.disconnected(host, f"it sent what no agent sends: {error!r}")]
         return events
 
     def disconnected(self, host: int, reason: str) -> list[DriverEvent]:
@@ -130,10 +107,8 @@ class DriverSession:
         """Find hosts that have been silent for too long."""
         events: list[DriverEvent] = []
         for host, state in enumerate(self.states):
-            if not state.is_connected:
-                continue
             silence_s = now_s - state.heard_s
-            if silence_s >= self.times.lost_s:
+            if state.is_connected and silence_s >= self.times.lost_s:
                 events += self.disconnected(host, f"no word for {silence_s:.1f} s")
         return events
 
@@ -146,44 +121,33 @@ class DriverSession:
     def clear_at_s(self, host: int) -> float:
         """Return when the host surely runs no ranks: -inf now, inf while nobody can say it."""
         state = self.states[host]
-        if not state.epoch:
+        if not state.may_run:
             return -inf
         return inf if state.is_connected else state.heard_s + self.times.lost_s
 
-    def start(self, starts: Sequence[tuple[int, dict[str, Any]]], now_s: float) -> int:
-        """Start ranks on hosts as the next epoch, and return its number.
+    def start(self, starts: Sequence[tuple[int, dict[str, Any]]], now_s: float) -> None:
+        """Start ranks on hosts.
 
         Args:
             starts: each host with the rest of its message.
         """
         for host, state in enumerate(self.states):
-            assert self.clear_at_s(host) <= now_s, "ranks of an earlier epoch may live"
-            state.epoch = 0
-        self.epoch += 1
+            assert self.clear_at_s(host) <= now_s, "ranks of an earlier start may live"
+            state.may_run = False
         for host, values in starts:
             assert self.states[host].is_ready
-            self.states[host].epoch = self.epoch
-            self._send(host, "start", epoch=self.epoch, **values)
-        return self.epoch
-
-    def signal(self, host: int, rank: int, number: int, to_group: bool) -> None:
-        """Send a signal to a rank of the present epoch."""
-        if self._runs(host):
-            values = {"rank": rank, "signal": number, "group": to_group}
-            self._send(host, "signal", epoch=self.epoch, **values)
+            self.states[host].may_run = True
+            self.send(host, "start", **values)
 
     def kill(self, host: int) -> None:
-        """Kill all ranks of the present epoch on one host; "stopped" follows."""
-        if self._runs(host):
-            self._send(host, "kill", epoch=self.epoch)
+        """Kill all ranks of one host; "stopped" follows."""
+        if self.states[host].may_run:
+            self.send(host, "kill")
 
-    def ask(self, host: int, number: int, **question: Any) -> None:
-        """Ask an agent about its host; its answer has the same number."""
-        self._send(host, "ask", number=number, **question)
-
-    def bye(self, host: int) -> None:
-        """End an agent."""
-        self._send(host, "bye")
+    def send(self, host: int, do: str, **values: Any) -> None:
+        """Send a message to an agent, if it is connected: `signal` for a rank, `ask` a question."""
+        if self.states[host].is_connected:
+            self.states[host].outgoing.append(encode(do, **values))
 
     def to_send(self, host: int) -> bytes:
         """Return the lines for one agent, and forget them."""
@@ -192,33 +156,15 @@ class DriverSession:
         outgoing.clear()
         return lines
 
-    def _runs(self, host: int) -> bool:
-        state = self.states[host]
-        return state.is_connected and state.epoch == self.epoch != 0
-
-    def _send(self, host: int, do: str, **values: Any) -> None:
-        if self.states[host].is_connected:
-            self.states[host].outgoing.append(encode(do, **values))
-
     def _on_message(self, host: int, message: Message, now_s: float) -> list[DriverEvent]:
         state = self.states[host]
-        _check_fields(message)
-        if message["do"] == "beat":
-            state.heard_s = now_s
-            self._send(host, "ok", n=int(message["n"]))
-            return []
-        if message["do"] == "hello":  # the agent's lease begins with it
-            state.heard_s, state.is_ready = now_s, True
-        epoch = message.get("epoch")
-        if epoch is not None and epoch != state.epoch:
-            return []
-        if message["do"] in ("stopped", "refused"):
-            state.epoch = 0
+        match message["do"]:
+            case "beat":
+                state.heard_s = now_s
+                self.send(host, "ok", at=message["at"])
+                return []
+            case "hello":  # the agent's lease begins with it
+                state.heard_s, state.is_ready = now_s, True
+            case "stopped":
+                state.may_run = False
         return [HostSpoke(host, message)]
-
-
-def _check_fields(message: Message) -> None:
-    """Raise KeyError or ValueError for a message without its fields."""
-    for name, types in FIELDS.get(message["do"], {}).items():
-        if type(message[name]) not in types:
-            raise ValueError(f"'{message['do']}' with {name} = {message[name]!r:.80}")

@@ -9,12 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import LaunchError
-from shoal.launch.hosts.addresses import Reach, candidate_addresses, choose_address
+from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 ANSWER_S = 15.0
+PREPARE_S = 300.0
+"""For the import of torch on the slowest host."""
 LOOPBACK = "127.0.0.1"
 
 Checked = Sequence[tuple[SshHost, HostFacts]]
@@ -52,7 +54,7 @@ def _known(connections: HostConnections) -> Checked:
 
 
 def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequence[int]) -> Meeting:
-    """Return the address of the first of `hosts` at which all others reach it.
+    """Prepare hosts for ranks; return the address of the first at which all others reach it.
 
     Args: choice: the user's, of the first host of the list, which may be lost by now.
 
@@ -67,25 +69,21 @@ def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequen
         candidates = candidate_addresses(
             facts.addresses, facts.ssh_address, choice if first == 0 else None
         )
-    listen = {"question": "listen", "addresses": candidates}
-    ports = connections.ask({first: listen}, ANSWER_S)[first]["ports"]
+    prepare = {
+        host: {"question": "prepare", "addresses": candidates if host == first else []}
+        for host in hosts
+    }
+    ports = connections.ask(prepare, PREPARE_S)[first]["ports"]
     if not ports:
         listed = ", ".join(candidates)
         raise LaunchError(f"host {connections.name(first)}: it cannot listen at {listed}.")
     reach = {"question": "reach", "ports": ports}
     answers = connections.ask(dict.fromkeys(others, reach), ANSWER_S)
-    found = {
-        host: [Reach(*outcome) for outcome in answer["found"]] for host, answer in answers.items()
-    }
-    reports = {connections.name(host): reaches for host, reaches in found.items()}
-    address = choose_address(connections.name(first), list(ports), reports)
-    if not isinstance(address, str):
-        raise LaunchError("\n  ".join(["The hosts cannot reach each other:", *address]))
-    sources = {first: address}
-    for host, reaches in found.items():
-        source = next(reach.source for reach in reaches if reach.address == address)
-        sources[host] = source or address
-    return Meeting(address, ports[address], sources)
+    reached = {host: answer["reached"] for host, answer in answers.items()}
+    reports = {connections.name(host): reaches for host, reaches in reached.items()}
+    address = choose_address(connections.name(first), ports, reports)
+    sources = {host: reaches[address][0] for host, reaches in reached.items()}
+    return Meeting(address, ports[address], {first: address, **sources})
 
 
 def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str]:

@@ -11,15 +11,14 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from shoal.errors import LaunchError, printable
-from shoal.launch.hosts.agent_messages import Message
+from shoal.launch.hosts.agent_protocol import PROTOCOL, Message, clock_s, lease_times
 from shoal.launch.hosts.driver_session import (
     DriverEvent,
     DriverSession,
     HostLost,
     HostSpoke,
 )
-from shoal.launch.hosts.host_facts import PROTOCOL, HostFacts
-from shoal.launch.hosts.lease import clock_s, lease_times
+from shoal.launch.hosts.host_facts import HostFacts
 from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.ssh_client import SshClient, agent_command, describe_ssh_failure
 from shoal.launch.hosts.ssh_hosts import SshHost
@@ -82,7 +81,7 @@ class HostConnections:
         return [host for host in sorted(self.facts) if self.session.states[host].is_connected]
 
     def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[DriverEvent]:
-        """Send and receive for at most `timeout_s`; return events of epochs and lost hosts.
+        """Send and receive for at most `timeout_s`; return events of ranks and lost hosts.
 
         It returns earlier with an event, and when one of `sources` can be read.
 
@@ -100,7 +99,13 @@ class HostConnections:
         events += self.session.tick(clock_s())
         if self.printer.error is not None:
             raise self.printer.error
-        found = [event for event in events if self._is_for_others(event)]
+        found: list[DriverEvent] = []
+        for event in events:
+            try:
+                found += [event] if self._is_for_others(event) else []
+            except (KeyError, TypeError, ValueError) as error:
+                reason = f"it sent a malformed message: {error!r}"
+                found += self.session.disconnected(event.host, reason)
         self._send()
         return found
 
@@ -142,7 +147,7 @@ class HostConnections:
     def post(self, host: int, question: Mapping[str, Any]) -> int:
         """Send a question to a host, and return its number for `take_answer`."""
         number = next(self._questions)
-        self.session.ask(host, number, **question)
+        self.session.send(host, "ask", number=number, **question)
         return number
 
     def take_answer(self, number: int) -> Message | None:
@@ -176,8 +181,6 @@ class HostConnections:
 
     def close(self) -> None:
         """End all agents and their clients, and print what has come from them."""
-        for host in self._clients:
-            self.session.bye(host)
         self._send()
         for client in self._clients.values():
             client.close_input()
@@ -209,17 +212,15 @@ class HostConnections:
     def _is_for_others(self, event: DriverEvent) -> bool:
         """Return False for an event that is dealt with here."""
         match event:
-            case HostSpoke(host, {"do": "hello", "facts": facts}):
-                self._note_facts(host, facts)
-            case HostSpoke(_, {"do": "answer", "number": number} as message):
-                self._answers[number] = message
+            case HostSpoke(host, {"do": "hello"} as message):
+                self._note_facts(host, message["facts"])
+            case HostSpoke(_, {"do": "answer"} as message):
+                self._answers[message["number"]] = message
             case HostSpoke(host, {"do": "out"} as message):
                 rank, text = int(message["rank"]), str(message["text"])
                 self.printer.put(self.name(host), rank, str(message["stream"]), text)
-            case HostSpoke(_, {"do": "dropped", "lines": lines}):
-                self.printer.note_dropped(int(lines))
-            case HostSpoke(_, {"do": "bye"}):
-                pass
+            case HostSpoke(_, {"do": "dropped"} as message):
+                self.printer.note_dropped(int(message["lines"]))
             case _:
                 return True
         return False

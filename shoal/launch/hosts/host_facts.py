@@ -22,8 +22,6 @@ from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import boot_id
 
-PROTOCOL = 4
-"""Version of the messages between driver and agent; it must be equal on both sides."""
 DIGEST_LETTERS = 16
 PACKAGE = Path(__file__).parents[2]
 

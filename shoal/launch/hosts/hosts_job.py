@@ -7,14 +7,14 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from socket import socket
 from typing import Any
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
+from shoal.launch.hosts.agent_protocol import clock_s
 from shoal.launch.hosts.host_checks import (
     ANSWER_S,
     Meeting,
@@ -24,7 +24,6 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.lease import clock_s
 from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
@@ -33,11 +32,8 @@ from shoal.launch.output import Output, print_note
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import ResumableJob, run_with_restarts
-from shoal.launch.supervise import Supervision, caught
 from shoal.watchdog.hang_limit import limit_of_ranks
 
-PREPARE_S = 300.0
-"""For the import of torch on the slowest host."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
 """Waits before each try to connect to a lost host again."""
 
@@ -172,13 +168,36 @@ class HostsJob(ResumableJob):
         step: int | None = self.connections.ask({first: question}, ANSWER_S)[first]["value"]
         return step
 
-    def start(self, processes: int) -> RemoteRanks:
-        return self._start(processes, again=False)
-
-    def restart(self, processes: int) -> RemoteRanks:
+    def start(self, processes: int, again: bool) -> RemoteRanks:
         if processes != self._found:  # `shoal scale`
             self._wanted = self._found = processes
-        return self._start(processes, again=True)
+        slots = self._slots()
+        if processes > sum(slots.values()):
+            raise LaunchError(
+                f"{processes} processes cannot start: the hosts that are left have room for "
+                f"{sum(slots.values())}. Start the same command again once all hosts are there."
+            )
+        placement = placed(slots, processes)
+        members = [share.host for share in placement]
+        meeting = find_meeting(self.connections, self.options.address, members)
+        starts: list[tuple[int, dict[str, Any]]] = [
+            (
+                share.host,
+                {
+                    "first": share.first,
+                    "count": share.count,
+                    "world": processes,
+                    "address": meeting.address,
+                    "port": meeting.port,
+                    "again": again,
+                    "variables": self._variables(share.host, meeting),
+                },
+            )
+            for share in placement
+        ]
+        self.connections.session.start(starts, clock_s())
+        limit_s = limit_of_ranks(self.work.environment)
+        return RemoteRanks(self.connections, placement, limit_s)
 
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
@@ -231,41 +250,6 @@ class HostsJob(ResumableJob):
         print_note(f"the run goes on without {left}")
         return True
 
-    def _start(self, processes: int, again: bool) -> RemoteRanks:
-        """Start the ranks of the next epoch.
-
-        Raises:
-            LaunchError: a host does not answer, or the hosts do not reach each other.
-        """
-        slots = self._slots()
-        if processes > sum(slots.values()):
-            raise LaunchError(
-                f"{processes} processes cannot start: the hosts that are left have room for "
-                f"{sum(slots.values())}. Start the same command again once all hosts are there."
-            )
-        placement = placed(slots, processes)
-        members = [share.host for share in placement]
-        self.connections.ask({host: {"question": "prepare"} for host in members}, PREPARE_S)
-        meeting = find_meeting(self.connections, self.options.address, members)
-        starts: list[tuple[int, dict[str, Any]]] = [
-            (
-                share.host,
-                {
-                    "first": share.first,
-                    "count": share.count,
-                    "world": processes,
-                    "address": meeting.address,
-                    "port": meeting.port,
-                    "again": again,
-                    "variables": self._variables(share.host, meeting),
-                },
-            )
-            for share in placement
-        ]
-        self.connections.session.start(starts, clock_s())
-        limit_s = limit_of_ranks(self.work.environment)
-        return RemoteRanks(self.connections, placement, limit_s)
-
     def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
         """Return the variables by which ranks of a host find their network."""
         address = meeting.sources[host]
@@ -284,8 +268,15 @@ class HostsJob(ResumableJob):
         return variables
 
 
-def run_on_hosts(options: HostsOptions, work: RemoteWork, grace_s: float = 60.0) -> int:
-    """Run `work` once on all hosts, and wait for its end. Main thread only.
+def run_on_hosts(
+    options: HostsOptions,
+    work: RemoteWork,
+    control: ControlServer | None = None,
+    restarts: int = 0,
+) -> int:
+    """Run `work` on all hosts to its end. Main thread only.
+
+    Args: control, restarts: as for `run_with_restarts`.
 
     Returns:
         The exit code, as `shoal.launch.local.run`.
@@ -294,37 +285,13 @@ def run_on_hosts(options: HostsOptions, work: RemoteWork, grace_s: float = 60.0)
         LaunchError: the hosts cannot be used; the message has all their problems.
         UsageError: an option, the ssh client or the name of a host cannot be used.
     """
-    try:
-        with (
-            _connected(options, work) as job,
-            caught() as signals,
-            job.start(options.processes) as ranks,
-        ):
-            return Supervision(ranks, grace_s).run(signals)
-    except KeyboardInterrupt:  # before signals are caught
-        return EXIT_INTERRUPTED
-
-
-def run_on_hosts_with_restarts(
-    options: HostsOptions, work: RemoteWork, control: ControlServer, restarts: int
-) -> int:
-    """Run `work` on all hosts to its end, again from where it was saved after a loss.
-
-    Returns, raises: as `run_on_hosts`.
-    """
-    try:
-        with _connected(options, work) as job:
-            return run_with_restarts(job, options.processes, control, restarts)
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
-
-
-@contextmanager
-def _connected(options: HostsOptions, work: RemoteWork) -> Iterator[HostsJob]:
     secret = new_secret()
     specification = work.specification(options.variables, secret)
     printer = LinePrinter(work.output)
-    with HostConnections(options.hosts, options.python, specification, printer) as connections:
-        job = HostsJob(connections, options, work, secret)
-        job.connect()
-        yield job
+    try:
+        with HostConnections(options.hosts, options.python, specification, printer) as connections:
+            job = HostsJob(connections, options, work, secret)
+            job.connect()
+            return run_with_restarts(job, options.processes, control, restarts)
+    except KeyboardInterrupt:  # before signals are caught
+        return EXIT_INTERRUPTED

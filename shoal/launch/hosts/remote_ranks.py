@@ -15,10 +15,9 @@ from math import inf
 from typing import Any
 
 from shoal.launch.failure import Failure
-from shoal.launch.hosts.agent_messages import Message
-from shoal.launch.hosts.driver_session import DriverEvent, HostLost, HostSpoke
+from shoal.launch.hosts.agent_protocol import Message, clock_s
+from shoal.launch.hosts.driver_session import DriverEvent, HostLost
 from shoal.launch.hosts.host_connections import HostConnections
-from shoal.launch.hosts.lease import clock_s
 from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
 from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
 from shoal.watchdog.progress_writer import now_ns
@@ -31,7 +30,7 @@ STACKS_S = 4.0
 
 @dataclass(frozen=True)
 class HostRanks:
-    """The ranks of one host in an epoch.
+    """The ranks of one host.
 
     Args:
         host: its number.
@@ -73,19 +72,14 @@ class RemoteRank:
     def signal(self, number: int) -> None:
         """Send a signal to the rank's own process, not to its children."""
         if self.is_alive:
-            self._session.signal(self.host, self.number, number, to_group=False)
-
-    def signal_group(self, number: int) -> None:
-        """Send a signal to the rank and to all processes that it started."""
-        if self.is_alive:
-            self._session.signal(self.host, self.number, number, to_group=True)
+            self._session.send(self.host, "signal", rank=self.number, signal=number)
 
 
 class RemoteRanks(RankSet[RemoteRank]):
-    """All ranks of one epoch.
+    """All ranks of one start.
 
     Args:
-        connections: the epoch has been started on it.
+        connections: the ranks have been started on it.
         placement: the ranks of each host, by rank.
         hang_limit_s: as in RankSet.
     """
@@ -203,21 +197,19 @@ class RemoteRanks(RankSet[RemoteRank]):
         self.connections.printer.flush()
 
     def _rank_events(self, event: DriverEvent) -> list[RankEvent]:
-        match event:
-            case HostLost(host, reason):
-                return self._on_lost(host, reason)
-            case HostSpoke(host, {"do": "ended" | "failed", "rank": rank}) if (
-                rank not in self._ranks_of.get(host, ())
-            ):
-                return self._on_lost(host, f"its agent told of rank {rank}, which it has not")
-            case HostSpoke(_, {"do": "ended", "rank": rank, "code": code}):
-                self.all[rank].is_alive = False
-                return [RankExited(rank, code)]
-            case HostSpoke(_, {"do": "failed"} as message):
-                return [_failure(message)]
-            case HostSpoke(host, {"do": "refused", "reason": reason}):
-                return self._on_lost(host, f"its agent refused to start ranks: {reason}")
-        return []
+        if isinstance(event, HostLost):
+            return self._on_lost(event.host, event.reason)
+        if event.message["do"] not in ("ended", "failed"):
+            return []
+        try:
+            found = _rank_event(event.message)
+            if found.rank not in self._ranks_of.get(event.host, ()):
+                raise ValueError(f"rank {found.rank} is none of this host")
+        except (KeyError, TypeError, ValueError) as error:
+            return self._on_lost(event.host, f"its agent sent a malformed message: {error!r}")
+        if isinstance(found, RankExited):
+            self.all[found.rank].is_alive = False
+        return [found]
 
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
         """Return the failure of the first live rank of a lost host."""
@@ -237,7 +229,9 @@ class RemoteRanks(RankSet[RemoteRank]):
         return [failure]
 
 
-def _failure(message: Message) -> Failure:
+def _rank_event(message: Message) -> RankExited | Failure:
+    if message["do"] == "ended":
+        return RankExited(int(message["rank"]), int(message["code"]))
     return Failure(
         rank=int(message["rank"]),
         time_s=time.monotonic() - float(message["age_s"]),

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from shoal.errors import UsageError, printable
-from shoal.launch.hosts.agent_messages import MARKER
+from shoal.launch.hosts.agent_protocol import MARKER
 
 MOST_NOISE_BYTES = 1 << 16
 KEPT_LINES = 20

@@ -1,25 +1,40 @@
-"""Messages between a driver and an agent: one JSON object a line, with the kind under "do".
+"""Messages between a driver and an agent, and the times that follow from one lease.
 
-Text of ranks need not be Unicode, so what cannot be encoded is written out. Unknown keys are
-ignored, which lets both sides grow; an unknown kind is an error, for nobody would answer it.
+A message is one JSON object a line, with the kind under "do". Text of ranks need not be Unicode, so
+what cannot be encoded is written out. Unknown keys are ignored, which lets both sides grow; an
+unknown kind is an error, for nobody would answer it.
+
+    agent   heartbeat sent at a ───────────────────> driver   received at d, answers "ok a"
+            "ok a": the lease runs until a + L                none after it: the host counts as
+            past it: end everything, K s at most              stopped at d + L + K
+
+The agent counts from its own sending. As a lies before d, the agent has ended its ranks before the
+driver starts new ones, however the two clocks are set; only their rates matter, and K has room for
+these.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import WireError
 
 Message = Mapping[str, Any]
 
+PROTOCOL = 5
+"""Version of the messages; it must be equal on both sides."""
+MARKER = "SHOAL-AGENT"
+"""The agent's first line is this word, PROTOCOL, and a random number."""
 MAX_LINE_BYTES = 1 << 22
 """The longest is a look at the ranks of a host, about 1 KB each."""
-MARKER = "SHOAL-AGENT"
-"""The agent's first line is this word, the version of the protocol, and a random number."""
 MAX_TEXT = 8_000
 """The most characters of output or of a traceback in one message."""
+LEASE_VARIABLE = "SHOAL_HOSTS_LEASE"
 
 
 def encode(do: str, **values: Any) -> bytes:
@@ -72,3 +87,36 @@ def shortened(text: str) -> str:
         return text
     head = MAX_TEXT // 4
     return f"{text[:head]}\n... (shortened) ...\n{text[-(MAX_TEXT - head - 30) :]}"
+
+
+def clock_s() -> float:
+    """Return seconds since the system's start, sleep included: a lease ends while a host sleeps."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclass(frozen=True)
+class LeaseTimes:
+    """The times of one run.
+
+    Args:
+        lease_s: L.
+        kill_s: K, the time in which an agent ends all that it has started.
+    """
+
+    lease_s: float = 6.0
+    kill_s: float = 2.0
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats; three in a row may be lost."""
+        return self.lease_s / 4
+
+    @property
+    def lost_s(self) -> float:
+        """Seconds without a heartbeat after which no rank of the host is alive."""
+        return self.lease_s + self.kill_s
+
+
+def lease_times() -> LeaseTimes:
+    """Return the times of this run; tests shorten the lease by a variable."""
+    return LeaseTimes(float(os.environ.get(LEASE_VARIABLE, LeaseTimes.lease_s)))
