@@ -68,12 +68,12 @@ def arguments(
 
 def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add --allreduce; `more` ends its help."""
-    from shoal.comm.algorithms.algorithm_names import CHOICES, NAMES
+    from shoal.comm.algorithms.algorithm_names import NAMES
 
     help = (
         f"algorithm of ddp: {', '.join(NAMES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
     )
-    parser.add_argument("--allreduce", choices=CHOICES, metavar="ALGORITHM", help=help)
+    parser.add_argument("--allreduce", choices=NAMES, metavar="ALGORITHM", help=help)
 
 
 def hang_limit_argument(parser: argparse.ArgumentParser, effect: str) -> None:

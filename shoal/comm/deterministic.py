@@ -5,13 +5,14 @@ depends on the element's position in its bucket (seen with Gloo on torch 2.13). 
 its buckets again in its first step, and would differ from the uninterrupted run. Here every element
 is summed in the order of ranks:
 
-      rank 0   a0 b0 c0   [1] all-to-all   a0 a1 a2   [2] sum    A   [3] all-gather   A B C
+      rank 0   a0 b0 c0       all-to-all   a0 a1 a2       sum    A       all-gather   A B C
       rank 1   a1 b1 c1       ─────────>   b0 b1 b2   ──────>    B       ─────────>   A B C
       rank 2   a2 b2 c2     chunk i to i   c0 c1 c2   in order   C                    A B C
 
 Each rank sends 2(n-1)/n of the buffer, as in a ring. Over Gloo both exchanges are cut into slices
 that overlap (pairwise_exchange.py), with the same bits in the time of a ring. The
-backend "shoal" always adds in the order of ranks, so there this is a plain all-reduce."""
+backend "shoal" always adds in the order of ranks, so there this is a plain all-reduce; on a GPU the
+order is left to NCCL."""
 
 # No `from __future__ import annotations` here: DistributedDataParallel compares the hook's
 # annotations with types, and that import would make them strings.
@@ -25,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm import pairwise_exchange
 from shoal.comm.axis import Axis
-from shoal.comm.equal_chunks import all_gather, all_to_all, gloo_group
+from shoal.comm.equal_chunks import gloo_group
 from shoal.platform.torch_private.c10d import GradBucket
 from shoal.shm_backend.group import ShoalGroup
 
@@ -44,17 +45,8 @@ def rank_order_mean(tensor: Tensor, group: dist.ProcessGroup | None = None) -> T
         if flat.data_ptr() != tensor.data_ptr():  # `reshape` has made a copy
             tensor.copy_(flat.view_as(tensor))
         return tensor
-    ranks = dist.get_world_size(group)
-    flat = tensor.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % ranks))
-    columns = torch.empty_like(padded)
-    all_to_all(columns, padded, group)  # [1]
-    first, *later = columns.view(ranks, -1)
-    chunk_sum = first.clone()
-    for term in later:  # [2]
-        chunk_sum += term
-    all_gather(padded, chunk_sum / ranks, group)  # [3]
-    return tensor.copy_(padded[: len(flat)].view_as(tensor))
+    dist.all_reduce(tensor, group=group)
+    return tensor.div_(dist.get_world_size(group))
 
 
 def mean(tensor: Tensor, axis: Axis) -> Tensor:

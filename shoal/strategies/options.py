@@ -111,7 +111,6 @@ class DdpOptions(StrategyOptions):
         bucket_mb: size of gradient buckets, in MiB.
         allreduce: the algorithm: ring, tree, halving-doubling or hierarchical. `backend` leaves the
             choice to the process group.
-        table: accepted beside allreduce=auto for older configurations, and not read.
         compress: encoding of gradients in messages: none, bf16, fp16, topk=FRACTION, onebit or
             powersgd=RANK. Every one but none is inexact.
     """
@@ -119,14 +118,13 @@ class DdpOptions(StrategyOptions):
     unused: bool = False
     bucket_mb: float = 25.0
     allreduce: str = "backend"
-    table: str = ""
     compress: str = "none"
 
     def __post_init__(self) -> None:
         messages = []
         if not 0 < self.bucket_mb < inf:
             messages.append(f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite")
-        messages += problems_of(lambda: refuse_unknown(self.allreduce, self.table))
+        messages += problems_of(lambda: refuse_unknown(self.allreduce))
         messages += problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
         raise_problems(messages)
 

@@ -30,7 +30,6 @@ BAD = [
     ("recompute,budget_mb=.nan", "a budget that is not negative"),
     ("ddp,bucket_mb=0", "bucket_mb=0: must be greater than 0"),
     ("ddp,allreduce=rnig", "allreduce=rnig: not known; did you mean 'ring'"),
-    ("ddp,allreduce=ring,table=x.json", "only allreduce=auto reads a table"),
     (
         "ddp,compress=zip",
         "compression 'zip' is not known; known: bf16, fp16, none, onebit, powersgd, topk",

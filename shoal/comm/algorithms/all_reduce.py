@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch.distributed as dist
 from torch import Tensor
 
@@ -13,8 +11,6 @@ from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.deterministic import rank_order_mean
-from shoal.errors import CollectiveFailed, PeerLost, printable
-from shoal.platform.torch_private.c10d import default_store
 
 PAIRWISE = {
     "ring": ring.all_reduce,
@@ -22,7 +18,6 @@ PAIRWISE = {
     "halving-doubling": halving_doubling.all_reduce,
 }
 """Algorithms whose only arguments are a tensor and a `PairwiseLink`."""
-LONGEST_ERROR = 4000
 
 
 class NamedAllReduce:
@@ -44,7 +39,6 @@ class NamedAllReduce:
         self.hosts = next(
             hosts for hosts in hosts_of_groups if any(dist.get_rank() in ranks for ranks in hosts)
         )
-        self._error: CollectiveFailed | None = None
         # New groups, so that messages during the backward pass cannot mix with others.
         self._group: dist.ProcessGroup | None = new_group(axis.all_groups)
         self._pairs: PairwiseLink | None = PairwiseLink(self._group)
@@ -83,28 +77,10 @@ class NamedAllReduce:
 
         Raises:
             CollectiveFailed: a rank does not come in time. No later call works.
-            PeerLost: a rank has ended. No later call works.
+            PeerLost: a rank of whose messages this rank needs one has ended. No later call works.
         """
-        if self._error is not None:
-            raise self._error
-        try:
-            self._average(tensor)
-        except RuntimeError as error:
-            self._error = self._root_cause(error)
-            raise self._error from None
-        return tensor
-
-    def close(self) -> None:
-        """Drop all references to the process groups."""
-        self._group = None
-        self._host_group = None
-        self._pairs = None
-        self._leaders = None
-
-    def _average(self, tensor: Tensor) -> None:
         if self.name == "backend":
-            rank_order_mean(tensor, self._group)
-            return
+            return rank_order_mean(tensor, self._group)
         flat = tensor.reshape(-1)
         if self.name == "hierarchical":
             hierarchical.all_reduce(flat, self._host_group, self._leaders)
@@ -114,27 +90,11 @@ class NamedAllReduce:
         flat.div_(self.axis.size)
         if flat.data_ptr() != tensor.data_ptr():  # `reshape` has made a copy
             tensor.copy_(flat.view_as(tensor))
+        return tensor
 
-    def _root_cause(self, error: RuntimeError) -> CollectiveFailed:
-        """Return the first failure of the group.
-
-        A rank that fails ends, so its neighbours fail, and then theirs. The first rank that fails
-        writes its error into the store, and the others read it.
-        """
-        if isinstance(error, CollectiveFailed):
-            local = error
-        else:
-            local = CollectiveFailed(f"all-reduce {self.name}: {error}")
-        assert self._group is not None
-        with suppress(RuntimeError):  # the store may have died with its rank
-            store, key = default_store(), f"shoal/lost/{self._group.group_name}"
-            first = store.compare_set(key, "", f"{type(local).__name__} {local}")
-            return _error_of_entry(first)
-        return local
-
-
-def _error_of_entry(entry: bytes) -> CollectiveFailed:
-    """Return the error that a store holds: text only, for a stranger may have written it."""
-    text = printable(entry[:LONGEST_ERROR].decode(errors="replace"))
-    kind, _, message = text.partition(" ")
-    return (PeerLost if kind == "PeerLost" else CollectiveFailed)(message)
+    def close(self) -> None:
+        """Drop all references to the process groups."""
+        self._group = None
+        self._host_group = None
+        self._pairs = None
+        self._leaders = None

@@ -43,8 +43,6 @@ from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, 
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
 
-AUTO_MESSAGE = "all-reduce: auto, which is the backend's own; no table of measured times is read"
-
 NO_PARAMETERS_MESSAGE = "strategy ddp averages gradients; the model has no trainable parameter."
 
 
@@ -59,9 +57,6 @@ class Ddp(DdpOptions, Strategy):
         Raises: StrategyRefused: the model has no trainable parameter; compress beside tensor or
             pipeline, or of complex parameters; allreduce beside these, or of sparse gradients.
         """
-        if self.allreduce == "auto":
-            model = replace(model, summary_lines=(*model.summary_lines, AUTO_MESSAGE))
-            return replace(self, allreduce="backend", table="").apply(model, mesh)
         self._check_allreduce(model, mesh)
         self._check_compress(model)
         if not model.trainable_params and not model.is_partial:  # a stage may have none

@@ -26,7 +26,6 @@ SLOW = pytest.mark.slow
         ("halving-doubling", 3, 1),
         pytest.param("halving-doubling", 4, 1, marks=SLOW),
         pytest.param("hierarchical", 4, 1, marks=SLOW),
-        pytest.param("auto", 3, 1, marks=SLOW),
     ],
 )
 def test_training_with_an_algorithm_is_exact(algorithm: str, ranks: int, accumulate: int) -> None:
@@ -57,14 +56,6 @@ def test_the_header_says_which_algorithm_is_used_and_where_bits_may_differ() -> 
     assert any("last bit" in line for line in first)
     assert others == [[], []]
     assert not any("last bit" in line for line in world.run(3, _said, "ddp,allreduce=tree")[0])
-
-
-@pytest.mark.parametrize("line", ["ddp,allreduce=auto", "ddp,allreduce=auto,table=gone.json"])
-def test_auto_is_the_backends_own_all_reduce_and_the_header_says_so(line: str) -> None:
-    said = world.run(2, _said, line)[0]
-    assert (
-        "all-reduce: auto, which is the backend's own; no table of measured times is read" in said
-    )
 
 
 @pytest.mark.parametrize("line", ["tensor=2,ddp,allreduce=ring", "pipeline=2,ddp,allreduce=ring"])
