@@ -36,9 +36,6 @@ from shoal.shm_backend.reduce_kernels import reduce_into
 # Called with the index of a slice and the slot to write into, or to read from.
 WriteSlice: TypeAlias = Callable[[int, int], None]
 ReadSlice: TypeAlias = Callable[[int, int], None]
-# The bytes that a rank reads in one pass from the ranks beyond the second. Up to here, a second
-# wait for all ranks costs more than the additions that it saves.
-ONE_PASS_BYTES = 1 << 19
 
 
 def exchange_slices(
@@ -83,20 +80,13 @@ def barrier(board: PhaseBoard) -> Steps:
 
 
 def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """Reduce `tensor` over all ranks in the order of ranks, in place."""
-    if board.size == 1:
-        return ()
-    if tensor.nbytes * (board.size - 2) > ONE_PASS_BYTES:
-        return all_reduce_in_two_passes(board, tensor, operation)
-    return all_reduce_in_one_pass(board, tensor, operation)
-
-
-def all_reduce_in_one_pass(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """Reduce each full slice on every rank.
+    """Reduce `tensor` over all ranks in the order of ranks, in place.
 
     This is `exchange_slices` written out, because each microsecond of Python counts here. Ranks 0
     and 1 read their own values from `tensor` itself and not from their slot: their values are the
     first two terms, so they are read before the result overwrites them."""
+    if board.size == 1:
+        return
     slices = slot_slices(tensor)
     rank = board.rank
     first = board.phase + 1
@@ -165,54 +155,6 @@ def reduce_scatter(
 
     write = _row_writer(board, rows, bounds, skipped=rank if reads_local_row else None)
     return exchange_slices(board, len(bounds), write, read)
-
-
-def all_reduce_in_two_passes(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """Reduce one piece of every slice on each rank, then read the pieces of the other ranks.
-
-          phase      1            2             3                         4             5
-          rank 0     a0 b0 c0     next slice    A = a0 + a1 + a2  shown   slice after   read A B C,
-          rank 1     a1 b1 c1                   B = b0 + b1 + b2                        sum the next
-          rank 2     a2 b2 c2                   C = c0 + c1 + c2
-
-    Each element is added up once on the host and not once on each rank.
-    """
-    slices = slot_slices(tensor)
-    written_phases: list[int] = []  # the phase in which each slice is in the slots
-    reduced_phases: list[int] = []  # the phase in which its sums are
-    for index in range(len(slices) + 2):
-        if index < len(slices):
-            yield board.all_at_phase, board.phase + 1 - MAX_PHASES_AHEAD
-            values = slices[index]
-            board.slot_tensors(values, board.phase + 1)[board.rank].copy_(values)
-            board.publish()
-            written_phases.append(board.phase)
-        if index > 1:
-            yield board.all_reached, reduced_phases[index - 2]
-            _read_reduced(board, reduced_phases[index - 2] % SLOTS, slices[index - 2])
-        if 0 < index <= len(slices):
-            yield board.all_reached, written_phases[index - 1]
-            yield board.all_at_phase, board.phase + 1 - MAX_PHASES_AHEAD
-            _reduce_piece(board, written_phases[index - 1] % SLOTS, slices[index - 1], operation)
-            board.publish()
-            reduced_phases.append(board.phase)
-
-
-def _reduce_piece(board: PhaseBoard, slot: int, values: Tensor, operation: str) -> None:
-    """Reduce this rank's piece of the slice in `slot` into the next slot."""
-    views = board.slot_views(values.dtype, values.numel())
-    rank = board.rank
-    out = views.pieces[(board.phase + 1) % SLOTS][rank][rank]
-    if out.numel():
-        reduce_into(out, [pieces[rank] for pieces in views.pieces[slot]], operation)
-
-
-def _read_reduced(board: PhaseBoard, slot: int, out: Tensor) -> None:
-    """Copy each reduced piece from the rank that reduced it."""
-    views = board.slot_views(out.dtype, out.numel())
-    for piece, (begin, end) in enumerate(views.bounds):
-        if end > begin:
-            out[begin:end].copy_(views.pieces[slot][piece][piece])
 
 
 def slot_slices(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -55,9 +55,6 @@ class SlotViews:
         full: full[slot][rank], the tensor of each rank.
         rows: rows[slot][rank][row], the same tensor divided into one row for each rank. All rows
             have the same length.
-        bounds: (begin, end) of one piece for each rank. Every piece begins on a cache line; the
-            last pieces may be empty.
-        pieces: pieces[slot][rank][piece], the same tensor divided at `bounds`.
     """
 
     def __init__(
@@ -73,23 +70,13 @@ class SlotViews:
                 [memory.tensor(start, nonempty, dtype)[:length] for memory in memories]
                 for start in starts
             ]
-        step = -(-length // (max(self.size, 1) * 64)) * 64
-        self.bounds = [
-            (min(step * piece, length), min(step * (piece + 1), length))
-            for piece in range(self.size)
-        ]
 
-    # Rows and pieces are made at first use, because most collectives need only one of the two.
-    @cached_property
+    @cached_property  # most collectives need none
     def rows(self) -> list[list[tuple[Tensor, ...]]]:
         return [
             [tensor.view(self.size, self.length // self.size).unbind() for tensor in ranks]
             for ranks in self.full
         ]
-
-    @cached_property
-    def pieces(self) -> list[list[list[Tensor]]]:
-        return [[[tensor[a:b] for a, b in self.bounds] for tensor in ranks] for ranks in self.full]
 
 
 class PhaseBoard:

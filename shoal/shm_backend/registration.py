@@ -12,10 +12,7 @@ from datetime import timedelta
 from functools import wraps
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
+from typing import Any
 
 GLOO_BACKEND_NAME = "shoal_gloo"
 """Gloo in a `ShoalGroup`, for messages in the background of training: a trace records them."""
@@ -90,8 +87,8 @@ def _create_gloo(options: Any, backend_options: Any) -> Any:
 class _C10dFinder:
     """Finds torch.distributed.distributed_c10d, and nothing else.
 
-    Neither this class nor the next derives from those of importlib.abc: its import takes as long
-    as the rest of `import shoal`, which every agent on every host pays.
+    It does not derive from a class of importlib.abc, whose import takes as long as the rest of
+    `import shoal`, which every agent on every host pays.
     """
 
     def find_spec(
@@ -102,22 +99,11 @@ class _C10dFinder:
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)  # type: ignore[assignment]
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                register_with(module)
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec
-
-
-class _RegisteringLoader:
-    """Loads a module with its real loader, then registers the backend."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def __getattr__(self, name: str) -> Any:  # source, path and so on, for tracebacks
-        return getattr(self._loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        register_with(module)

@@ -23,7 +23,6 @@ SMALL_SLOT_BYTES = 1 << 10
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make slots small, so that many are filled."""
     monkeypatch.setattr(collectives, "SLOT_BYTES", SMALL_SLOT_BYTES)
-    monkeypatch.setattr(collectives, "ONE_PASS_BYTES", SMALL_SLOT_BYTES // 2)
 
 
 @given(
