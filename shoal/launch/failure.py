@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -43,7 +43,6 @@ class Failure:
 
     Args:
         rank: the rank that failed.
-        time_s: when, on this machine's monotonic clock.
         headline: the rest of a sentence that begins with the rank; empty for a ShoalError.
         text: the full traceback, or the message of a ShoalError; empty where there is only an exit
             code.
@@ -53,17 +52,18 @@ class Failure:
             program may be right, and a restart may help.
         host: the host of the rank; empty where there is one host.
         process: name of the process that failed, where it is no rank.
+        time_s: when, on this machine's monotonic clock.
     """
 
     rank: int
-    time_s: float
-    headline: str
-    text: str
-    is_secondary: bool
-    code: int
+    headline: str = ""
+    text: str = ""
+    is_secondary: bool = False
+    code: int = 1
     is_loss: bool = False
     process: str = ""
     host: str = ""
+    time_s: float = field(default_factory=time.monotonic)
 
     def describe(self, world: int) -> str:
         """Return the text for the user, which ends with the full traceback."""
@@ -86,19 +86,17 @@ class Failure:
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
-    time_s = time.monotonic()
     is_secondary = is_lost_peer(error)
     if lost := lost_worker(error):
-        headline = f"lost a process of its own: {lost}"
-        return Failure(rank, time_s, headline, "", is_secondary=False, code=1, is_loss=True)
+        return Failure(rank, f"lost a process of its own: {lost}", is_loss=True)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
         text = f"{error}{_script_line(error)}"
         code = 2 if isinstance(error, BAD_INPUT) else 1
-        return Failure(rank, time_s, "", text, is_secondary, code=code, is_loss=is_loss)
+        return Failure(rank, "", text, is_secondary, code, is_loss)
     headline = headline_of(error)
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
-    return Failure(rank, time_s, f"failed: {headline}", text, is_secondary, code=1)
+    return Failure(rank, f"failed: {headline}", text, is_secondary)
 
 
 def signal_name(number: int) -> str:
@@ -115,13 +113,10 @@ def from_exit_code(rank: int, code: int) -> Failure:
     Args:
         code: the exit code; a negative one is the signal that killed the rank.
     """
-    time_s = time.monotonic()
     if code >= 0:
-        headline = f"ended with exit code {code}"
-        return Failure(rank, time_s, headline, "", is_secondary=False, code=code)
+        return Failure(rank, f"ended with exit code {code}", code=code)
     headline = f"was killed by {signal_name(-code)}{HINTS.get(code, '')}"
-    is_loss = -code not in TERMINATION_SIGNALS
-    return Failure(rank, time_s, headline, "", is_secondary=False, code=128 - code, is_loss=is_loss)
+    return Failure(rank, headline, code=128 - code, is_loss=-code not in TERMINATION_SIGNALS)
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
@@ -206,17 +201,7 @@ class LossReporter:
         if self._connection is None:
             print(f"this rank {headline}", file=sys.stderr, flush=True)
             os._exit(EXIT_LOST)
-        self.send(
-            Failure(
-                self._rank,
-                time.monotonic(),
-                headline,
-                "",
-                is_secondary=False,
-                code=EXIT_LOST,
-                is_loss=True,
-            )
-        )
+        self.send(Failure(self._rank, headline, code=EXIT_LOST, is_loss=True))
 
 
 @functools.cache

@@ -68,7 +68,7 @@ class RankMonitor:
             return []
         self._tell(report(hang, self._source))
         text = headline(hang, self._source)
-        return [Failure(hang.late, time.monotonic(), text, "", False, code=EXIT_HANG, is_loss=True)]
+        return [Failure(hang.late, text, code=EXIT_HANG, is_loss=True)]
 
 
 def headline(hang: Hang, source: RankSet[Any]) -> str:
@@ -178,12 +178,4 @@ def _failure(rank: RankHandle) -> Failure:
         f"s, while others waited for it. Within that time `kill -CONT {rank.pid}` would have; "
         "without it, start the same command again"
     )
-    return Failure(
-        rank.number,
-        time.monotonic(),
-        headline,
-        "",
-        is_secondary=False,
-        code=128 + signal.SIGSTOP,
-        is_loss=True,
-    )
+    return Failure(rank.number, headline, code=128 + signal.SIGSTOP, is_loss=True)

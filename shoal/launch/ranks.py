@@ -195,8 +195,7 @@ class Ranks(RankSet[Rank]):
         is_killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
         headline = f"was killed by {signal_name(end.si_status)}" if is_killed else "has ended"
         name = f"the fork server (process {pid}), from which ranks are started,"
-        failure = Failure(rank, 0.0, headline, "", False, code=1, is_loss=True, process=name)
-        return [failure]
+        return [Failure(rank, headline, is_loss=True, process=name, time_s=0.0)]
 
     def look(self) -> Look:
         alive = self.alive

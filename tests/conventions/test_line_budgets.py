@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_490,
     "shoal/doctor": 550,
     "shoal/integrations": 260,
-    "shoal/launch": 6_400,
+    "shoal/launch": 6_360,
     "shoal/loggers": 580,
     "shoal/models": 880,
     "shoal/optim": 250,

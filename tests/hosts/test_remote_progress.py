@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.hosts import remote_ranks
-from shoal.launch.hosts.agent_process import sent_look
-from shoal.launch.hosts.agent_protocol import Message, MessageReader, encode
-from shoal.launch.hosts.remote_ranks import LOOK_S, HostRanks, RemoteRanks, received_look
+from shoal.launch.hosts.agent_process import TELL_S, sent_look
+from shoal.launch.hosts.agent_protocol import MessageReader, encode
+from shoal.launch.hosts.driver_session import HostSpoke
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, received_look
 from shoal.launch.rank_set import Look
 from shoal.watchdog.hang_detector import Hang, HangDetector, SilenceCounter
 from shoal.watchdog.progress_word import (
@@ -108,38 +108,30 @@ class Hosts:
     It is the HostConnections of the driver too. A silent host answers nothing.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         # The hosts were started on different days.
         self.agents = {0: Agent({0: Rank(), 1: Rank()}, 10**15), 1: Agent({2: Rank()}, 5)}
         self.silent: set[int] = set()
-        self.questions: list[int] = []
-        self.now_s = 100.0
         self.session = None
-        monkeypatch.setattr(remote_ranks, "clock_s", lambda: self.now_s)
         connections: Any = self
         self.driver = RemoteRanks(connections, [HostRanks(0, 0, 2), HostRanks(1, 2, 1)])
         self.detector = HangDetector(LIMIT_S)
 
-    def post(self, host: int, question: dict[str, str]) -> int:
-        assert question == {"question": "look"}
-        self.questions.append(host)
-        return len(self.questions) - 1
-
-    def take_answer(self, number: int) -> Message | None:
-        host = self.questions[number]
-        if host in self.silent:
-            return None
-        look: Any = sent_look(self.agents[host])  # type: ignore[arg-type]
-        (answer,) = MessageReader().feed(encode("answer", number=number, look=look))
-        return answer
+    def tell(self) -> None:
+        """Let each host that is not silent tell its look."""
+        for host in self.agents.keys() - self.silent:
+            look: Any = sent_look(self.agents[host])  # type: ignore[arg-type]
+            (message,) = MessageReader().feed(encode("look", look=look))
+            assert self.driver._rank_events(HostSpoke(host, message)) == []
 
     def passes(self, seconds: int) -> Hang | None:
         """Return the first hang that is found; agents and the driver look once a second."""
-        for _ in range(seconds):
-            self.now_s += 1.0
+        for second in range(seconds):
             for agent in self.agents.values():
                 agent.passed_s += 1.0
                 agent.look()
+            if second % TELL_S == 0:
+                self.tell()
             look = self.driver.look()
             if (hang := self.detector.judge(look.progress, look.silent_s)) is not None:
                 return hang
@@ -151,14 +143,14 @@ class Hosts:
 
 
 @pytest.fixture
-def hosts(monkeypatch: pytest.MonkeyPatch) -> Hosts:
-    return Hosts(monkeypatch)
+def hosts() -> Hosts:
+    return Hosts()
 
 
 def test_what_a_host_has_seen_arrives_with_the_drivers_time_of_it(hosts: Hosts) -> None:
     rank = hosts.agents[1].ranks[2]
     rank.steps = [StepTimes(1, 5, 2, 1), StepTimes(2, 7, 2, 1)]
-    hosts.passes(1)
+    hosts.tell()
     look = hosts.driver.look()
     expected, progress = rank.progress(0), look.progress[2]
     assert abs(progress.word.since_ns - now_ns()) < SECOND
@@ -168,18 +160,13 @@ def test_what_a_host_has_seen_arrives_with_the_drivers_time_of_it(hosts: Hosts) 
     assert look.silent_s == {0: 0.0, 1: 0.0, 2: 0.0}
 
 
-def test_hosts_are_asked_once_in_five_seconds_and_all_together(hosts: Hosts) -> None:
-    hosts.passes(9)
-    assert hosts.questions == [0, 1] * 2
-
-
 def test_a_late_rank_of_another_host_is_named(hosts: Hosts) -> None:
     assert hosts.passes(5) is None
     hosts.wait_for_the_second_host()
     hang = hosts.passes(20)
     assert hang is not None
     assert (hang.late, hang.waiter, hang.is_deadlock) == (2, 0, False)
-    assert LIMIT_S <= hang.silent_s <= LIMIT_S + LOOK_S
+    assert LIMIT_S <= hang.silent_s <= LIMIT_S + TELL_S
 
 
 def test_a_silent_host_is_no_hang_and_a_rank_that_hangs_is_one_once_its_host_speaks(

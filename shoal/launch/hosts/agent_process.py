@@ -42,6 +42,8 @@ from shoal.platform.processes import adopt_orphans, kill_descendants
 
 RETRY_S = 0.02  # until the connection takes more bytes
 POLL_S = 1.0
+TELL_S = 5.0
+"""Seconds from one message about the progress of ranks to the next."""
 READ_BYTES = 1 << 16
 
 Answer = dict[str, Any]
@@ -98,6 +100,7 @@ class AgentProcess:
         self._work: Message = {}
         self._sigstop = SigstopDetector(has_all=False)
         self._look_s = inf
+        self._tell_s = 0.0
         self._is_over = False
         self._answers, self._answered = Pipe(duplex=False)
         self._lock = threading.Lock()  # of the threads that answer questions
@@ -132,7 +135,7 @@ class AgentProcess:
         except ShoalError as error:  # the store has ended
             rank = self.ranks.all[0].number
             self._kill_ranks()
-            return [Failure(rank, time.monotonic(), "", str(error), False, 1, is_loss=True)]
+            return [Failure(rank, text=str(error), is_loss=True)]
         return [*events, *self._sigstop.poll(self.ranks.alive)]
 
     def _receive(self) -> list[Order]:
@@ -191,9 +194,6 @@ class AgentProcess:
                 return partial(_prepared, context, ports)
             case "reach":
                 return lambda: {"reached": try_reach(question["ports"])}
-            case "look":
-                look = [] if self.ranks is None else sent_look(self.ranks)
-                return lambda: {"look": look}
             case "stacks":
                 ranks, rank = self.ranks, question["rank"]
                 return lambda: {"text": shortened(ranks.stacks(rank)) if ranks is not None else ""}
@@ -252,16 +252,19 @@ class AgentProcess:
             if self.ranks.hang_limit_s > 0:
                 self._look_s = clock_s()
         except ShoalError as error:
-            failure = Failure(share.first_rank, time.monotonic(), "", str(error), False, 1)
-            self._on_event(failure)
+            self._on_event(Failure(share.first_rank, text=str(error)))
             for local_rank in range(int(message["count"])):
                 self.session.ended(share.first_rank + local_rank, 1)
 
     def _look(self) -> None:
-        """Count the silence of ranks, once in SECONDS_BETWEEN_LOOKS, for the driver's questions."""
-        if clock_s() >= self._look_s and self.ranks is not None:
-            self._look_s = clock_s() + SECONDS_BETWEEN_LOOKS
+        """Count the silence of ranks, once in SECONDS_BETWEEN_LOOKS, and tell it once in TELL_S."""
+        now_s = clock_s()
+        if now_s >= self._look_s and self.ranks is not None:
+            self._look_s = now_s + SECONDS_BETWEEN_LOOKS
             self.ranks.look()
+            if now_s >= self._tell_s:
+                self._tell_s = now_s + TELL_S
+                self.session.tell("look", look=sent_look(self.ranks))
 
     def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
         self.session.output(rank, stream, "".join(lines))

@@ -22,8 +22,6 @@ from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
 from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
 from shoal.watchdog.progress_writer import now_ns
 
-LOOK_S = 5.0
-"""Seconds from one question for the progress of all ranks to the next."""
 STACKS_S = 4.0
 """For an agent that reads the stacks of a rank; that takes it up to a second."""
 
@@ -101,9 +99,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         self._ranks_of = {
             share.host: range(share.first, share.first + share.count) for share in placement
         }
-        self._looks: dict[int, Look] = {}  # answers to the last question
-        self._asked: dict[int, int] = {}  # numbers of the question that have no answer yet
-        self._ask_s = 0.0
+        self._looks: dict[int, Look] = {}  # of each host, since all were given to the watchdog
         self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
@@ -134,29 +130,15 @@ class RemoteRanks(RankSet[RemoteRank]):
         return replace(failure, host=host, text=text)
 
     def look(self) -> Look:
-        """Return the progress of the ranks that live, once in LOOK_S, and else none.
+        """Return the progress of the ranks that live, once all hosts have told it, and else none.
 
-        All hosts are asked at once, and nobody is judged before all have answered. So a rank that
-        cannot be seen is never called late, nor is one that waits for it: the lease judges its
-        host.
+        So a rank that cannot be seen is never called late, nor is one that waits for it: the lease
+        judges its host.
         """
-        if not self._asked and clock_s() >= self._ask_s:
-            self._ask_s = clock_s() + LOOK_S
-            hosts = {rank.host for rank in self.alive}
-            question = {"question": "look"}
-            self._asked = {host: self.connections.post(host, question) for host in hosts}
+        hosts = {rank.host for rank in self.alive}
+        if not hosts <= self._looks.keys():
             return Look({}, {})
-        for host, number in list(self._asked.items()):
-            if (answer := self.connections.take_answer(number)) is not None:
-                del self._asked[host]
-                try:
-                    self._looks[host] = received_look(answer["look"], self._ranks_of[host])
-                except (KeyError, ValueError) as error:
-                    reason = f"its agent sent malformed progress: {error!r}"
-                    self._waiting += self._on_lost(host, reason)
-        if self._asked:
-            return Look({}, {})
-        looks, self._looks = self._looks.values(), {}
+        looks, self._looks = [self._looks[host] for host in hosts], {}
         return Look(
             {rank: each for look in looks for rank, each in look.progress.items()},
             {rank: silent_s for look in looks for rank, silent_s in look.silent_s.items()},
@@ -199,11 +181,14 @@ class RemoteRanks(RankSet[RemoteRank]):
     def _rank_events(self, event: DriverEvent) -> list[RankEvent]:
         if isinstance(event, HostLost):
             return self._on_lost(event.host, event.reason)
-        if event.message["do"] not in ("ended", "failed"):
-            return []
+        ranks = self._ranks_of.get(event.host, range(0))
         try:
+            if event.message["do"] == "look":
+                self._looks[event.host] = received_look(event.message["look"], ranks)
+            if event.message["do"] not in ("ended", "failed"):
+                return []
             found = _rank_event(event.message)
-            if found.rank not in self._ranks_of.get(event.host, ()):
+            if found.rank not in ranks:
                 raise ValueError(f"rank {found.rank} is none of this host")
         except (KeyError, TypeError, ValueError) as error:
             return self._on_lost(event.host, f"its agent sent a malformed message: {error!r}")
@@ -214,7 +199,6 @@ class RemoteRanks(RankSet[RemoteRank]):
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
         """Return the failure of the first live rank of a lost host."""
         errors = self.connections.drop(host)
-        self._asked.pop(host, None)
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
             rank.is_alive = False
@@ -223,10 +207,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         others = f" with {len(lost) - 1} more" if len(lost) > 1 else ""
         said = f" (ssh says: {errors})" if errors else ""
         headline = f"is lost{others}: the host does not answer any more, {reason}{said}"
-        failure = Failure(
-            lost[0].number, time.monotonic(), headline, "", False, code=1, is_loss=True
-        )
-        return [failure]
+        return [Failure(lost[0].number, headline, is_loss=True)]
 
 
 def _rank_event(message: Message) -> RankExited | Failure:
