@@ -62,7 +62,6 @@ class RankSpec:
         report: the pipe for a Failure or a RankResult.
         stdout: the pipe or terminal for stdout; None drops it.
         stderr: the same for stderr.
-        returns_value: send the return value of the target back.
         progress: where the memories for progress words and for stacks can be opened.
         hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
@@ -74,7 +73,6 @@ class RankSpec:
     report: Connection
     stdout: Connection | None
     stderr: Connection | None
-    returns_value: bool
     progress: tuple[str, str]
     hang_limit_s: float
 
@@ -100,8 +98,7 @@ def _run_target(spec: RankSpec) -> int:
         _attach_progress(spec)
         target, arguments = pickle.loads(spec.payload)
         value = target(*arguments)
-        if spec.returns_value:
-            reporter.send(RankResult(spec.rank, pickle.dumps(value)))
+        reporter.send(RankResult(spec.rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED

@@ -63,7 +63,6 @@ def start(
     output: Output,
     *,
     preload: Iterable[str] = (),
-    wants_values: bool = False,
     torch_store: bool = True,
     share: HostShare | None = None,
 ) -> Ranks:
@@ -78,7 +77,6 @@ def start(
         output: the outputs that the user sees (see output.py).
         preload: modules that the fork server imports besides torch. They count only in the call
             that starts the server.
-        wants_values: `Ranks.watch` returns the targets' return values as RankResults.
         torch_store: serve a TCPStore, for `init_process_group` with `env://` in the target. Any
             user of the machine can connect to it.
         share: this host's part of the world; None where this host has all of it. Ranks on several
@@ -110,9 +108,7 @@ def start(
             ]
             with _named_end_of_fork_server():
                 ranks.all.append(
-                    _start_rank(
-                        context, rank, processes, payload, variables, streams, wants_values, ranks
-                    )
+                    _start_rank(context, rank, processes, payload, variables, streams, ranks)
                 )
     except BaseException:
         ranks.kill()
@@ -286,7 +282,6 @@ def _start_rank(
     payload: bytes,
     environment: Mapping[str, str],
     streams: Sequence[StreamEnds],
-    wants_value: bool,
     ranks: Ranks,
 ) -> Rank:
     reader, report = context.Pipe(duplex=False)
@@ -299,7 +294,6 @@ def _start_rank(
         report,
         stdout,
         stderr,
-        wants_value,
         progress=(ranks.progress.path, ranks.progress.stacks_path),
         hang_limit_s=ranks.hang_limit_s,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.comm.compression import Compression
+from shoal.comm.compression.base import Compression
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.settings import Transport

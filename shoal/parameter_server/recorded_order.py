@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.comm.compression import Compression
+from shoal.comm.compression.base import Compression
 from shoal.errors import RecordError, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event

@@ -33,9 +33,7 @@ def plan_in_script(
     variables = VARIABLES | ({"SHOAL_ACCUMULATE": str(accumulate)} if accumulate else {})
     for _ in range(2):
         given = (tuple(words), ranks, found, plan, arguments)
-        started = start(
-            _follow, given, 1, variables, "lines", preload=preload.TRAINING, wants_values=True
-        )
+        started = start(_follow, given, 1, variables, "lines", preload=preload.TRAINING)
         with World(started, LIMIT_S) as world:
             [found] = world.results()
         if isinstance(found, ShoalError):

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import apply_flattened, bucketize
-from shoal.comm.compression import uncompressed_bytes
+from shoal.comm.compression.base import uncompressed_bytes
 from shoal.comm.deterministic import mean
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost

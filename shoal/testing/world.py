@@ -98,7 +98,6 @@ def start(
         {},
         "lines",
         preload=tools,
-        wants_values=True,
         torch_store=False,
     )
     return World(ranks, timeout_s)

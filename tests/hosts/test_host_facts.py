@@ -1,7 +1,6 @@
 """Facts about a host, and what their comparison says."""
 
 import dataclasses
-import getpass
 import json
 import os
 import socket
@@ -28,7 +27,6 @@ FACTS = HostFacts(
     identity="boot net pid",
     cores=2,
     can_write=True,
-    user="me",
     cwd_exists=True,
     script_digest="77",
     addresses=(HostAddress("eth0", "10.0.0.1", 24),),
@@ -64,7 +62,6 @@ def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     facts = HostFacts.from_json(json.loads(printed.stdout))
     assert facts.shoal == shoal.__version__
     assert facts.hostname == socket.gethostname()
-    assert facts.user == getpass.getuser()
     assert facts.torch == torch.__version__
     assert facts.cwd_exists
     assert facts.cores >= 1
@@ -94,8 +91,8 @@ def test_facts_are_read_from_json():
     assert HostFacts.from_json({**document, "torch": None}).torch is None
     with pytest.raises(TypeError, match="address"):
         HostFacts.from_json({**document, "addresses": [{"interface": "a"}]})
-    del document["user"]
-    with pytest.raises(KeyError, match="user"):
+    del document["cores"]
+    with pytest.raises(KeyError, match="cores"):
         HostFacts.from_json(document)
 
 
@@ -118,9 +115,9 @@ def test_every_problem_of_every_host_is_in_one_list():
     ]
     assert host_checks.problems(hosts, REQUEST, FACTS) == [
         "host d is host a (d): name it once, a:4",
-        "host c: me cannot write to the run directory runs/digits",
+        "host c: you cannot write to the run directory runs/digits",
         "host e: torch is not installed for its Python. Give --python, or install it",
-        "host e: there is no directory /home/me/digits that me can enter. Make it there",
+        "host e: there is no directory /home/me/digits that you can enter. Make it there",
         "host f: train.py cannot be read in /home/me/digits. Copy it there",
         "host b has Python 3.12.1, a has 3.11.2. Give --python",
         "host b has torch 2.12.1, a has 2.13.0+cpu",

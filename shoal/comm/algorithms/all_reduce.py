@@ -76,8 +76,8 @@ class NamedAllReduce:
         wait for the group's time-out.
 
         Raises:
-            CollectiveFailed: a rank does not come in time. No later call works.
-            PeerLost: a rank of whose messages this rank needs one has ended. No later call works.
+            RuntimeError: a rank from which a message is needed has ended, or does not come in time.
+                No later call works.
         """
         if self.name == "backend":
             return rank_order_mean(tensor, self._group)

@@ -8,8 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import P2POp
 
-from shoal.errors import CollectiveFailed, PeerLost
-
 
 class PairwiseLink:
     """Messages between the members of a group. Members are numbered from 0.
@@ -33,8 +31,8 @@ class PairwiseLink:
         Returns when the tensor may be changed.
 
         Raises:
-            PeerLost: the other rank has ended or given up.
-            CollectiveFailed: the other rank is late by the group's time-out.
+            RuntimeError: the other rank has ended, has given up or is late by the group's time-out.
+                A group of backend "shoal" says which one it is.
         """
         self._transfer([(dist.isend, tensor, to)])
 
@@ -52,32 +50,9 @@ class PairwiseLink:
     def _transfer(self, operations: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:
         """Start all operations, each (function, tensor, member), and wait for all."""
         messages = [message for message in operations if message[1].numel()]
-        if not messages:
-            return
-        peers = [self._members[peer] for _, _, peer in messages]
-        blamed = peers
-        try:
-            works = dist.batch_isend_irecv([self._operation(*message) for message in messages])
-            for work, peer in zip(works, peers, strict=True):
-                blamed = [peer]
+        if messages:
+            for work in dist.batch_isend_irecv([self._operation(*each) for each in messages]):
                 work.wait()
-        except RuntimeError as error:
-            raise _explained([self._global_rank(peer) for peer in blamed], str(error)) from None
 
     def _operation(self, kind: Callable[..., object], tensor: Tensor, peer: int) -> P2POp:
         return P2POp(kind, tensor, group=self._group, group_peer=self._members[peer])
-
-    def _global_rank(self, peer: int) -> int:
-        return peer if self._group is None else dist.get_global_rank(self._group, peer)
-
-
-def _explained(ranks: Sequence[int], problem: str) -> CollectiveFailed:
-    """Return an error that names the ranks, for a text of Gloo."""
-    names = " or ".join(f"rank {rank}" for rank in ranks)
-    if "timed out" in problem.lower():
-        return CollectiveFailed(
-            f"{names} has not come to this all-reduce in time: {problem.splitlines()[0]}"
-        )
-    return PeerLost(
-        f"the connection to {names} broke: it has died or given up ({problem.splitlines()[0]})"
-    )

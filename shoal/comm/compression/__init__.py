@@ -15,34 +15,13 @@ compression gives the numbers of one device, so all are off by default.
 
 from __future__ import annotations
 
-from shoal.comm.compression.base import (
-    BucketEntry,
-    CompressedReducer,
-    Compression,
-    uncompressed_bytes,
-)
+from shoal.comm.compression.base import CompressedReducer, Compression
 from shoal.comm.compression.gathered import AllGatherReducer
 from shoal.comm.compression.half import Bf16, Fp16, HalfPrecisionReducer
 from shoal.comm.compression.onebit import OneBit
 from shoal.comm.compression.powersgd import PowerSgd
 from shoal.comm.compression.topk import TopK
 from shoal.comm.compression_spec import read
-
-__all__ = [
-    "AllGatherReducer",
-    "Bf16",
-    "BucketEntry",
-    "CompressedReducer",
-    "Compression",
-    "Fp16",
-    "HalfPrecisionReducer",
-    "OneBit",
-    "PowerSgd",
-    "TopK",
-    "parse",
-    "parse_reducer",
-    "uncompressed_bytes",
-]
 
 PLAIN: dict[str, Compression | None] = {
     "none": None,

@@ -132,11 +132,11 @@ def _own(facts: HostFacts, request: FactsRequest) -> Iterator[str]:
     if facts.torch is None:
         yield "torch is not installed for its Python. Give --python, or install it"
     if not facts.cwd_exists:
-        yield f"there is no directory {request.cwd} that {facts.user} can enter. Make it there"
+        yield f"there is no directory {request.cwd} that you can enter. Make it there"
     elif request.script is not None and facts.script_digest is None:
         yield f"{request.script} cannot be read in {request.cwd}. Copy it there"
     if not facts.can_write:
-        yield f"{facts.user} cannot write to the run directory {request.run_directory}"
+        yield f"you cannot write to the run directory {request.run_directory}"
 
 
 def _versions(facts: HostFacts, first: SshHost, wanted: HostFacts) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import os
 import platform
@@ -57,7 +56,6 @@ class HostFacts:
         cores: cores that processes there may use.
         can_write: files can be made where the run directory lies or would lie; True where none was
             asked for.
-        user: the user there.
         cwd_exists: the working directory of the ranks is a directory there that can be entered.
         script_digest: digest of the ranks' script; None where there is none or it cannot be read.
         addresses: addresses of interfaces that are up, without loopback and link-local ones.
@@ -73,7 +71,6 @@ class HostFacts:
     identity: str
     cores: int
     can_write: bool
-    user: str
     cwd_exists: bool
     script_digest: str | None
     addresses: tuple[HostAddress, ...]
@@ -107,7 +104,6 @@ def collect_facts(request: FactsRequest) -> HostFacts:
         identity=_identity(),
         cores=usable_cores(),
         can_write=_can_write(request),
-        user=_user(),
         cwd_exists=os.path.isdir(request.cwd) and os.access(request.cwd, os.X_OK),
         script_digest=_script_digest(request),
         addresses=_addresses(),
@@ -155,13 +151,6 @@ def _can_write(request: FactsRequest) -> bool:
         return True
     directory = existing_directory(os.path.join(request.cwd, request.run_directory))
     return os.access(directory, os.W_OK | os.X_OK)
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # a user without a name; Python 3.13 raises OSError
-        return str(os.geteuid())
 
 
 def _script_digest(request: FactsRequest) -> str | None:

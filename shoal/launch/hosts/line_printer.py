@@ -10,11 +10,9 @@ import queue
 import re
 import sys
 import threading
-from collections import defaultdict, deque
 
 from shoal.launch.output import Output
 
-LAST_LINES = 5
 MOST_WAITING = 10_000
 """Messages of output that wait for the terminal, of at most 8,000 characters; more are dropped."""
 PIECES = re.compile(r"(?<=[\r\n])")
@@ -27,15 +25,11 @@ class LinePrinter:
         output: the outputs that the user sees.
 
     Attributes:
-        last_lines: the last lines that each rank wrote to stderr.
         error: why nothing is printed any more; None while all is well.
     """
 
     def __init__(self, output: Output = "all") -> None:
         self._shows_all = output != "first"
-        self.last_lines: defaultdict[int, deque[str]] = defaultdict(
-            lambda: deque(maxlen=LAST_LINES)
-        )
         self.error: OSError | None = None
         self._queue: queue.Queue[tuple[str, str]] = queue.Queue(MOST_WAITING)
         self._dropped = 0
@@ -47,9 +41,7 @@ class LinePrinter:
         Args: name: of the host.
         """
         pieces = [piece for piece in PIECES.split(text) if piece]
-        if stream == "stderr":
-            self.last_lines[rank].extend(piece.rstrip("\r\n") for piece in pieces)
-        elif rank != 0 and not self._shows_all:
+        if stream == "stdout" and rank != 0 and not self._shows_all:
             return
         if rank != 0:
             text = "".join(f"[rank {rank} on {name}] {piece}" for piece in pieces)

@@ -121,13 +121,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         )
 
     def located(self, failure: Failure) -> Failure:
-        """Return the failure with its host, and with the rank's last lines if it left no other."""
-        host = self.connections.name(self.all[failure.rank].host)
-        lines = self.connections.printer.last_lines.get(failure.rank)
-        if failure.text or not lines:
-            return replace(failure, host=host)
-        text = "Its last lines on stderr:\n" + "\n".join(f"  {line}" for line in lines)
-        return replace(failure, host=host, text=text)
+        return replace(failure, host=self.host(failure.rank))
 
     def look(self) -> Look:
         """Return the progress of the ranks that live, once all hosts have told it, and else none.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.compression import Compression
+from shoal.comm.compression.base import Compression
 from shoal.errors import UsageError
 from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes

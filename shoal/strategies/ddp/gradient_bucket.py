@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import bucketize
-from shoal.comm.compression import BucketEntry
+from shoal.comm.compression.base import BucketEntry
 from shoal.comm.norm import to_local
 from shoal.platform.tensors import MIB
 from shoal.strategies.ddp.reduce_functions import ReduceFunction

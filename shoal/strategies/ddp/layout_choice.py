@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.compression import CompressedReducer, parse_reducer, uncompressed_bytes
+from shoal.comm.compression import parse_reducer
+from shoal.comm.compression.base import CompressedReducer, uncompressed_bytes
 from shoal.comm.deterministic import needs_order
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
-from shoal.comm.compression import BucketEntry, CompressedReducer
+from shoal.comm.compression.base import BucketEntry, CompressedReducer
 from shoal.comm.deterministic import (
     mean,
     needs_order,

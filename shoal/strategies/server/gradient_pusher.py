@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from shoal.comm.compression import Compression
+from shoal.comm.compression.base import Compression
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import dense

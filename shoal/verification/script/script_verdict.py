@@ -174,7 +174,6 @@ class _Recording:
             settings,
             "lines",
             preload=preload.TRAINING,
-            wants_values=True,
         )
         with World(processes, self.timeout_s) as world:
             world.results()

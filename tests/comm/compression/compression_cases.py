@@ -6,7 +6,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.compression import Bf16, Compression, Fp16, OneBit, TopK
+from shoal.comm.compression.base import Compression
+from shoal.comm.compression.half import Bf16, Fp16
+from shoal.comm.compression.onebit import OneBit
+from shoal.comm.compression.topk import TopK
 
 SCHEMES: list[Compression] = [Bf16(), Fp16(), TopK(0.1), OneBit()]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]

@@ -17,7 +17,10 @@ from compression_cases import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm.compression import Bf16, Compression, Fp16, OneBit, TopK
+from shoal.comm.compression.base import Compression
+from shoal.comm.compression.half import Bf16, Fp16
+from shoal.comm.compression.onebit import OneBit
+from shoal.comm.compression.topk import TopK
 from shoal.errors import UsageError
 
 COUNTS = [0, 1, 2, 7, 8, 9, 1023, 1024, 1025, 3001]

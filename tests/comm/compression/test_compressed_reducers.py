@@ -8,15 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm import equal_chunks, pairwise_exchange
-from shoal.comm.compression import (
-    AllGatherReducer,
-    BucketEntry,
-    CompressedReducer,
-    PowerSgd,
-    TopK,
-    parse_reducer,
-    uncompressed_bytes,
-)
+from shoal.comm.compression import parse_reducer
+from shoal.comm.compression.base import BucketEntry, CompressedReducer, uncompressed_bytes
+from shoal.comm.compression.gathered import AllGatherReducer
+from shoal.comm.compression.powersgd import PowerSgd
+from shoal.comm.compression.topk import TopK
 from shoal.comm.deterministic import rank_order_mean
 from shoal.errors import ConfigError
 from shoal.testing import world

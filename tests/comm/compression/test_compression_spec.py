@@ -2,7 +2,10 @@
 
 import pytest
 
-from shoal.comm.compression import Bf16, Fp16, OneBit, TopK, parse
+from shoal.comm.compression import parse
+from shoal.comm.compression.half import Bf16, Fp16
+from shoal.comm.compression.onebit import OneBit
+from shoal.comm.compression.topk import TopK
 from shoal.errors import ConfigError
 
 

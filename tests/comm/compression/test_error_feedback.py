@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.compression import Compression, OneBit, TopK, parse
+from shoal.comm.compression import parse
+from shoal.comm.compression.base import Compression
+from shoal.comm.compression.onebit import OneBit
+from shoal.comm.compression.topk import TopK
 
 KEEPING: list[Compression] = [TopK(0.01), TopK(0.1), TopK(1.0), OneBit()]
 

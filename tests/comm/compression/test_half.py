@@ -4,7 +4,8 @@ import pytest
 import torch
 from compression_cases import arrived, message_of, normal
 
-from shoal.comm.compression import Bf16, Compression, Fp16
+from shoal.comm.compression.base import Compression
+from shoal.comm.compression.half import Bf16, Fp16
 from shoal.errors import UsageError
 
 

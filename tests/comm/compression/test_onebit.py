@@ -5,7 +5,7 @@ from compression_cases import arrived, message_of, numbers, repeatable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.comm.compression import OneBit
+from shoal.comm.compression.onebit import OneBit
 
 
 def test_onebit_sends_two_means() -> None:

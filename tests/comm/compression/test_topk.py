@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.compression import TopK
-from shoal.comm.compression.topk import STRIDE
+from shoal.comm.compression.topk import STRIDE, TopK
 from shoal.errors import UsageError
 
 
