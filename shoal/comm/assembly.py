@@ -1,10 +1,12 @@
-"""From what the ranks of an axis hold of a model to full tensors, by name, and back."""
+"""From what the ranks of an axis hold of a model to full tensors, by name, and back; copies of
+tensors that share memory with others, which later steps write.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from shoal.comm.axis import Axis
 from shoal.comm.norm import to_local
 from shoal.platform.torch_private.fsdp import StridedShard
+
+Named = TypeVar("Named", Tensor, Tensor | None)
 
 
 def gather_named_tensors(
@@ -96,3 +100,29 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def unshared(tensors: Mapping[str, Named], live: Iterable[Tensor]) -> dict[str, Named]:
+    """Return the tensors, with copies of those that share memory with a tensor of `live`.
+
+    Names of one and the same tensor, such as tied weights, get one copy.
+    """
+    storages = {_storage(tensor) for tensor in live if tensor.layout is torch.strided}
+    copies: dict[tuple[object, ...], Tensor] = {}
+    result: dict[str, Named] = {}
+    for name, tensor in tensors.items():
+        result[name] = tensor
+        if tensor is None or (tensor.layout is torch.strided and _storage(tensor) not in storages):
+            continue
+        local = to_local(tensor)
+        is_strided = local.layout is torch.strided
+        start = local.data_ptr() if is_strided else id(tensor)
+        key = (start, tensor.dtype, tensor.shape, local.shape)
+        if key not in copies:
+            copies[key] = tensor.detach().clone()
+        result[name] = copies[key]
+    return result
+
+
+def _storage(tensor: Tensor) -> int:
+    return to_local(tensor).untyped_storage().data_ptr()

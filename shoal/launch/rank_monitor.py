@@ -1,20 +1,18 @@
 """The watchdog's body in the launcher: it looks at words, states and the clock.
 
-It tells of ranks that hang, are slow or are stopped. The report of a hang says who did not come, in
+It tells of ranks that hang or are slow. The report of a hang says who did not come, in
 which part of a step, and where its code stands.
 """
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from shoal.launch.failure import Failure
 from shoal.launch.output import print_line
-from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankHandle, RankSet
-from shoal.platform.processes import process_state
+from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankSet
 from shoal.watchdog.hang_detector import Hang, HangDetector
 from shoal.watchdog.progress_word import (
     KINDS,
@@ -32,10 +30,6 @@ EXIT_HANG = 124
 """Exit code of a launcher whose run has ended because of a hang; that of `timeout`."""
 CURE = "A rank that is right and only slow needs a longer limit: --hang-limit SECONDS, 0 for none."
 POLL_S = 1.0
-STOPPED_LOOKS = 8
-"""Polls in a row that find a rank stopped before it counts as failed. They are counted, and no
-time is measured, because the launcher may be stopped itself.
-"""
 
 
 class RankMonitor:
@@ -141,41 +135,3 @@ def describe_call(progress: RankProgress) -> str:
     group = progress.groups.get(word.group)
     ranks = f" of a group of ranks {list(group.ranks)}" if group else ""
     return f"{kind}{count} (call {word.call:,}{ranks})"
-
-
-class SigstopDetector:
-    """Polls the states of ranks once a second, where the system reports them (Linux).
-
-    Args:
-        has_all: it sees all ranks of the world. Where all that it sees are stopped, others may wait
-            for them only if there are others.
-    """
-
-    def __init__(self, has_all: bool = True) -> None:
-        self._has_all = has_all
-        self._looks: dict[int, int] = {}
-        self._last_s = time.monotonic()
-
-    def poll(self, ranks: Sequence[RankHandle]) -> list[Failure]:
-        """Return the failures of ranks that are stopped for too long while another one runs.
-
-        A debugger's stop has another state and does not count.
-        """
-        now = time.monotonic()
-        if now < self._last_s + POLL_S:
-            return []
-        self._last_s = now
-        stopped = [rank for rank in ranks if process_state(rank.pid) == "T"]
-        self._looks = {rank.number: self._looks.get(rank.number, 0) + 1 for rank in stopped}
-        if self._has_all and len(stopped) == len(ranks):  # no rank waits for them
-            return []
-        return [_failure(rank) for rank in stopped if self._looks[rank.number] == STOPPED_LOOKS]
-
-
-def _failure(rank: RankHandle) -> Failure:
-    headline = (
-        f"was stopped by a signal (SIGSTOP), and was not let go on for {STOPPED_LOOKS * POLL_S:g} "
-        f"s, while others waited for it. Within that time `kill -CONT {rank.pid}` would have; "
-        "without it, start the same command again"
-    )
-    return Failure(rank.number, headline, code=128 + signal.SIGSTOP, is_loss=True)

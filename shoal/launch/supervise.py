@@ -17,7 +17,7 @@ from typing import Any
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.rank import EXIT_INTERRUPTED, EXIT_RESTART, RankResult
-from shoal.launch.rank_monitor import POLL_S, RankMonitor, SigstopDetector
+from shoal.launch.rank_monitor import POLL_S, RankMonitor
 from shoal.launch.rank_set import RankEvent, RankExited, RankSet
 
 # After a lost connection, wait so long for the failure from which it follows.
@@ -97,7 +97,6 @@ class Supervision:
     # When we ended the ranks because of a failure: later failures follow from that.
     _ended_s: float = field(default=inf, init=False)
     _is_stopping: bool = field(default=False, init=False)  # `stop` was called
-    _sigstop: SigstopDetector = field(default_factory=SigstopDetector, init=False)
     _monitor: RankMonitor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -125,8 +124,6 @@ class Supervision:
         wait_s = min(timeout_s, POLL_S, due_s)
         for event in self.ranks.watch(max(0.0, wait_s), sources):
             self._on_event(event)
-        for failure in self._sigstop.poll(self.ranks.alive):
-            self._on_failure(failure)
         for failure in self._monitor.poll():
             self._on_failure(failure)
             if self.ends_siblings:  # no signal but SIGKILL ends a rank that hangs in C

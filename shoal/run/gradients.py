@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from shoal.comm.assembly import gather_named_tensors
+from shoal.comm.assembly import gather_named_tensors, unshared
 from shoal.comm.norm import full_tensor
-from shoal.comm.unshared import unshared
 from shoal.strategies.base import LocalModel
 from shoal.strategies.local_step import gradient_norm, scale_gradients
 

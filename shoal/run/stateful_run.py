@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.checkpoint import Checkpoints
+from shoal.comm.assembly import unshared
 from shoal.comm.mesh import Mesh
-from shoal.comm.unshared import unshared
 from shoal.errors import DataError, UsageError
 from shoal.loggers.script_log import ScriptLog
 from shoal.run import pretrained, train_state

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -71,20 +70,6 @@ def _imports(job: Job) -> Iterator[str]:
         }
         if not (mentioned | aliases).intersection((*REGISTERED, "*")):
             yield f"--import {name}: it defines neither a `models` nor a `data` dict"
-        for module in _absent_modules(tree, path):
-            yield f"--import {name}: it imports {module}, which is not installed"
-
-
-def _absent_modules(tree: ast.Module, path: Path) -> Iterator[str]:
-    """Yield the packages that a file imports in any case, at its top, and that are not there."""
-    for node in tree.body:
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = [node.module]
-        for package in (name.partition(".")[0] for name in names):
-            is_beside = any((path.parent / found).exists() for found in (package, f"{package}.py"))
-            if package not in sys.modules and not is_beside and find_spec(package) is None:
-                yield package
 
 
 def _aliases(node: ast.AST) -> list[ast.alias]:

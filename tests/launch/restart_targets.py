@@ -49,14 +49,6 @@ def dies_once_and_sleeps(folder: str, how: str) -> None:
     time.sleep(1000)
 
 
-def is_stopped_once(folder: str, how: str) -> None:
-    record_start(folder, how)
-    if how == "first":
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1000)
-
-
 def is_wrong(folder: str, how: str) -> None:
     record_start(folder, how)
     raise ValueError("always wrong")

@@ -13,7 +13,6 @@ import pytest
 import restart_targets
 
 from shoal.errors import LaunchError, UsageError
-from shoal.launch import rank_monitor
 from shoal.launch.control_channel import NAME, ControlServer, request
 from shoal.launch.restarting import LocalJob, run_with_restarts
 from tests.harness.waiting import until
@@ -100,18 +99,6 @@ def test_a_program_that_is_wrong_is_not_started_again(tmp_path, capfd):
 def test_a_rank_that_was_asked_to_end_is_not_started_again(tmp_path, capfd, number):
     assert run(tmp_path, restart_targets.dies, number, 1, True) == 128 + number
     assert len(starts(tmp_path)) == 1
-
-
-def test_a_rank_that_was_stopped_for_good_is_a_loss(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(rank_monitor, "STOPPED_LOOKS", 1)
-    assert run(tmp_path, restart_targets.is_stopped_once) == 0
-    printed = capfd.readouterr().err
-    assert printed.startswith(
-        "note: rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 1 s"
-    )
-    assert printed.endswith(
-        "; 2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)\n"
-    )
 
 
 def test_a_lost_shard_of_the_servers_is_a_loss(tmp_path, capfd):

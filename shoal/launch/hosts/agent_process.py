@@ -34,7 +34,6 @@ from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.output import StreamName
 from shoal.launch.private_memory import hold_secret
-from shoal.launch.rank_monitor import SigstopDetector
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import prepare, start, wait_for_imports
@@ -98,7 +97,6 @@ class AgentProcess:
         self._sink = sink
         self._unsent = f"\n{MARKER} {PROTOCOL} {secrets.token_hex(8)}\n".encode()
         self._work: Message = {}
-        self._sigstop = SigstopDetector(has_all=False)
         self._look_s = inf
         self._tell_s = 0.0
         self._is_over = False
@@ -131,12 +129,11 @@ class AgentProcess:
             wait(sources, timeout_s)
             return []
         try:
-            events = self.ranks.watch(timeout_s, sources)
+            return self.ranks.watch(timeout_s, sources)
         except ShoalError as error:  # the store has ended
             rank = self.ranks.all[0].number
             self._kill_ranks()
             return [Failure(rank, text=str(error), is_loss=True)]
-        return [*events, *self._sigstop.poll(self.ranks.alive)]
 
     def _receive(self) -> list[Order]:
         try:

@@ -55,16 +55,3 @@ def test_a_killed_worker_ends_the_job_which_says_so(
     said = capfd.readouterr().err
     assert said.endswith("rank 1 of 2 was killed by SIGKILL (out of memory?)\n")
     assert "Traceback" not in said
-
-
-@needs_proc
-@pytest.mark.parametrize("seed", trials(quick=0))
-def test_a_worker_that_is_stopped_for_good_ends_the_job_which_says_so(
-    seed: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code, pid = ends(tmp_path, "SIGSTOP", seed)
-    assert code == 128 + signal.SIGSTOP
-    said = capfd.readouterr().err
-    assert "rank 1 of 2 was stopped by a signal (SIGSTOP), and was not let go on for 8 s" in said
-    assert f"`kill -CONT {pid}`" in said
-    assert "Traceback" not in said
