@@ -132,7 +132,8 @@ class HostShare:
         listener: bound to address and port on the host that serves the store, None elsewhere. It
             is closed in `start`.
         variables: of all ranks of this host, such as the network interface.
-        emit: takes a rank, the name of a stream, and lines that were written to it.
+        emit: takes a rank, the name of a stream, and lines that were written to it; None where
+            this process has the terminal and all ranks of the world.
     """
 
     first_rank: int
@@ -141,4 +142,4 @@ class HostShare:
     port: int
     listener: socket.socket | None
     variables: Mapping[str, str]
-    emit: Callable[[int, StreamName, list[str]], None]
+    emit: Callable[[int, StreamName, list[str]], None] | None

@@ -42,6 +42,7 @@ from shoal.launch.output import (
 )
 from shoal.launch.private_memory import private_store
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
+from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
 from shoal.platform.sockets import make_socket_directory
@@ -91,17 +92,18 @@ def start(
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
+    # The address of this host's name may lead to another machine.
+    share = share or HostShare(0, processes, LOOPBACK, 0, None, {"GLOO_SOCKET_IFNAME": "lo"}, None)
     # Words lie by rank, also where the first ones are on other hosts.
-    words = processes if share is None else share.first_rank + processes
+    words = ProgressMemory(share.first_rank + processes)
     limit_s = limit_of_ranks(environment)
     with _named_end_of_fork_server():
-        ranks, common = _start_stores(context, torch_store, share, ProgressMemory(words), limit_s)
+        ranks, common = _start_stores(context, torch_store, share, words, limit_s)
     try:
-        first, world = (0, processes) if share is None else (share.first_rank, share.world)
         for local_rank in range(processes):
-            rank = first + local_rank
-            launcher_variables = {**common, **_rank_variables(rank, world, local_rank, processes)}
-            variables = {**_inherited(share), **environment, **launcher_variables}
+            rank = share.first_rank + local_rank
+            place = _rank_variables(rank, share.world, local_rank, processes)
+            variables = {**_inherited(share), **environment, **common, **place}
             streams = [
                 _stream(context, output, rank, "stdout", share),
                 _stream(context, output, rank, "stderr", share),
@@ -213,12 +215,12 @@ def _end_servers() -> None:
 def _start_stores(
     context: ForkServerContext,
     torch_store: bool,
-    share: HostShare | None,
+    share: HostShare,
     progress: ProgressMemory,
     hang_limit_s: float,
 ) -> tuple[Ranks, dict[str, str]]:
     """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
-    if share is not None:
+    if share.emit is not None:
         process = None if share.listener is None else _serve_on(context, share.listener)
         return Ranks(process, None, progress, hang_limit_s), _store_variables(
             share.address, share.port
@@ -226,7 +228,7 @@ def _start_stores(
     private = private_store()
     if not torch_store:
         return Ranks(None, private, progress, hang_limit_s), {**private.variables}
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
     variables = _store_variables(*listener.getsockname())
     ranks = Ranks(_serve_on(context, listener), private, progress, hang_limit_s)
     return ranks, {**private.variables, **variables}
@@ -251,17 +253,13 @@ def _store_variables(address: str, port: int) -> dict[str, str]:
     }
 
 
-def _inherited(share: HostShare | None) -> dict[str, str]:
+def _inherited(share: HostShare) -> dict[str, str]:
     """Return this process's variables without those of an outer torchrun.
 
-    On one host Gloo uses the loopback interface, unless the user has chosen another: the address of
-    the host's name may lead to another machine.
+    The network interface is that of `share`, unless the user has chosen another.
     """
-    variables = {"GLOO_SOCKET_IFNAME": "lo"} if share is None else {**share.variables}
-    for name, value in os.environ.items():
-        if not name.startswith("TORCHELASTIC_"):
-            variables[name] = value
-    return variables
+    own = {k: value for k, value in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    return {**share.variables, **own}
 
 
 def _rank_variables(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
@@ -308,11 +306,11 @@ def _start_rank(
 
 
 def _stream(
-    context: ForkServerContext, output: Output, rank: int, name: StreamName, share: HostShare | None
+    context: ForkServerContext, output: Output, rank: int, name: StreamName, share: HostShare
 ) -> StreamEnds:
     """Return the ends of stdout or of stderr."""
     mode = output_mode(output, rank, name)
-    if share is not None and mode == "through":  # the driver has the terminal
+    if share.emit is not None and mode == "through":  # the driver has the terminal
         mode = "lines"
     match mode:
         case "through":
@@ -321,7 +319,7 @@ def _stream(
             return None, None
         case "lines":
             source, end = context.Pipe(duplex=False)
-            if share is None:
+            if share.emit is None:
                 emit = partial(print_lines, rank, getattr(sys, name))
                 return end, LineForwarder(source, emit)
             return end, LineForwarder(source, partial(share.emit, rank, name), NEWLINE_OR_RETURN)

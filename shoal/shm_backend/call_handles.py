@@ -29,7 +29,23 @@ NO_LIMIT = timedelta(0)
 Future: Any = torch.Future
 
 
-class QueuedCall(Work):
+class CallHandle(Work):
+    """The parts of a handle that follow from `wait`, `is_completed` and `exception`."""
+
+    _results: Sequence[Tensor]
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return list(self._results)
+
+
+class QueuedCall(CallHandle):
     """A call that was not complete when it returned, and its handle.
 
     Attributes:
@@ -80,21 +96,11 @@ class QueuedCall(Work):
             raise self.error
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self.done.is_set()
 
-    def is_success(self) -> bool:
-        return self.done.is_set() and self.error is None
-
     def exception(self) -> BaseException | None:
         return self.error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete when the call is; its value is the list of results."""
@@ -129,7 +135,7 @@ class QueuedCall(Work):
                 self._futures.pop().set_result(None)
 
 
-class CompletedWork(Work):
+class CompletedWork(CallHandle):
     """The handle of a call or message that was complete when it returned."""
 
     def __init__(self, results: Sequence[Tensor]) -> None:
@@ -139,20 +145,11 @@ class CompletedWork(Work):
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         return True
 
-    def synchronize(self) -> None:
-        pass
-
     def is_completed(self) -> bool:
-        return True
-
-    def is_success(self) -> bool:
         return True
 
     def exception(self) -> None:
         return None
-
-    def result(self) -> list[Tensor]:
-        return list(self._results)
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = Future([])
@@ -160,15 +157,12 @@ class CompletedWork(Work):
         return future
 
 
-class ForwardedWork(Work):
+class ForwardedWork(CallHandle):
     """A handle that stands for another one. Subclasses have `wait`."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
         self._work = work
-
-    def synchronize(self) -> None:
-        self.wait()
 
     def is_completed(self) -> bool:
         return bool(self._work.is_completed())

@@ -235,25 +235,18 @@ def _check_text(job: Job, source: Source) -> None:
 
 
 def load_imports(files: Iterable[str]) -> Registered:
-    """Run the files and collect their `models` and `data`.
+    """Run the files, which `job_precheck` has seen, and collect their `models` and `data`.
 
     Raises:
-        ConfigError: files that do not exist or define neither of the two.
+        ConfigError: a file does not exist.
     """
     registered = Registered()
-    problems = []
     for name in files:
-        path = Path(name)
-        if not path.is_file():
-            problems.append(f"--import {name}: there is no such file")
-            continue
-        module = _imported(path)
-        if not (hasattr(module, "models") or hasattr(module, "data")):
-            problems.append(f"--import {name}: it defines neither a `models` nor a `data` dict")
+        if not Path(name).is_file():
+            raise ConfigError([f"--import {name}: there is no such file"])
+        module = _imported(Path(name))
         registered.models.update(getattr(module, "models", {}))
         registered.data.update(getattr(module, "data", {}))
-    if problems:
-        raise ConfigError(problems)
     return registered
 
 

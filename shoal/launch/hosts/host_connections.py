@@ -64,6 +64,7 @@ class HostConnections:
         self._clients: dict[int, SshClient] = {}
         self._questions = itertools.count(1)
         self._answers: dict[int, Message] = {}
+        self._events: list[DriverEvent] = []  # that came while an answer was waited for
 
     def __enter__(self) -> HostConnections:
         return self
@@ -94,12 +95,12 @@ class HostConnections:
             due_s = min(due_s, RETRY_S)
         streams: list[Any] = [*sources]
         streams += (stream for client in self._clients.values() for stream in client.sources)
-        wait(streams, max(0.0, min(timeout_s, due_s)))
+        wait(streams, 0.0 if self._events else max(0.0, min(timeout_s, due_s)))
         events = self._receive()
         events += self.session.tick(clock_s())
         if self.printer.error is not None:
             raise self.printer.error
-        found: list[DriverEvent] = []
+        found, self._events = self._events, []
         for event in events:
             try:
                 found += [event] if self._is_for_others(event) else []
@@ -144,29 +145,27 @@ class HostConnections:
             self._drop(host)
         return [problems[host] for host in hosts if host in problems]
 
-    def post(self, host: int, question: Mapping[str, Any]) -> int:
-        """Send a question to a host, and return its number for `take_answer`."""
-        number = next(self._questions)
-        self.session.send(host, "ask", number=number, **question)
-        return number
-
-    def take_answer(self, number: int) -> Message | None:
-        """Return the answer to a question; None before it has come."""
-        return self._answers.pop(number, None)
-
     def ask(self, questions: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, Message]:
-        """Ask hosts, and return their answers.
+        """Ask hosts, and return their answers. What else comes is for the next `pump`.
 
         Raises:
-            LaunchError: a host does not answer, or answers with a problem.
+            LaunchError: a host does not answer in time, is lost, or answers with a problem.
         """
-        asked = {host: self.post(host, question) for host, question in questions.items()}
+        asked = {host: next(self._questions) for host in questions}
+        for host, number in asked.items():
+            self.session.send(host, "ask", number=number, **questions[host])
         end_s = clock_s() + limit_s
+        came: list[DriverEvent] = []
         while missing := [host for host, number in asked.items() if number not in self._answers]:
-            for event in self.pump(max(0.0, end_s - clock_s())):
-                self._raise_if_lost(event)
-            if clock_s() > end_s:
-                raise LaunchError(f"host {self.name(missing[0])}: its agent does not answer.")
+            came += self.pump(max(0.0, end_s - clock_s()))
+            lost = {event.host: event for event in came if isinstance(event, HostLost)}
+            gone = [host for host in missing if host in lost]
+            if gone or clock_s() > end_s:
+                self._events = came
+                host = (gone or missing)[0]
+                reason = f"is lost: {lost[host].reason}" if gone else "its agent does not answer"
+                raise LaunchError(f"host {self.name(host)}: {reason}.")
+        self._events = came
         answers = {host: self._answers.pop(number) for host, number in asked.items()}
         for host, answer in answers.items():
             if problem := answer.get("problem"):
@@ -254,13 +253,7 @@ class HostConnections:
             self._clients.pop(host).close()
         self.session.disconnected(host, "it was closed")
         self.facts.pop(host, None)
-
-    def _raise_if_lost(self, event: DriverEvent) -> None:
-        if isinstance(event, HostLost):
-            errors = self.drop(event.host)
-            raise LaunchError(
-                f"host {self.name(event.host)} is lost: {event.reason}. {errors}".strip()
-            )
+        self._events = [event for event in self._events if event.host != host]
 
 
 def is_readable(sources: Sequence[socket.socket]) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from shoal.errors import LaunchError
 from shoal.launch.failure import Failure
 from shoal.launch.hosts.agent_protocol import Message, clock_s
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost
@@ -100,12 +101,11 @@ class RemoteRanks(RankSet[RemoteRank]):
             share.host: range(share.first, share.first + share.count) for share in placement
         }
         self._looks: dict[int, Look] = {}  # of each host, since all were given to the watchdog
-        self._waiting: list[RankEvent] = []  # arrived while an answer was waited for
 
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
         timeout_s = inf if timeout_s is None else timeout_s
-        events, self._waiting = self._waiting, []
-        for event in self.connections.pump(0.0 if events else timeout_s, sources):
+        events: list[RankEvent] = []
+        for event in self.connections.pump(timeout_s, sources):
             events += self._rank_events(event)
         if not self.alive:
             self.connections.printer.flush()
@@ -142,18 +142,12 @@ class RemoteRanks(RankSet[RemoteRank]):
         return self.connections.name(self.all[rank].host)
 
     def stacks(self, rank: int) -> str:
-        """Return the stacks of all threads of a rank, or that its agent does not tell them."""
         host = self.all[rank].host
-        question = self.connections.post(host, {"question": "stacks", "rank": rank})
-        end_s = clock_s() + STACKS_S
-        while (answer := self.connections.take_answer(question)) is None:
-            is_connected = self.connections.session.states[host].is_connected
-            if clock_s() > end_s or not is_connected:
-                name = self.connections.name(host)
-                return f"The stack of rank {rank} is not known: its host {name} does not answer."
-            for event in self.connections.pump(max(0.0, end_s - clock_s())):
-                self._waiting += self._rank_events(event)
-        return str(answer.get("problem") or answer["text"])
+        try:
+            answer = self.connections.ask({host: {"question": "stacks", "rank": rank}}, STACKS_S)
+        except LaunchError as error:
+            return f"The stack of rank {rank} is not known: {error}"
+        return str(answer[host]["text"])
 
     def kill(self) -> None:
         """Kill all ranks, and wait until none can be alive on any host.
