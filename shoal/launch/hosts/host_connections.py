@@ -154,23 +154,24 @@ class HostConnections:
         asked = {host: next(self._questions) for host in questions}
         for host, number in asked.items():
             self.session.send(host, "ask", number=number, **questions[host])
-        end_s = clock_s() + limit_s
-        came: list[DriverEvent] = []
-        while missing := [host for host, number in asked.items() if number not in self._answers]:
-            came += self.pump(max(0.0, end_s - clock_s()))
-            lost = {event.host: event for event in came if isinstance(event, HostLost)}
-            gone = [host for host in missing if host in lost]
-            if gone or clock_s() > end_s:
-                self._events = came
-                host = (gone or missing)[0]
-                reason = f"is lost: {lost[host].reason}" if gone else "its agent does not answer"
-                raise LaunchError(f"host {self.name(host)}: {reason}.")
-        self._events = came
+        self._wait_for_answers(asked, clock_s() + limit_s)
         answers = {host: self._answers.pop(number) for host, number in asked.items()}
         for host, answer in answers.items():
             if problem := answer.get("problem"):
                 raise LaunchError(f"host {self.name(host)}: {problem}")
         return answers
+
+    def _wait_for_answers(self, asked: Mapping[int, int], end_s: float) -> None:
+        came: list[DriverEvent] = []
+        while missing := [host for host, number in asked.items() if number not in self._answers]:
+            came += self.pump(max(0.0, end_s - clock_s()))
+            reasons = {event.host: event.reason for event in came if isinstance(event, HostLost)}
+            host = next((host for host in missing if host in reasons), missing[0])
+            if host in reasons or clock_s() > end_s:
+                self._events = came
+                reason = f"is lost: {reasons[host]}" if host in reasons else "does not answer"
+                raise LaunchError(f"host {self.name(host)}: its agent {reason}.")
+        self._events = came
 
     def drop(self, host: int) -> str:
         """Close the connection to a lost host. Return what its client had printed last."""
