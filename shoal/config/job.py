@@ -254,9 +254,6 @@ class CheckpointConfig:
     last_save_wait_s: int = setting(
         300, "seconds in which a last save that failed is tried again", NOT_NEGATIVE
     )
-    second_place: str | None = setting(
-        None, "directory for the last save, if the run directory has no room after that wait"
-    )
     fast_dir: str | None = setting(
         None, "a further directory for frequent saves, such as /dev/shm; a start looks there too"
     )

@@ -40,6 +40,7 @@ FOREIGN_NAMES = {
 
 REMOVED = {
     "checkpoint.copies": "all hosts must share the run directory",
+    "checkpoint.second_place": "a last save waits for room; see checkpoint.last_save_wait_s",
     "optimizer.in_backward": "it lowered no peak: strategy zero2 shards gradients, recompute frees "
     "activations, and optimizer.name AdamW8bit has smaller moments",
     "snapshot": "set checkpoint.fast_dir, such as /dev/shm, and checkpoint.fast_every_steps",

@@ -1,10 +1,28 @@
-"""Output on the terminal: notes, numbers as people read them, and the closing table."""
+"""Output on the terminal: notes, numbers as people read them, the closing table, and the display of
+a run on rank 0, a bar on a terminal, plain lines elsewhere.
+
+epoch 3/15 ━━━━━━━━━━╺━━━━━━━━━━━━━━  loss 0.1234  top1 97.50 %  812 samples/s  ETA 0:12
+
+epoch 3/15  step 120/345  loss 0.1234  top1 97.50 %  812 samples/s  ETA 0:12
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any, TextIO
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+Record = Mapping[str, float | int]
+MIN_BAR = 8
+MAX_BAR = 40
+"""Columns of the bar."""
+REFRESH_S = 0.25
 
 
 def print_rank_zero(text: str) -> None:
@@ -85,3 +103,159 @@ def _row(name: str, value: Any) -> tuple[str, str]:
         return f"{name} validation", "  ".join(measures(value)) + step
     label = {"time_s": "time", "samples_per_s": "samples/s"}.get(name, name)
     return label, number(name, value) if isinstance(value, (int, float)) else str(value)
+
+
+class Progress:
+    """The display of one run. It gets plain numbers, and never waits for the device.
+
+    Call `epoch` when an epoch begins, `step` after each optimizer step, `show` when a record is
+    logged, `paused` around all that is not training, `evaluation` with its result, and `close` at
+    the end. Call `close` also if the run fails: it restores the terminal.
+
+    Args:
+        active: True on the rank that shows anything; on other ranks every method does nothing.
+        epochs: epochs of the run.
+        total_steps: optimizer steps of the run.
+        done_steps: steps of it that an earlier process took.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        active: bool,
+        epochs: int,
+        total_steps: int,
+        done_steps: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._active = active
+        self._epochs = epochs
+        self._total_steps = total_steps
+        self._step = done_steps
+        self._epoch = 1
+        self._epoch_steps = 1
+        self._epoch_step = 0
+        self._results: list[str] = []
+        self._speed: list[str] = []
+        self._doing = ""
+        self._clock = clock
+        self._start_s = clock()
+        self._next_line_s = 0.0
+        self._next_redraw_s = 0.0
+        # Steps and time at the end of the first step, which compiles and allocates.
+        self._measured_from: tuple[int, float] | None = None
+        self._live = _open_live() if active and on_terminal(sys.stdout) else None
+
+    def epoch(self, epoch: int, steps: int, done: int = 0) -> None:
+        """Begin an epoch, counted from 1, after `done` of its `steps`."""
+        self._epoch = epoch
+        self._epoch_steps = steps
+        self._epoch_step = done
+        self._redraw()
+
+    def step(self) -> None:
+        """Count an optimizer step. Cheap in every step."""
+        if not self._active:
+            return
+        self._step += 1
+        self._epoch_step += 1
+        now_s = self._clock()
+        if self._measured_from is None:
+            self._measured_from = self._step, now_s
+        if now_s >= self._next_redraw_s:
+            self._next_redraw_s = now_s + REFRESH_S
+            self._redraw()
+
+    def show(self, record: Record) -> None:
+        """Show the newest results of training, next to the bar or as a line.
+
+        Lines are printed at most once a second. In a longer run the interval is 1 % of the time so
+        far, and at most a minute.
+        """
+        if not self._active:
+            return
+        self._results = measures(record)
+        remaining_s = self.remaining_s
+        if "samples_per_s" in record and remaining_s is not None:
+            speed = number("samples_per_s", record["samples_per_s"])
+            self._speed = [f"{speed} samples/s", f"ETA {duration(remaining_s)}"]
+        passed_s = self._clock() - self._start_s
+        if self._live is None and passed_s >= self._next_line_s:
+            self._next_line_s = passed_s + min(60.0, max(1.0, passed_s / 100))
+            print_rank_zero("  ".join([self._position(), *self._results, *self._speed]))
+
+    def evaluation(self, record: Record) -> None:
+        """Print the results of an evaluation: a line that stays, on a terminal too."""
+        if not self._active:
+            return
+        line = "  ".join([self._position(), "validation", *measures(record)])
+        if self._live is None:
+            print_rank_zero(line)
+        else:
+            with suppress(OSError):
+                self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    @contextmanager
+    def paused(self, doing: str) -> Iterator[None]:
+        """Show `doing` in this context."""
+        self._doing = doing
+        self._redraw()
+        try:
+            yield
+        finally:
+            self._doing = ""
+
+    def close(self) -> None:
+        """Remove the bar. May be called twice."""
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.stop()
+            self._live = None
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds to the end of the run, pauses included; None before the second step."""
+        if self._measured_from is None or self._step == self._measured_from[0]:
+            return None
+        step, time_s = self._measured_from
+        return (self._total_steps - self._step) * (self._clock() - time_s) / (self._step - step)
+
+    def _position(self) -> str:
+        return f"epoch {self._epoch}/{self._epochs}  step {self._step}/{self._total_steps}"
+
+    def _redraw(self) -> None:
+        if self._live is not None:
+            with suppress(OSError):
+                self._live.update(self._bar(self._live.console.width), refresh=True)
+
+    def _bar(self, width: int) -> RenderableType:
+        """Return the epoch as a bar with results, speed and end; without it where it is narrow."""
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        label = f"epoch {self._epoch}/{self._epochs}"
+        words = "  ".join([*self._results, *([self._doing] if self._doing else self._speed)])
+        spacing = 5  # between label, bar and words, and at the end of the line
+        length = min(MAX_BAR, width - len(label) - len(words) - spacing)
+        if length < MIN_BAR:
+            return Text(f"{label}  {words}", no_wrap=True, overflow="crop")
+        grid = Table.grid(padding=(0, 2, 0, 0), pad_edge=False)
+        bar = ProgressBar(self._epoch_steps, self._epoch_step, width=length)
+        grid.add_row(Text(label, style="bold"), bar, Text(words))
+        return grid
+
+
+def _open_live() -> Live:
+    from rich.console import Console
+    from rich.live import Live
+
+    # Without a thread of its own: that could hold locks while data-loader workers are forked.
+    live = Live(
+        console=Console(), auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
+    )
+    live.start()
+    # A process that is killed could not bring a hidden cursor back.
+    live.console.show_cursor(True)
+    return live

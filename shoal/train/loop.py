@@ -25,13 +25,11 @@ from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
+from shoal.train.console import Progress
 from shoal.train.log import Log
-from shoal.train.progress import Progress
 from shoal.train.record import Record
-from shoal.train.run_directory import claim_for_all, make_again, remove_if_refused
-from shoal.train.run_saver import State, load_newest, open_fast_saver, open_saver
-from shoal.train.save_interval import SaveInterval
-from shoal.train.shared_check import check_shared
+from shoal.train.run_directory import check_shared, claim_for_all, make_again, remove_if_refused
+from shoal.train.run_saver import SaveInterval, State, load_newest, open_fast_saver, open_saver
 from shoal.train.training_state import TrainingState
 
 

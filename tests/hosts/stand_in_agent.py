@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_protocol import PROTOCOL
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.train.shared_check import probe_in, sees_probe
+from shoal.train.run_directory import probe_in, sees_probe
 
 
 def main() -> None:

@@ -13,13 +13,12 @@ import termios
 
 import pytest
 
-from shoal.train.console import duration, number
-from shoal.train.progress import Progress
+from shoal.train.console import Progress, duration, number
 
 RUN = """
 import sys
 from shoal.train.console import print_summary
-from shoal.train.progress import Progress
+from shoal.train.console import Progress
 
 progress = Progress(active=True, epochs=2, total_steps=20)
 for epoch in (1, 2):

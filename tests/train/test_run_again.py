@@ -12,8 +12,7 @@ from shoal.config.job import Job
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.testing import world
 from shoal.train.loop import train
-from shoal.train.run_directory import check_usable, lock
-from shoal.train.shared_check import probe_in
+from shoal.train.run_directory import check_usable, lock, probe_in
 from tests.harness.waiting import until
 
 

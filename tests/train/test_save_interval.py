@@ -16,7 +16,7 @@ from shoal.comm.axis import Axis
 from shoal.config import read, to_yaml
 from shoal.config.job import CheckpointConfig, Job
 from shoal.testing import world
-from shoal.train.save_interval import SaveInterval
+from shoal.train.run_saver import SaveInterval
 
 # 40 steps, which only the interval interrupts. A step takes 1 s and a save 2 s by the clocks of
 # `Timed`: with a failure every 10 s, Daly's interval is 5.06 s.

@@ -17,8 +17,8 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import read as read_place
 from shoal.platform.files import existing_directory
 from shoal.testing import world
-from shoal.train import shared_check
-from shoal.train.shared_check import check_shared, probe_in, sees_probe
+from shoal.train import run_directory
+from shoal.train.run_directory import check_shared, probe_in, sees_probe
 
 
 def mesh_of_hosts() -> Mesh:
@@ -33,11 +33,11 @@ def looks(folder: Path) -> None:
     mesh.barrier()
     assert list(folder.iterdir()) == [], "the file is gone, and no directory was made"
     mesh.barrier()
-    original = shared_check.sees_probe
-    shared_check.sees_probe = lambda path: mesh.rank != 1 and original(path)
+    original = run_directory.sees_probe
+    run_directory.sees_probe = lambda path: mesh.rank != 1 and original(path)
     with pytest.raises(ConfigError, match=r"--out .*: rank 1 does not see the directory of rank 0"):
         check_shared(mesh, str(folder / "run"), "--out")
-    shared_check.probe_in = lambda directory: nullcontext("")
+    run_directory.probe_in = lambda directory: nullcontext("")
     with pytest.raises(ConfigError, match="rank 0 cannot write there"):
         check_shared(mesh, str(folder / "run"), "--out")
 
@@ -68,7 +68,7 @@ def test_a_file_that_comes_late_is_seen(tmp_path: Path) -> None:
 def test_no_file_is_written_where_another_one_lies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_check.secrets, "token_hex", lambda size: "taken")
+    monkeypatch.setattr(run_directory.secrets, "token_hex", lambda size: "taken")
     (tmp_path / ".shoal-probe-taken").symlink_to(tmp_path / "target")
     with probe_in(str(tmp_path)) as probe:
         assert probe == ""
