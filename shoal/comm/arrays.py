@@ -11,7 +11,6 @@ same order, which is checked. In a world of one rank, a call returns a copy."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -142,17 +141,10 @@ def _check_same_call(axis: Axis, call: str) -> None:
 
     Different calls would give wrong values, or wait for ever.
     """
-    if axis.size == 1:
-        return
-    digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=7).digest(), "big")
-    # One maximum gives the largest and the smallest digest.
-    largest, negated_smallest = axis.all_reduce_max(torch.tensor([digest, -digest])).tolist()
-    if largest == -negated_smallest:
-        return
-    calls = [f"rank {rank} {text}" for rank, text in enumerate(axis.all_gather_str(call))]
-    raise CollectiveFailed(
-        f"ranks make different calls: {'; '.join(calls)}. All must make the same ones."
-    )
+    calls = axis.all_gather_str(call)
+    if len(set(calls)) > 1:
+        told = "; ".join(f"rank {rank} {text}" for rank, text in enumerate(calls))
+        raise CollectiveFailed(f"ranks make different calls: {told}. All must make the same ones.")
 
 
 def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:

@@ -29,19 +29,14 @@ MAX_LINE_BYTES = 4096
 MAX_WAITING = 16
 READ_S = 1.0
 """For the line of a command, which sends it as soon as it is connected."""
-MAX_NAME_BYTES = 107  # of a socket on Linux
 
 
 @contextmanager
 def short_name(path: Path) -> Iterator[str]:
-    """Yield a name of the socket `path` that is short enough for bind and connect.
+    """Yield a name of the socket `path` that is short enough for bind and connect (107 bytes).
 
     Every path has one: through the file descriptor of its directory.
     """
-    for name in (str(path), os.path.relpath(path)):
-        if len(os.fsencode(name)) <= MAX_NAME_BYTES:
-            yield name
-            return
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{directory}/{path.name}"

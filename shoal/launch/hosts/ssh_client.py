@@ -85,7 +85,8 @@ class SshClient:
         self.errors: deque[str] = deque(maxlen=KEPT_LINES)
         self._before_marker = b""
         self._unsent = b""
-        self._streams = [_pipe(stream) for stream in self._pipes()]
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        self._streams = [_pipe(stream) for stream in pipes]
 
     @property
     def sources(self) -> list[IO[bytes]]:
@@ -160,9 +161,6 @@ class SshClient:
 
     def _keep_noise(self, data: bytes) -> None:
         self.noise.extend(data.decode(errors="replace").splitlines())
-
-    def _pipes(self) -> list[IO[bytes] | None]:
-        return [self._process.stdin, self._process.stdout, self._process.stderr]
 
 
 def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
