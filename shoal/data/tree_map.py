@@ -96,13 +96,6 @@ def to_device(value: Any, device: torch.device) -> Any:
     return tree_map(value, lambda item: to_device(item, device))
 
 
-def in_dtype(value: Any, dtype: torch.dtype) -> Any:
-    """Return a nest with its floating point tensors converted to `dtype`."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    return tree_map(value, lambda item: in_dtype(item, dtype))
-
-
 def rows_of(batch: Any) -> int:
     """Return the number of samples of a batch.
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shoal.data.tree_map import in_dtype
 from shoal.errors import ShoalError
 from shoal.platform.script_line import script_line
 from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
-from shoal.trial.float64_models import models_in_float64
+from shoal.trial.float64_functions import Float64Functions
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
 from shoal.trial.untouched import Untouched
 
@@ -59,40 +58,29 @@ def try_loss(
 
     chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
 
-    def compute(rows: Tensor, dtype: torch.dtype | None = None) -> Any:
+    def compute(rows: Tensor) -> Any:
         rows = chosen[rows] if len(rows) <= len(chosen) else rows  # more: of the whole batch
-        taken = take_rows((args, dict(kwargs)), rows, num_samples)
-        taken_args, taken_kwargs = taken if dtype is None else in_dtype(taken, dtype)
+        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
         return compute_loss(*taken_args, **taken_kwargs)
 
     try:
         with Untouched(models, compute_loss) as state:
             judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
-        if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
-            exact = _judged_in_float64(
-                partial(compute, dtype=torch.float64), compute_loss, parameters, models, len(chosen)
-            )
-            verdict = exact or verdict
+            if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
+                verdict = _judged_in_float64(judge) or verdict
         return verdict
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
 
 
-def _judged_in_float64(
-    compute: Callable[[Tensor], Any],
-    compute_loss: Callable[..., Any],
-    parameters: Sequence[Tensor],
-    models: Sequence[nn.Module],
-    num_rows: int,
-) -> LossVerdict | None:
+def _judged_in_float64(judge: LossJudge) -> LossVerdict | None:
     """Return the verdict in float64, or None if the function cannot compute in it."""
-    with models_in_float64(models) as copy_of, Untouched(models, compute_loss) as state:
-        leaves = [copy_of(parameter) for parameter in parameters]
-        try:
-            verdict = LossJudge(compute, leaves, state, num_rows).verdict(num_rows)
-        except CannotTry:
-            return None
+    judge.arithmetic = Float64Functions()
+    try:
+        verdict = judge.verdict()
+    except CannotTry:
+        return None
     return verdict if verdict.kind in _ANSWERS else None
 
 
@@ -104,9 +92,9 @@ class LossJudge:
         leaves: tensors whose gradients are compared.
         state: entered by the caller.
         num_rows: rows of the whole.
-        tolerance: relative.
 
     Attributes:
+        arithmetic: a context of each pass.
         draws: of the whole, with what the parts showed of them.
     """
 
@@ -116,22 +104,21 @@ class LossJudge:
         leaves: Sequence[Tensor],
         state: Untouched,
         num_rows: int,
-        tolerance: float = TOLERANCE,
     ) -> None:
+        self.arithmetic: AbstractContextManager[Any] = nullcontext()
         self._loss, self._state = LossOnRows(compute, leaves), state
         self._num_rows = num_rows
-        self._tolerance = tolerance
         self._all = torch.arange(num_rows)
         self._order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
-        self.draws = RecordedDraws(num_rows)
 
-    def verdict(self, all_rows: int) -> LossVerdict:
+    def verdict(self, all_rows: int = 0) -> LossVerdict:
         """Judge the loss.
 
         Args: all_rows: of the batch, for a function that fails on `num_rows` of them.
 
         Raises: CannotTry: see `take_rows`, `LossOnRows` and `DrawnInParts`.
         """
+        self.draws = RecordedDraws(self._num_rows)
         try:
             whole = self._measure_whole()
         except _FailedError as failed:
@@ -164,9 +151,9 @@ class LossJudge:
                 errors.append(SplitError(tuple(len(rows) for rows in parts), 1.0, 1.0))
             else:
                 errors.append(distance(whole, measured))
-        if failure is not None or any(error.mean >= self._tolerance for error in errors):
+        if failure is not None or any(error.mean >= TOLERANCE for error in errors):
             return self._difference(whole, errors, failure)
-        if self._order_error(whole) >= self._tolerance:
+        if self._order_error(whole) >= TOLERANCE:
             return self._order_matters(whole)
         kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
         return LossVerdict(kind, max(error.mean for error in errors))
@@ -175,7 +162,7 @@ class LossJudge:
         self, whole: Measured, errors: list[SplitError], failure: _FailedError | None
     ) -> LossVerdict:
         """Return the verdict where parts do not add up, or fail, as a mean would not."""
-        if all(error.sum < self._tolerance for error in errors):
+        if all(error.sum < TOLERANCE for error in errors):
             return LossVerdict(LossKind.SUM, max(error.sum for error in errors))
         worst = max(errors, key=lambda error: error.mean)
         if self._num_rows >= 4 and self._needs_two_rows(whole, errors):
@@ -192,7 +179,7 @@ class LossJudge:
 
     def _needs_two_rows(self, whole: Measured, errors: list[SplitError]) -> bool:
         """Return True if only parts of a single row are wrong, and by no finite number."""
-        if any(error.mean >= self._tolerance and 1 not in error.sizes for error in errors):
+        if any(error.mean >= TOLERANCE and 1 not in error.sizes for error in errors):
             return False
         if not any(error.mean == 1.0 for error in errors):
             return False
@@ -200,7 +187,7 @@ class LossJudge:
             parts = [self._part(self._order[:2]), self._part(self._order[2:])]
         except _FailedError:
             return False
-        return distance(whole, parts).mean < self._tolerance
+        return distance(whole, parts).mean < TOLERANCE
 
     def _order_error(self, whole: Measured) -> float:
         try:
@@ -232,11 +219,11 @@ class LossJudge:
             return _cannot("its gradients are zero but for rounding")
         try:
             again = self._measure_again()
-            if distance_of_repeat(whole, again) > self._tolerance:
+            if distance_of_repeat(whole, again) > TOLERANCE:
                 return _cannot("the same samples give another loss when they are tried again")
             self._state.reseed(1)
             other = self._measure_again()
-            if distance_of_repeat(whole, other) > self._tolerance:
+            if distance_of_repeat(whole, other) > TOLERANCE:
                 return _cannot("it draws numbers from numpy or random, which no part can share")
         except _FailedError as failed:
             return _cannot(f"it fails when it is tried again, with {failed.text}")
@@ -287,7 +274,7 @@ class LossJudge:
         self._state.restore()
         mode = DrawnInParts(self.draws, rows)
         try:
-            with torch.enable_grad(), mode:
+            with torch.enable_grad(), mode, self.arithmetic:
                 measured = measure()
         except CannotTry:
             raise

@@ -99,10 +99,10 @@ CHECKS = {
         scripts="LatePaddingInTheLoop SpreadInTheLoop",
     ),
     "trial in float64": Check(
-        (f"{TRIAL}.float64_models",),
+        (f"{TRIAL}.float64_functions",),
         "rounding that looks like coupling",
         replaced(f"{TRIAL}.judge_loss:_judged_in_float64", _nothing),
-        planted_in="trial/test_float64_models.py",
+        planted_in="trial/test_rounding.py",
     ),
     "watch of the loop": Check(
         (*(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),),

@@ -50,6 +50,20 @@ def test_a_difference_in_float64_too_is_an_objection() -> None:
 
 
 def test_where_float64_fails_float32_decides() -> None:
+    def takes_float32_alone(_: nn.Module, args: tuple[Tensor]) -> None:
+        if args[0].dtype != torch.float32:
+            raise TypeError
+
     model = OtherAlgorithmForOne(torch.float32)
-    model.layer.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    model.layer.register_forward_pre_hook(takes_float32_alone)
     assert judged(model).kind is LossKind.COUPLED
+
+
+def test_weights_that_the_loss_itself_holds_are_in_float64_too() -> None:
+    model = OtherAlgorithmForOne(torch.float32)
+    weight, (x, y) = model.layer.weight, (torch.randn(6, 4), torch.randint(0, 3, (6,)))
+    verdict = try_loss(
+        lambda x, y: F.cross_entropy(model(x) + x @ weight.T, y) + weight.square().sum(),
+        *((x, y), {}, 6, [model], [*model.parameters()]),
+    )
+    assert verdict.kind is LossKind.MEAN

@@ -10,10 +10,9 @@ Autocast leaves float64 as it is, so a script with autocast computes in float64 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,61 +21,41 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
-from torch.overrides import TorchFunctionMode
 
-from shoal.data.tree_map import tree_map
 from shoal.platform.script_line import caller
+from shoal.trial.float64_functions import Float64Functions, promoted
 
 _SHOAL = f"{Path(__file__).parents[2]}/"
 _SCALER = torch.amp.grad_scaler.__file__
 
 
-class Float64Everywhere(TorchFunctionMode):
+class Float64Everywhere(Float64Functions):
     """Inside, each float32 tensor that a function of torch gets from the script is float64.
 
     Shoal's own calls are left as they are, for its messages have dtypes of their own, and so are
     those of a GradScaler.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._undo: list[Callable[[], Any]] = []
-
-    def __enter__(self) -> Any:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        self._undo = [
-            lambda: torch.set_default_dtype(before),
-            register_module_parameter_registration_hook(_promote_tensor).remove,
-            register_module_buffer_registration_hook(_promote_tensor).remove,
-            register_module_forward_pre_hook(_promote_inputs).remove,
+    def __enter__(self) -> Self:
+        self._hooks = [
+            register_module_parameter_registration_hook(_promote_tensor),
+            register_module_buffer_registration_hook(_promote_tensor),
+            register_module_forward_pre_hook(_promote_inputs),
         ]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for undo in self._undo:
-            undo()
+        for hook in self._hooks:
+            hook.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         calling: FrameType | None = caller()
         # A GradScaler's kernel takes a scale in float32 only.
         is_left_alone = calling is not None and calling.f_code.co_filename == _SCALER
-        if is_left_alone or _is_called_by_shoal(func, calling) or _writes(func, kwargs):
-            return func(*args, **kwargs)
-        if func is Tensor.float:
-            func = Tensor.double
-        return func(*promoted(args), **promoted(kwargs))
-
-
-def promoted(value: Any) -> Any:
-    """Return a nest in which float32 tensors, and the dtype itself, are float64."""
-    if isinstance(value, Tensor):
-        return value.double() if value.dtype == torch.float32 else value
-    if value is torch.float32:
-        return torch.float64
-    return tree_map(value, promoted) if isinstance(value, (tuple, list, dict)) else value
+        if is_left_alone or _is_called_by_shoal(func, calling):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _is_called_by_shoal(func: Any, frame: FrameType | None) -> bool:
@@ -93,14 +72,6 @@ def _is_called_by_shoal(func: Any, frame: FrameType | None) -> bool:
         if passes_on:
             return _is_called_by_shoal(func, frame)
     return False
-
-
-def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a function writes into an argument, whose copy it must not be given."""
-    name: str = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    special = name.startswith("__i") or name in ("__setitem__", "__set__", "__delete__")
-    return in_place or special or "out" in kwargs or name in ("__get__", "backward")
 
 
 def _promote_tensor(_module: nn.Module, _name: str, tensor: Any) -> None:
