@@ -43,7 +43,8 @@ from shoal.run.prepare_arguments import as_one_module, is_trained, named_models,
 from shoal.run.prepared import NOTHING_PREPARED
 from shoal.strategies.transforms.compile import Compile
 from shoal.verification.script.model_names import ModelNames
-from shoal.verification.script.script_recorder import EnoughSteps, replace
+from shoal.verification.script.script_recorder import EnoughSteps
+from shoal.verification.script.watched_calls import watch
 
 CURE = "The model alone can be planned: shoal.plan(model, optimizer, batch, compute_loss, ranks=N)."
 WITHOUT_SHOAL = "the script has no shoal.init(), which a strategy needs (docs/start.md); with it:"
@@ -167,7 +168,7 @@ class _Follower:
             (Run, "save", _save_nothing),
             (torch.nn.parallel, "DistributedDataParallel", _passed),
         ):
-            stack.callback(replace(owner, name, make))
+            watch(stack, owner, name, make)
 
     def _make_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kw: Any) -> None:
         original(optimizer, *args, **kw)

@@ -29,8 +29,7 @@ def record_candidate(
     writer = RecordWriter(folder, peers.rank)
     with ExitStack() as stack:
         _prepare(stack, record, precision)
-        for undo in BatchTape(writer, record).start():
-            stack.callback(undo)
+        BatchTape(writer, record).start(stack)
         _train(stack, loop(peers, seed, precision), ScriptRecorder(writer, record, STEPS))
 
 
@@ -52,8 +51,7 @@ def record_reference(
     writer = RecordWriter(folder, 0)
     with ExitStack() as stack:
         _prepare(stack, record, precision)
-        for undo in JoinedBatches(like, ranks, lambda: not ranks[0].by_shoal).start():
-            stack.callback(undo)
+        JoinedBatches(like, ranks).start(stack)
         moved = None if perturb is None else perturbation(*perturb)
         start = SameStart(like, ranks, record)
         recorder = ScriptRecorder(writer, record, STEPS, start, moved)
@@ -63,8 +61,7 @@ def record_reference(
 def _prepare(stack: ExitStack, record: RankRecord, precision: str) -> None:
     if precision == "fp64":
         stack.enter_context(Float64Everywhere())
-    for undo in turn_dropout_off(record, under_shoal=False):
-        stack.callback(undo)
+    turn_dropout_off(stack, record, under_shoal=False)
 
 
 def _train(stack: ExitStack, loop: Loop, recorder: ScriptRecorder) -> None:

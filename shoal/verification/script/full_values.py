@@ -14,13 +14,7 @@ from shoal.comm.norm import full_tensor
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.run import Run
-from shoal.run.inspection import (
-    draws_of_loop,
-    full_parameters,
-    local_buffers,
-    models_of,
-    optimizers_of,
-)
+from shoal.run.train_state import full_state_dict
 from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
 
@@ -81,9 +75,9 @@ class ShoalValues:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        root = models_of(run)
+        self._prepared = run._prepared
         # Taken before a pipeline cuts the model, which it does in the first step.
-        named = [] if root is None else root.named_parameters(remove_duplicate=False)
+        named = self.root.named_parameters(remove_duplicate=False) if self.root is not None else ()
         self._names = {name for name, _ in named}
 
     def axes(self) -> dict[str, tuple[int, int]]:
@@ -92,9 +86,10 @@ class ShoalValues:
         axes = {"data": mesh.data, "tensor": mesh.tensor, "pipeline": mesh.pipeline}
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
+    @property
     def root(self) -> nn.Module | None:
-        """Return the model, or the group of all models; None before one is prepared."""
-        return models_of(self._run)
+        """The model, or the group of all models; None before one is prepared."""
+        return self._prepared.root if self._prepared.models else None
 
     @property
     def is_synchronous(self) -> bool:
@@ -104,11 +99,11 @@ class ShoalValues:
     @property
     def draws_of_loop(self) -> str:
         """Return what the loop draws random numbers by for its samples; "" if by nothing."""
-        return draws_of_loop(self._run)
+        return self._prepared.watch.drawn
 
     def has(self, optimizer: Optimizer) -> bool:
         """Return True if the run has prepared this optimizer."""
-        return any(optimizer is known for known in optimizers_of(self._run))
+        return any(optimizer is known for known in self._prepared.optimizers)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of each trainable parameter; empty where none remain."""
@@ -119,10 +114,16 @@ class ShoalValues:
         return {name: None if g is None else whole(g) for name, g in found.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the full parameters after the step."""
-        found = full_parameters(self._run, self._names)
-        return {name: whole(value) for name, value in found.items()}
+        """Return the full parameters after the step.
+
+        Unlike `Run.weights` it leaves buffers as they are, and synchronises no ranks.
+        """
+        local_model = self._prepared.local_model()
+        local_model.strategy_state.wait()
+        found = full_state_dict(local_model)
+        return {name: whole(value) for name, value in found.items() if name in self._names}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return this rank's buffers."""
-        return {name: whole(buffer) for name, buffer in local_buffers(self._run).items()}
+        module = self._prepared.local_model().module
+        return {name: whole(buffer) for name, buffer in module.named_buffers()}

@@ -9,9 +9,9 @@ of one tensor group do, count once.
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import UsageError
 from shoal.verification.script.batch_axes import axes_of_batches, batches_of_ranks, equal
 from shoal.verification.script.run_record import RankRecord, RecordWriter
+from shoal.verification.script.watched_calls import watch
 
 
 class LoaderOrder:
@@ -32,23 +33,15 @@ class LoaderOrder:
         self._numbers: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
         self._count = 0
 
-    def start(self) -> Callable[[], None]:
-        """Begin to number; return a function that ends it."""
-        original = DataLoader.__init__
+    def start(self, stack: ExitStack) -> None:
+        """Number loaders until the stack is closed."""
+        watch(stack, DataLoader, "__init__", self._made)
 
-        @functools.wraps(original)  # Fabric reads its signature
-        def numbered(loader: DataLoader, *args: Any, **kwargs: Any) -> None:
-            if loader not in self._numbers:
-                self._numbers[loader] = self._count
-                self._count += 1
-            original(loader, *args, **kwargs)
-
-        DataLoader.__init__ = numbered  # type: ignore[assignment,method-assign]
-
-        def put_back() -> None:
-            DataLoader.__init__ = original  # type: ignore[method-assign]
-
-        return put_back
+    def _made(self, original: Any, loader: DataLoader, *args: Any, **kwargs: Any) -> None:
+        if loader not in self._numbers:
+            self._numbers[loader] = self._count
+            self._count += 1
+        original(loader, *args, **kwargs)
 
     def number(self, loader: DataLoader) -> int:
         """Return the number of a loader, from 0."""
@@ -69,22 +62,16 @@ class BatchTape:
         self._order = LoaderOrder()
         self._rounds: dict[int, int] = {}
 
-    def start(self) -> list[Callable[[], None]]:
-        """Begin to record; return functions that end it."""
-        original = DataLoader.__iter__
+    def start(self, stack: ExitStack) -> None:
+        """Record until the stack is closed."""
+        self._order.start(stack)
+        watch(stack, DataLoader, "__iter__", self._recorded)
 
-        def recorded(loader: DataLoader) -> Iterator[Any]:
-            number = self._order.number(loader)
-            if self._record.by_shoal or number < 0:
-                return iter(original(loader))
-            return self._taken(number, original(loader))
-
-        DataLoader.__iter__ = recorded  # type: ignore[assignment,method-assign]
-
-        def put_back() -> None:
-            DataLoader.__iter__ = original  # type: ignore[method-assign]
-
-        return [self._order.start(), put_back]
+    def _recorded(self, original: Any, loader: DataLoader) -> Iterator[Any]:
+        number = self._order.number(loader)
+        if self._record.by_shoal or number < 0:
+            return iter(original(loader))
+        return self._taken(number, original(loader))
 
     def _taken(self, number: int, batches: Any) -> Iterator[Any]:
         turn = self._rounds[number] = self._rounds.get(number, -1) + 1
@@ -100,44 +87,34 @@ class JoinedBatches:
 
     Args:
         folder: of the record of the ranks.
-        ranks: their indices.
-        enabled: is asked at each loop over a loader; False for loaders of Shoal's.
+        ranks: their indices; loaders of Shoal's scripts are left alone.
     """
 
-    def __init__(
-        self, folder: Path, ranks: Sequence[RankRecord], enabled: Callable[[], bool]
-    ) -> None:
+    def __init__(self, folder: Path, ranks: Sequence[RankRecord]) -> None:
         self._folder = folder
         axes = axes_of_batches(folder, ranks)
         self._members = [record for record in ranks if axes[record.rank]["tensor"][0] == 0]
-        self._enabled = enabled
+        self._enabled = not ranks[0].by_shoal
         self._order = LoaderOrder()
         self._rounds: dict[int, int] = {}
 
-    def start(self) -> list[Callable[[], None]]:
-        """Begin to give joined batches; return functions that end it."""
-        original, length = DataLoader.__iter__, DataLoader.__len__
+    def start(self, stack: ExitStack) -> None:
+        """Give joined batches until the stack is closed."""
+        self._order.start(stack)
+        watch(stack, DataLoader, "__iter__", self._joined)
+        watch(stack, DataLoader, "__len__", self._shorter)
 
-        def joined(loader: DataLoader) -> Iterator[Any]:
-            number = self._order.number(loader)
-            if not self._enabled() or number < 0:
-                return iter(original(loader))
-            return self._given(number, original(loader))
+    def _joined(self, original: Any, loader: DataLoader) -> Iterator[Any]:
+        number = self._order.number(loader)
+        if not self._enabled or number < 0:
+            return iter(original(loader))
+        return self._given(number, original(loader))
 
-        def shorter(loader: DataLoader) -> int:
-            count = length(loader)
-            if not self._enabled() or not self._is_shared_out(self._order.number(loader)):
-                return count
-            return -(-count // len(self._members))
-
-        DataLoader.__iter__ = joined  # type: ignore[assignment,method-assign]
-        DataLoader.__len__ = shorter  # type: ignore[method-assign]
-
-        def put_back() -> None:
-            DataLoader.__iter__ = original  # type: ignore[method-assign]
-            DataLoader.__len__ = length  # type: ignore[method-assign]
-
-        return [self._order.start(), put_back]
+    def _shorter(self, original: Any, loader: DataLoader) -> int:
+        count: int = original(loader)
+        if not self._enabled or not self._is_shared_out(self._order.number(loader)):
+            return count
+        return -(-count // len(self._members))
 
     def _given(self, number: int, own: Any) -> Iterator[Any]:
         turn = self._rounds[number] = self._rounds.get(number, -1) + 1

@@ -53,10 +53,8 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     with ExitStack() as stack:
         if plan.precision == "fp64":
             stack.enter_context(Float64Everywhere())
-        for undo in WrittenFiles(writer.folder / "files").start():
-            stack.callback(undo)
-        for undo in turn_dropout_off(record, plan.without_dropout):
-            stack.callback(undo)
+        WrittenFiles(writer.folder / "files").start(stack)
+        turn_dropout_off(stack, record, plan.without_dropout)
         recorder = _recorder(writer, record, plan, stack)
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         recorder.start()
@@ -79,20 +77,15 @@ def _recorder(
 ) -> ScriptRecorder:
     """Return the recorder, and let loaders record batches, or yield recorded ones."""
     if plan.like is None:
-        undo = BatchTape(writer, record).start()
-        recorder = ScriptRecorder(writer, record, plan.steps)
-    else:
-        folder = Path(plan.like)
-        ranks = read_run(folder)
-        undo = JoinedBatches(folder, ranks, lambda: not ranks[0].by_shoal).start()
-        start = SameStart(folder, ranks, record)
-        moved = None
-        if plan.perturb is not None:
-            moved = perturbation(Path(plan.perturb[0]), plan.perturb[1])
-        recorder = ScriptRecorder(writer, record, plan.steps, start, moved)
-    for function in undo:
-        stack.callback(function)
-    return recorder
+        BatchTape(writer, record).start(stack)
+        return ScriptRecorder(writer, record, plan.steps)
+    folder = Path(plan.like)
+    ranks = read_run(folder)
+    JoinedBatches(folder, ranks).start(stack)
+    moved = None
+    if plan.perturb is not None:
+        moved = perturbation(Path(plan.perturb[0]), plan.perturb[1])
+    return ScriptRecorder(writer, record, plan.steps, SameStart(folder, ranks, record), moved)
 
 
 def _hide_gpu() -> None:

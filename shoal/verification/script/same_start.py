@@ -6,8 +6,7 @@ Dropout is off where ranks draw masks that one process cannot draw: in scripts w
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.optim import Optimizer
 from shoal.comm.norm import to_local
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.run_record import RankRecord, starting_weights
+from shoal.verification.script.watched_calls import watch
 
 _FUNCTIONS = (
     *("dropout", "dropout1d", "dropout2d", "dropout3d"),
@@ -77,48 +77,40 @@ class SameStart:
             self._record.notes.append(text)
 
 
-def turn_dropout_off(record: RankRecord, under_shoal: bool) -> list[Callable[[], None]]:
-    """Let functions of dropout return their input; return functions that put them back.
+def turn_dropout_off(stack: ExitStack, record: RankRecord, under_shoal: bool) -> None:
+    """Let functions of dropout return their input until the stack is closed.
 
     Args:
         record: of this rank; it gets a note, and says if Shoal draws for the script.
         under_shoal: also in scripts with Shoal.
     """
-    undo: list[Callable[[], None]] = []
-    for name in (*_FUNCTIONS, "scaled_dot_product_attention"):
-        original = getattr(torch.nn.functional, name)
-        replacement = _without_p if name in _FUNCTIONS else _without_dropout_p
-        setattr(torch.nn.functional, name, replacement(original, record, under_shoal))
-        undo.append(partial(setattr, torch.nn.functional, name, original))
-    return undo
 
+    def rate(p: float) -> float:
+        if p <= 0 or (record.by_shoal and not under_shoal):
+            return p
+        _tell(record)
+        return 0.0
 
-def _without_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
-    def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if training and p > 0 and (under_shoal or not record.by_shoal):
-            _tell(record)
-            p = 0.0
-        return original(input, p, training, inplace)
+    def dropout(
+        original: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+    ) -> Any:
+        return original(input, rate(p) if training else p, training, inplace)
 
-    return dropout
-
-
-def _without_dropout_p(original: Any, record: RankRecord, under_shoal: bool) -> Any:
     def attention(
+        original: Any,
         query: Any,
         key: Any,
         value: Any,
         attn_mask: Any = None,
         dropout_p: float = 0.0,
-        *is_causal: bool,
-        **rest: Any,
+        *rest: Any,
+        **options: Any,
     ) -> Any:
-        if dropout_p > 0 and (under_shoal or not record.by_shoal):
-            _tell(record)
-            dropout_p = 0.0
-        return original(query, key, value, attn_mask, dropout_p, *is_causal, **rest)
+        return original(query, key, value, attn_mask, rate(dropout_p), *rest, **options)
 
-    return attention
+    for name in _FUNCTIONS:
+        watch(stack, torch.nn.functional, name, dropout)
+    watch(stack, torch.nn.functional, "scaled_dot_product_attention", attention)
 
 
 def _tell(record: RankRecord) -> None:

@@ -10,7 +10,8 @@ optimizer.step()      global hooks of torch.optim.Optimizer           gradients,
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shoal.verification.script.module_calls import ModuleCalls, user_line
 from shoal.verification.script.perturbation import Perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord
 from shoal.verification.script.same_start import SameStart
+from shoal.verification.script.watched_calls import watch
 
 
 class EnoughSteps(BaseException):
@@ -69,28 +71,30 @@ class ScriptRecorder:
         self._optimizers: list[Optimizer] = []
         self._stepping = 0
         self._preparing = False
-        self._undo: list[Callable[[], None]] = []
+        self._watching = ExitStack()
         self._started = False
 
     def start(self) -> None:
         """Begin to record."""
         self._calls.start()
-        hooks = [
+        self._watching.callback(self._calls.stop)
+        for hook in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ]
-        self._undo = [self._calls.stop, *(hook.remove for hook in hooks)]
-        self._undo.append(replace(torch.autograd, "backward", self._backward))
-        self._undo.append(replace(Run, "forward_backward", self._forward_backward))
-        self._undo.append(replace(Run, "backward", self._forward_backward))
-        self._undo.append(replace(Run, "prepare", self._prepare))
-        self._undo.append(replace(TrainingStep, "forward_backward", self._passes))
+        ):
+            self._watching.callback(hook.remove)
+        for owner, name, answer in (
+            (torch.autograd, "backward", self._backward),
+            (Run, "forward_backward", self._forward_backward),
+            (Run, "backward", self._forward_backward),
+            (Run, "prepare", self._prepare),
+            (TrainingStep, "forward_backward", self._passes),
+        ):
+            watch(self._watching, owner, name, answer)
 
     def stop(self) -> None:
         """End to record, and write the index."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
+        self._watching.close()
         self._writer.index(self.record)
 
     def _backward(self, original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -114,9 +118,8 @@ class ScriptRecorder:
         run._loop.refuses_global_draws = False
         self._run = ShoalValues(run)
         self.record.axes = self._run.axes()
-        root = self._run.root()
-        if root is not None:
-            self.names.use(root)
+        if self._run.root is not None:
+            self.names.use(self._run.root)
         return prepared
 
     def _forward_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
@@ -234,17 +237,6 @@ class ScriptRecorder:
         if self._run is not None:
             return self._run.buffers()
         return {name: whole(buffer) for name, buffer in self.names.buffers()}
-
-
-def replace(owner: Any, name: str, make: Callable[..., Any]) -> Callable[[], None]:
-    """Let `owner.name` be a function that calls `make(original, ...)`; return what ends that."""
-    original = getattr(owner, name)
-
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return make(original, *args, **kwargs)
-
-    setattr(owner, name, replacement)
-    return lambda: setattr(owner, name, original)
 
 
 def _numbers(group: dict[str, Any]) -> dict[str, float]:

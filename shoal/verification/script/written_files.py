@@ -8,8 +8,7 @@ torch.load("model.pt")            reads what this run has written there last, el
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from shoal.data.tree_map import items_of
 from shoal.run import Run
 from shoal.verification.differences import differences
+from shoal.verification.script.watched_calls import watch
 
 
 class WrittenFiles:
@@ -32,29 +32,21 @@ class WrittenFiles:
         self._places: dict[str, Path] = {}
         self._count = 0
 
-    def start(self) -> list[Callable[[], None]]:
-        """Begin to redirect; return functions that end it."""
-        save, load, run_save = torch.save, torch.load, Run.save
+    def start(self, stack: ExitStack) -> None:
+        """Redirect until the stack is closed."""
+        watch(stack, torch, "save", self._save)
+        watch(stack, torch, "load", self._load)
+        watch(stack, Run, "save", self._save_run)
 
-        def redirected_save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            target = self._place(f) if isinstance(f, (str, os.PathLike)) else f
-            save(obj, target, *args, **kwargs)
+    def _save(self, original: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        original(obj, self._place(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
 
-        def redirected_load(f: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(f, (str, os.PathLike)):
-                f = self._places.get(os.path.realpath(f), f)
-            return load(f, *args, **kwargs)
+    def _load(self, original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+        is_path = isinstance(f, str | os.PathLike)
+        return original(self._places.get(os.path.realpath(f), f) if is_path else f, *args, **kwargs)
 
-        def redirected_run_save(run: Run, path: str | Path) -> None:
-            run_save(run, self._place(path))  # which writes through an open file
-
-        torch.save, torch.load = redirected_save, redirected_load
-        Run.save = redirected_run_save  # type: ignore[assignment,method-assign]
-        return [
-            partial(setattr, torch, "save", save),
-            partial(setattr, torch, "load", load),
-            partial(setattr, Run, "save", run_save),
-        ]
+    def _save_run(self, original: Any, run: Run, path: str | Path) -> None:
+        original(run, self._place(path))  # which writes through an open file
 
     def _place(self, path: str | os.PathLike[str]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
