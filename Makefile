@@ -101,7 +101,7 @@ $(BENCH)/.done: benchmarks/requirements.txt constraints.txt | $(BIN)/python
 	@touch $@
 
 verified: $(VENV)/.demo  ## Write docs/verified.md anew: every strategy against one device, on every model.
-	$(BIN)/python -m shoal.verification.matrix docs/verified.md
+	$(BIN)/python -m tests.matrix.report docs/verified.md
 
 # Without transformers its rows stay as they are: $(BIN)/python -m pip install transformers
 scripts: $(VENV)/.test  ## Write docs/scripts.md anew: every kind of script under every strategy.

@@ -1,8 +1,9 @@
 """The conformance check of a strategy: gradients and weights must equal those of one process, to
 1e-10 in float64.
 
-A strategy's author writes one row in a table and calls `check_strategy` on the experiments of
-`shoal.verification.matrix_cases`."""
+A strategy's author calls `check_strategy` on experiments; those of Shoal's own strategies are in
+tests/matrix/cases.py.
+"""
 
 from __future__ import annotations
 

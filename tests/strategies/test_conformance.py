@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.verification import verify_job
-from shoal.verification.matrix import LAYOUTS, read
-from shoal.verification.matrix_cases import EXPERIMENTS
+from tests.matrix.cases import EXPERIMENTS
+from tests.matrix.report import LAYOUTS, read
 
 MEASURED = read(Path(__file__).parents[2] / "docs/verified.json")
 MODELS = list(EXPERIMENTS)

@@ -15,7 +15,7 @@ from shoal.errors import LaunchError, UsageError
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS, images
+from tests.matrix.cases import EXPERIMENTS, images
 
 QUIET = {"announce": lambda _: None}
 

@@ -12,7 +12,7 @@ import shoal
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS, images
+from tests.matrix.cases import EXPERIMENTS, images
 
 
 @pytest.mark.parametrize(

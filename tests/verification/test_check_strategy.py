@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 from shoal.run.supervised import LossFunction
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import image_loader, mlp
+from tests.matrix.cases import image_loader, mlp
 
 
 def wrong_scale(output: Tensor, target: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from shoal.cli import main
 from shoal.errors import ConfigError, LaunchError, UsageError
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS
+from tests.matrix.cases import EXPERIMENTS
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from shoal.errors import LaunchError
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS, images
+from tests.matrix.cases import EXPERIMENTS, images
 
 NAMES = ["bf16", "fp16", "topk=0.1", "onebit", "powersgd=1"]
 

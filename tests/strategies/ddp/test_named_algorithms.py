@@ -12,7 +12,7 @@ from shoal.run.supervised import supervised
 from shoal.strategies import add_allreduce_option, parse_line
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS, images
+from tests.matrix.cases import EXPERIMENTS, images
 
 SLOW = pytest.mark.slow
 

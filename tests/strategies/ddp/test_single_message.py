@@ -20,7 +20,7 @@ from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.single import single_device
 from shoal.testing import world
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS
+from tests.matrix.cases import EXPERIMENTS
 
 SMALL_BUCKETS = "ddp,bucket_mb=0.001"
 

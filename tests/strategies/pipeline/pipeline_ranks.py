@@ -17,8 +17,8 @@ from shoal.comm.norm import full_tensor
 from shoal.errors import ShoalError
 from shoal.run import init_with_place
 from shoal.run.supervised import LossFunction, supervised
-from shoal.verification import matrix_cases
 from shoal.verification.trajectory import Experiment
+from tests.matrix import cases
 
 
 @dataclass
@@ -46,7 +46,7 @@ def train(
 ) -> RankResult:
     """Train an experiment of the verification matrix, with AdamW and clipping."""
     result = RankResult()
-    experiment = matrix_cases.EXPERIMENTS[name]
+    experiment = cases.EXPERIMENTS[name]
     run = init_with_place(strategy, precision="fp64", announce=result.summary.append, **options)
     model = experiment.model_fn().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -124,7 +124,7 @@ def half(strategy: str, precision: Any, factor: float) -> tuple[list[float], dic
     """Train with less precision; return losses and final weights. A large factor makes gradients
     overflow in fp16.
     """
-    experiment = matrix_cases.EXPERIMENTS["mlp"]
+    experiment = cases.EXPERIMENTS["mlp"]
     run = init_with_place(strategy, precision=precision, announce=lambda _: None)
     model = experiment.model_fn()
     model, optimizer, loader = run.prepare(
@@ -182,7 +182,7 @@ class Twice(nn.Module):
         return self.last(self.norm(self.first(self.norm(x.flatten(1)))))
 
 
-MODELS = {"mlp": matrix_cases.mlp, "growing": Growing, "twice": Twice}
+MODELS = {"mlp": cases.mlp, "growing": Growing, "twice": Twice}
 
 
 def refusal(strategy: str, model_name: str = "mlp", **options: Any) -> str:
@@ -191,7 +191,7 @@ def refusal(strategy: str, model_name: str = "mlp", **options: Any) -> str:
         run = init_with_place(strategy, announce=lambda _: None, **options)
         model = MODELS[model_name]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, _, loader = run.prepare(model, optimizer, matrix_cases.image_loader())
+        model, _, loader = run.prepare(model, optimizer, cases.image_loader())
         for x, target in loader:
             run.forward_backward(supervised(nn.functional.cross_entropy, model), x.float(), target)
     except ShoalError as error:

@@ -17,21 +17,21 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.stage_module import collect, unused
 from shoal.strategies.pipeline.units import find_units
-from shoal.verification import matrix_cases
+from tests.matrix import cases
 
 IMAGES = torch.randn(4, 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
 TOKENS = torch.randint(0, 17, (4, 13), generator=torch.Generator().manual_seed(0))
 MODELS: list[tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = [
-    (matrix_cases.mlp, (IMAGES[:, :, :8, :8],)),
-    (matrix_cases.cnn_with_batchnorm, (IMAGES,)),
-    (matrix_cases.resnet18, (IMAGES,)),
-    (matrix_cases.UNet, (IMAGES,)),
-    (matrix_cases.lstm, (TOKENS,)),
-    (matrix_cases.TimeFirst, (TOKENS,)),
-    (matrix_cases.gpt, (TOKENS,)),
-    (matrix_cases.Encoder, (TOKENS,)),
-    (matrix_cases.UnusualParameters, (IMAGES[:, :, :8, :8],)),
-    (matrix_cases.TwoInputs, (IMAGES[:, :, :8, :8], IMAGES[:, :, 8:, 8:])),
+    (cases.mlp, (IMAGES[:, :, :8, :8],)),
+    (cases.cnn_with_batchnorm, (IMAGES,)),
+    (cases.resnet18, (IMAGES,)),
+    (cases.UNet, (IMAGES,)),
+    (cases.lstm, (TOKENS,)),
+    (cases.TimeFirst, (TOKENS,)),
+    (cases.gpt, (TOKENS,)),
+    (cases.Encoder, (TOKENS,)),
+    (cases.UnusualParameters, (IMAGES[:, :, :8, :8],)),
+    (cases.TwoInputs, (IMAGES[:, :, :8, :8], IMAGES[:, :, 8:, 8:])),
 ]
 
 
@@ -52,7 +52,7 @@ def squares(model: nn.Module) -> Callable[..., Tensor]:
 def test_the_stages_in_a_row_are_the_model(
     model_fn: Callable[[], nn.Module], inputs: tuple[Tensor, ...], num_stages: int
 ) -> None:
-    if model_fn is matrix_cases.TwoInputs and num_stages > 2:
+    if model_fn is cases.TwoInputs and num_stages > 2:
         pytest.skip("it has two layers, and functions between them")
     model = model_fn().double()
     assert difference(model, squares(model), inputs, num_stages) < 1e-12
@@ -64,14 +64,14 @@ def test_the_stages_in_a_row_are_the_model(
 
 
 def test_shortcuts_cross_the_cut_beside_the_stream() -> None:
-    model = matrix_cases.UNet().double()
+    model = cases.UNet().double()
     crossing: list[Any] = []
     difference(model, squares(model), (IMAGES,), 2, cuts="middle", crossing=crossing)
     assert len(crossing[0]) == 3  # two shortcuts and the stream
 
 
 def test_what_is_not_held_here_is_let_go_and_keeps_its_name() -> None:
-    model = matrix_cases.gpt()
+    model = cases.gpt()
     names = list(model.state_dict())
     kept = collect(model, {"token_embedding", "blocks.0"})
     free_other_params(model, kept)
@@ -84,7 +84,7 @@ def test_what_is_not_held_here_is_let_go_and_keeps_its_name() -> None:
 
 
 def test_ranks_hold_their_modules_in_one_order_whatever_the_hashes_of_names() -> None:
-    model = matrix_cases.UNet()
+    model = cases.UNet()
     names = [
         name
         for name, _ in collect(
@@ -95,14 +95,14 @@ def test_ranks_hold_their_modules_in_one_order_whatever_the_hashes_of_names() ->
 
 
 def test_a_module_that_was_put_into_evaluation_mode_stays_in_it() -> None:
-    model = matrix_cases.cnn_with_batchnorm()
+    model = cases.cnn_with_batchnorm()
     model.stem[1].eval()
     collect(model, {"stem.1", "head"})
     assert not model.stem[1].training
 
 
 def test_planning_leaves_buffers_gradients_and_the_random_state_as_they_were() -> None:
-    model = matrix_cases.cnn_with_batchnorm().double()
+    model = cases.cnn_with_batchnorm().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
     divided(model, squares(model), (IMAGES,), 2, by="time")
@@ -114,7 +114,7 @@ def test_planning_leaves_buffers_gradients_and_the_random_state_as_they_were() -
 
 
 def test_lists_of_blocks_are_looked_into_and_blocks_are_not() -> None:
-    assert [*find_units(matrix_cases.gpt(), 2)] == [
+    assert [*find_units(cases.gpt(), 2)] == [
         "token_embedding",
         "position_embedding",
         "blocks.0",
@@ -181,7 +181,7 @@ def test_more_stages_than_places_are_refused_with_their_number() -> None:
 
 
 def test_cuts_are_names_of_modules_in_the_order_of_their_calls() -> None:
-    model = matrix_cases.gpt().double()
+    model = cases.gpt().double()
 
     def loss(tokens: Tensor) -> Tensor:
         return squares(model)(tokens)

@@ -12,8 +12,8 @@ from shoal.errors import ConfigError
 from shoal.strategies import parse_line
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
-from shoal.verification import matrix_cases
 from shoal.verification.trajectory import Experiment
+from tests.matrix import cases
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_accumulation_recomputation_and_halves_of_the_backward_pass_go_together(
     check_strategy(
         "pipeline=2,schedule=zero-bubble,recompute",
         2,
-        matrix_cases.EXPERIMENTS["TransformerEncoder"],
+        cases.EXPERIMENTS["TransformerEncoder"],
         accumulate=2,
     )
 
@@ -111,12 +111,12 @@ class Shortcut(torch.nn.Module):
 
 
 def test_what_a_stage_sends_may_be_what_its_backward_pass_has_saved() -> None:
-    experiment = Experiment(Shortcut, matrix_cases.image_loader, torch.nn.functional.cross_entropy)
+    experiment = Experiment(Shortcut, cases.image_loader, torch.nn.functional.cross_entropy)
     check_strategy("pipeline=3,schedule=zero-bubble,cuts=a/c", 3, experiment)
 
 
 def hooked() -> torch.nn.Module:
-    model = matrix_cases.mlp()
+    model = cases.mlp()
     model.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 3.0,))
     model.register_forward_hook(lambda _, inputs, output: output + inputs[0].flatten(1)[:, :1])
     model.layers[1].register_forward_hook(lambda _, inputs, output: output * 2.0)
@@ -127,7 +127,7 @@ def test_hooks_that_change_what_modules_get_and_give_are_called() -> None:
     check_strategy(
         "pipeline=2",
         2,
-        Experiment(hooked, matrix_cases.image_loader, torch.nn.functional.cross_entropy),
+        Experiment(hooked, cases.image_loader, torch.nn.functional.cross_entropy),
     )
 
 
@@ -138,7 +138,7 @@ def test_bf16_trains_through_the_cuts() -> None:
 
 
 def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
-    start = matrix_cases.mlp
+    start = cases.mlp
     ranks = world.run(2, half, "pipeline=2,microbatches=2", "fp16", 1e6)
     [(_, alone)] = world.run(1, half, "single", "fp16", 1e6)
     torch.manual_seed(0)

@@ -17,7 +17,7 @@ from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.schedules import table
 from shoal.strategies.pipeline.stage_messages import NO_GRADIENT, Message, TensorMeta, decode_metas
 from shoal.testing import world
-from shoal.verification.matrix_cases import image_loader
+from tests.matrix.cases import image_loader
 
 
 class Asides(nn.Module):

@@ -16,7 +16,7 @@ from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.observed_units import open_places
 from shoal.strategies.pipeline.plan import balanced, split_counts
 from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
-from shoal.verification import matrix_cases
+from tests.matrix import cases
 
 IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
 
@@ -73,7 +73,7 @@ def test_stages_begin_where_no_pair_is_parted() -> None:
 
 
 def test_a_stage_without_parameters_is_better_than_a_parted_pair() -> None:
-    parts, cut = wanted(matrix_cases.mlp(), IMAGES, 2)
+    parts, cut = wanted(cases.mlp(), IMAGES, 2)
     assert parts == [0, 1, 0]
     assert all(stages == {1} for stages in cut.stages_by_unit.values())
 
@@ -174,7 +174,7 @@ def test_a_model_without_a_pair_in_any_stage_is_refused_with_the_cure() -> None:
     with pytest.raises(
         StrategyRefused, match="must lie in one stage of the pipeline: put its cuts elsewhere"
     ):
-        cuts(matrix_cases.mlp(), IMAGES, "head")
+        cuts(cases.mlp(), IMAGES, "head")
 
 
 def test_a_pair_outside_of_stages_is_as_before() -> None:

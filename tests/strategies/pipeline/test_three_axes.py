@@ -17,8 +17,8 @@ from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
-from shoal.verification.matrix_cases import EXPERIMENTS, gpt, image_loader, mean_over_tokens, tokens
 from shoal.verification.trajectory import Experiment
+from tests.matrix.cases import EXPERIMENTS, gpt, image_loader, mean_over_tokens, tokens
 
 SLOW = pytest.mark.slow
 

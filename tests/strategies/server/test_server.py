@@ -20,7 +20,7 @@ from shoal.run.supervised import supervised
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.server import strategy as strategy_of_servers
 from shoal.testing import world
-from shoal.verification.matrix_cases import images
+from tests.matrix.cases import images
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),

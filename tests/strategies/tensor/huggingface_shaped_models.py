@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import mean_over_tokens, token_loader
+from tests.matrix.cases import mean_over_tokens, token_loader
 
 WORDS, WIDTH = 18, 8
 

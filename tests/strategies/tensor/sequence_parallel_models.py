@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from shoal.models import build
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import mean_over_tokens, token_loader
+from tests.matrix.cases import mean_over_tokens, token_loader
 
 
 class TimeFirst(nn.Module):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from shoal.models import build
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import (
+from tests.matrix.cases import (
     EXPERIMENTS,
     image_loader,
     mean_over_tokens,

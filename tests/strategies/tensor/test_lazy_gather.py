@@ -21,7 +21,7 @@ from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import WORDS, gpt_untied, image_loader, token_loader
+from tests.matrix.cases import WORDS, gpt_untied, image_loader, token_loader
 
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 

@@ -20,7 +20,7 @@ from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
 from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
-from shoal.verification.matrix_cases import EXPERIMENTS, tokens
+from tests.matrix.cases import EXPERIMENTS, tokens
 
 SLOW = pytest.mark.slow
 QUICK = ("norm last, with dropout", "between")

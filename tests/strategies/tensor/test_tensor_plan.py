@@ -10,7 +10,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import verify_job
-from shoal.verification.matrix_cases import EXPERIMENTS
+from tests.matrix.cases import EXPERIMENTS
 
 SLOW = pytest.mark.slow
 QUICK = (

@@ -19,7 +19,7 @@ from shoal.run.supervised import supervised
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.tensor.vocabulary import VocabParallelLogits
 from shoal.testing import world
-from shoal.verification.matrix_cases import images, tokens
+from tests.matrix.cases import images, tokens
 
 
 def prepared(

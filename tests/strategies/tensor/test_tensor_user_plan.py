@@ -7,7 +7,7 @@ from torch import nn
 from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import mean_over_tokens, token_loader
+from tests.matrix.cases import mean_over_tokens, token_loader
 
 QUICK = {("gpt2", "tensor=2"), ("llama", "tensor=2,sequence=true")}
 CELLS = [(name, strategy) for name in NAMED for strategy in ("tensor=2", "tensor=2,sequence=true")]

@@ -18,7 +18,7 @@ from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
-from shoal.verification.matrix_cases import image_loader, images
+from tests.matrix.cases import image_loader, images
 
 
 class Scaled(nn.Module):

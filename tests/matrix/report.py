@@ -1,4 +1,4 @@
-"""`python -m shoal.verification.matrix docs/verified.md`: all strategies on all models, as a page.
+"""`python -m tests.matrix.report docs/verified.md`: all strategies on all models, as a page.
 
 `make verified` calls it. Never edit that page by hand, nor verified.json beside it, from which the
 page is made. With `--more` only those cells are measured that are missing, or that differed.
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 import shoal
-from shoal.verification.matrix_cases import EXPERIMENTS
 from shoal.verification.trajectory import Experiment
 from shoal.verification.verdict import TOLERANCE, verify_job
+from tests.matrix.cases import EXPERIMENTS
 
 LAYOUTS = [
     ("single", 1, 1),
@@ -91,7 +91,7 @@ relative error of a cell that is **exact**, which means {tolerance:g} or less.
 
 {notes}
 
-Written by `python -m shoal.verification.matrix` on {date}: {circumstances}.
+Written by `python -m tests.matrix.report` on {date}: {circumstances}.
 Try it on your own model: `shoal verify --help`, or [`shoal.verify`](library.md).
 """
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from shoal.verification.matrix import LAYOUTS, page, read
-from shoal.verification.matrix_cases import EXPERIMENTS
+from tests.matrix.cases import EXPERIMENTS
+from tests.matrix.report import LAYOUTS, page, read
 
 PAGE = Path(__file__).parents[2] / "docs/verified.md"
 CELLS = read(PAGE.with_suffix(".json"))

@@ -1,0 +1,1 @@
+"""All strategies on all models, against one process."""
