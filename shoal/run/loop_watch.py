@@ -24,9 +24,8 @@ from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
-from shoal.trial.mixed_rows import mixes_rows
-from shoal.trial.replaced_rows import ReplacedRows
-from shoal.trial.saved_objects import reachable
+from shoal.trial.replaced_rows import ReplacedRows, mixes_rows
+from shoal.trial.untouched import reachable
 
 EARLY_STEPS = 4
 """Steps before which the loop is watched; later ones are 8, 16, 32, ..."""

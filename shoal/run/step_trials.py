@@ -27,7 +27,7 @@ from shoal.run.step_batch import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
 from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
-from shoal.trial.batch_news import BatchNews
+from shoal.trial.batch_rows import BatchNews
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import deferred_weights, empty_bytes

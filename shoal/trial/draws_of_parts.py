@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.data.draws import is_random
+from shoal.data.draws import draws_numbers
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.trial.loss_verdict import CannotTry
 
@@ -106,25 +106,23 @@ class DrawnInParts(DispatchMode):
     ) -> Any:
         if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
             raise CannotTry("it takes part in communication between ranks")
-        if not is_random(func):
-            result = func(*args, **(kwargs or {}))
+        options = kwargs or {}
+        if not draws_numbers(func, args, options):
+            result = func(*args, **options)
             if isinstance(result, Tensor) and result.dtype in _HALF:
                 self._draws.half = True
             return result
-        return self._draw(func, args, kwargs or {})
+        return self._draw(func, args, options)
 
     def _draw(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         operator = str(func.overloadpacket).removeprefix("aten.")
         if operator == "native_dropout":
             return self._dropout(func, args, kwargs)
-        before = torch.get_rng_state(), _device_state(args)
         result = func(*args, **kwargs)
         if operator == "randperm":
             return result
-        if not isinstance(result, Tensor):
-            # Attention without dropout is marked as random too, and draws nothing.
-            if not _same_states(before, (torch.get_rng_state(), _device_state(args))):
-                self._draws.uncut = self._draws.uncut or operator
+        if not isinstance(result, Tensor):  # fused attention and recurrent layers
+            self._draws.uncut = self._draws.uncut or operator
             return result
         share = self._share(operator, result)
         return result if share is None else result.copy_(share)
@@ -150,17 +148,3 @@ class DrawnInParts(DispatchMode):
         """Note a part that has drawn less often than the whole. Called after the part."""
         if self._rows is not None and self._next != len(self._draws):
             self._draws.uncut = self._draws.uncut or "another number of draws"
-
-
-def _device_state(args: Any) -> Tensor | None:
-    for value in args:
-        if isinstance(value, Tensor) and value.device.type == "cuda":
-            return torch.cuda.get_rng_state(value.device)
-    return None
-
-
-def _same_states(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
-    return all(
-        (old is None and new is None) or torch.equal(old, new)
-        for old, new in zip(before, after, strict=True)
-    )

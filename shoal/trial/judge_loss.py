@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from shoal.errors import ShoalError
 from shoal.platform.script_line import script_line
-from shoal.platform.torch_private.module_state import DropoutBase
 from shoal.trial.batch_rows import choose_rows, take_rows
 from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance, distance_of_repeat
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
@@ -32,7 +31,6 @@ another way than one of two.
 TOLERANCE_IN_HALF = 0.4
 """16 bits hide what is smaller, so below it nothing is said."""
 _ANSWERS = (LossKind.MEAN, LossKind.COUNTED, LossKind.COUPLED)
-_DROPPING = (DropoutBase, nn.RNNBase, nn.MultiheadAttention)
 
 
 def try_loss(
@@ -120,7 +118,7 @@ class LossJudge:
         """
         self.draws = RecordedDraws(self._num_rows)
         try:
-            whole = self._measure_whole()
+            whole = self._pass(lambda: self._loss.whole(self._all), None)
         except _FailedError as failed:
             return self._failed_whole(failed, all_rows)
         verdict = self._compare(whole)
@@ -130,14 +128,11 @@ class LossJudge:
             in_blocks = self._compare(whole)
             verdict = verdict if in_blocks.objects else in_blocks
         if verdict.kind is LossKind.COUPLED and self.draws.uncut:
-            return self._without_dropout()
+            return _cannot(f"the random numbers of {self.draws.uncut} have no rows of their own")
         return self._confirmed(verdict, whole) if verdict.objects else verdict
 
     def _measure_again(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), self._all)
-
-    def _measure_whole(self) -> Measured:
-        return self._pass(lambda: self._loss.whole(self._all), None)
 
     def _compare(self, whole: Measured) -> LossVerdict:
         """Compare the whole with its parts in all splits, and with its rows in another order."""
@@ -232,20 +227,6 @@ class LossJudge:
         if self.draws.half and verdict.difference < TOLERANCE_IN_HALF:
             return _cannot("it computes in 16 bits, whose rounding hides the answer")
         return verdict
-
-    def _without_dropout(self) -> LossVerdict:
-        """Judge again without the dropout of modules, whose draws could not be cut."""
-        reason = f"the random numbers of {self.draws.uncut} have no rows of their own"
-        self._state.stop_dropout(_DROPPING)
-        self.draws = RecordedDraws(self._num_rows)
-        try:
-            whole = self._measure_whole()
-            verdict = self._compare(whole)
-            if not verdict.objects:
-                return verdict
-            return _cannot(reason) if self.draws.uncut else self._confirmed(verdict, whole)
-        except _FailedError:
-            return _cannot(reason)
 
     def _failed_whole(self, failed: _FailedError, all_rows: int) -> LossVerdict:
         """Return the verdict on a function that fails already on the rows of the whole."""

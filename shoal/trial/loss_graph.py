@@ -2,22 +2,139 @@
 
 What it divides by, and whether samples influence one another, is told by ranks and micro-batches to
 one another in some steps.
+
+    L = (f(a) + f(b) + ...) / n          a mean: the gradient of a does not change with b
+    L = log(exp(a) + exp(b) + ...)       a coupled loss: it does
+
+So second derivatives of L across samples tell, by the outputs of the models. Derivatives of the
+models are not taken. A loss that is linear in the outputs has none, and is not told.
 """
 
 from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.row_collectives import is_of_all_ranks
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
+from shoal.platform.autograd_graph import nodes_behind
+from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.strategies.loss_terms import Counted
-from shoal.trial.coupled_rows import couples_samples
 from shoal.trial.loss_divisors import Divisor, LossPart, divisors_of, objection
+
+MOST_NODES = 10_000
+"""Nodes of a graph that are looked at."""
+MOST_NUMBERS = 1 << 24
+"""Numbers of outputs above which nothing is looked at, for their derivatives take memory."""
+SMALLEST = 1e-6
+"""Share of the largest second derivative above which one across samples is no rounding."""
+
+
+def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """Return True if the gradient of a sample's output changes with the outputs of others.
+
+    Args:
+        outputs: what models have returned. Those count that have a row for each sample, or several
+            for views of it, and that no other one was computed from.
+        samples: of the batch.
+    """
+    if samples < 2:
+        return False
+    outputs = [t for t in outputs if _is_looked_at(t, samples)]
+    if sum(t.numel() for t in outputs) > MOST_NUMBERS:
+        return False
+    outputs = _last_outputs(loss, outputs)
+    try:
+        return bool(outputs) and _changes_across(loss, outputs, samples)
+    except RuntimeError:
+        return False  # without a second derivative, or the graph was freed
+
+
+def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return those that no other one was computed from.
+
+    None if the loss gathers rows, or where graphs are too large to tell.
+    """
+    nodes: set[Any] = {t.grad_fn for t in outputs}
+    inputs = [other for node in nodes for other, _ in node.next_functions]
+    of_loss = {*islice(nodes_behind([loss.grad_fn], nodes.__contains__), MOST_NODES)}
+    of_models = {*islice(nodes_behind(inputs), MOST_NODES)}
+    is_cut = MOST_NODES in (len(of_loss), len(of_models))
+    if is_cut or any(map(is_of_all_ranks, of_loss)):
+        return []
+    return [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
+
+
+def _is_looked_at(output: Tensor, samples: int) -> bool:
+    """Return True for plain rows; not for those that would add a gradient of now to `.grad`."""
+    is_plain = type(output) is Tensor and output.dim() > 0 and len(output) > 0
+    return is_plain and len(output) % samples == 0 and not output.retains_grad
+
+
+def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+    """Return True if gradients of the first half of the samples change with the others.
+
+    Views of a sample may lie apart, as `torch.cat` puts them, or side by side.
+    """
+    with torch.enable_grad(), _without_hooks(outputs):
+        first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
+        for views_are_apart in (True, False):
+            masks = [_is_of_first_half(t, samples, views_are_apart) for t in outputs]
+            if not _is_across(first, outputs, masks):
+                return False
+    return True
+
+
+def _is_of_first_half(output: Tensor, samples: int, views_are_apart: bool) -> Tensor:
+    """Return for each row whether it is of the first half of the samples."""
+    rows = torch.arange(len(output), device=output.device)
+    sample = rows % samples if views_are_apart else rows // (len(output) // samples)
+    return sample < samples // 2
+
+
+def _is_across(
+    first: Sequence[Tensor | None], outputs: Sequence[Tensor], masks: Sequence[Tensor]
+) -> bool:
+    """Return True if first derivatives of some rows have derivatives by others."""
+    total = torch.zeros((), device=outputs[0].device)
+    for gradient, mask in zip(first, masks, strict=True):
+        if gradient is not None and gradient.requires_grad:
+            rows = gradient[mask]
+            direction = torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device).cos()
+            total = total + (rows * direction.view_as(rows)).sum()
+    if not total.requires_grad:
+        return False
+    second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
+    largest, across = 0.0, 0.0
+    for one, mask in zip(second, masks, strict=True):
+        if one is not None:
+            largest = max(largest, float(one.abs().max()))
+            across = max(across, float(one[~mask].abs().max()))
+    return across > SMALLEST * largest
+
+
+@contextmanager
+def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Keep the hooks of strategies and users from gradients that are none of a step."""
+    tables = [gradient_hooks(output) for output in outputs]
+    saved = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, saved, strict=True):
+            table.update(hooks)
+
 
 MOST_OUTPUTS = 8
 """Outputs that are held until the loss comes, with the graphs that have made them."""

@@ -4,28 +4,255 @@ with Untouched(models, compute_loss) as state:
     compute_loss(...)
     state.restore()          each pass begins where the training step would
     compute_loss(...)
+
+Counters, meters, lists, tensors and generators of the script are found through the function: its
+closure, the globals that it names, the object that it is a method of, and what these hold, a few
+levels deep.
 """
 
 from __future__ import annotations
 
+import functools
 import io
 import random
+import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
+from shoal.data.own_generators import (
+    GENERATOR_KINDS,
+    generator_state,
+    restore_generator,
+)
 from shoal.data.seeds import GeneratorStates, preserve_rng_state
 from shoal.data.tree_map import tensors_in
-from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.platform.torch_private.module_state import BatchNormBase, DropoutBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks, version
 from shoal.strategies.module_snapshot import ModelSnapshot, trial_running, uncompiled
+from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.trial.loss_verdict import CannotTry
-from shoal.trial.saved_objects import SavedObjects
+
+DEPTH = 4
+LARGEST_COPY = 1 << 22
+"""Numbers of the largest tensor that is copied. Larger ones are data sets and weights."""
+LARGEST_WALK = 1000
+"""Entries of the longest container whose entries are looked at."""
+_LIBRARIES = (
+    *(sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]),
+    str(Path(__file__).parents[1]),
+)
+"""Folders whose functions keep no state of a script, Shoal's own among them."""
+_OF_MACHINERY = ("torch", "shoal")
+"""Packages whose objects, but for modules and tensors, belong to no script: a run, a scheduler."""
+_LEFT_ALONE = (
+    *(type, ModuleType, str, bytes, int, float, complex, type(None)),
+    *(Optimizer, DataLoader, Dataset, torch.dtype, torch.device, io.IOBase),
+)
+
+
+EVALUATED = (BatchNormBase, DropoutBase, nn.RNNBase, nn.MultiheadAttention)
+"""Classes of layers that a trial evaluates."""
+
+
+class SavedObjects:
+    """Objects and what they held at the time of `save`; `restore` may be called many times."""
+
+    def __init__(self) -> None:
+        self._restores: list[Callable[[], None]] = []
+        # Kept alive, so that an id stays the id of one object.
+        self._seen: dict[int, Any] = {}
+
+    def skip(self, values: Iterable[Any]) -> None:
+        """Leave out objects that `save` would find."""
+        self._seen.update((id(value), value) for value in values)
+
+    def restore(self) -> None:
+        """Put back what has changed since `save`."""
+        with torch.no_grad():
+            for restore in self._restores:
+                restore()
+
+    def save(self, value: Any, depth: int = DEPTH) -> None:
+        """Save an object, and what it holds down to `depth` levels.
+
+        Raises: CannotTry: an iterator, which cannot be turned back.
+        """
+        if depth < 0 or isinstance(value, _LEFT_ALONE) or id(value) in self._seen:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, Tensor):
+            self._save_tensor(value)
+        elif isinstance(value, np.ndarray):
+            self._save_array(value)
+        elif isinstance(value, GENERATOR_KINDS):
+            self._save_generator(value)
+        elif isinstance(value, nn.Module):
+            for module in value.modules():
+                self._seen[id(module)] = module
+                self._save_dict(vars(module), depth=2)
+        elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+            self._save_function(value, depth)
+        elif isinstance(value, (dict, list, set, deque)):
+            self._save_container(value, depth)
+        elif isinstance(value, tuple):
+            self._save_each(value, depth)
+        elif type(value).__module__.split(".")[0] in _OF_MACHINERY:
+            return
+        elif hasattr(value, "__next__"):
+            raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
+        elif hasattr(value, "__dict__"):
+            self._save_dict(vars(value), depth)
+
+    def _save_tensor(self, tensor: Tensor) -> None:
+        # An absent tensor, which a hook may have kept, has no memory.
+        if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
+            return
+        if tensor.numel() > LARGEST_COPY:
+            return
+        values, before = tensor.detach().clone(), version(tensor)
+
+        def restore() -> None:
+            nonlocal before
+            if version(tensor) != before:
+                tensor.detach().copy_(values)
+                before = version(tensor)
+
+        self._restores.append(restore)
+
+    def _save_array(self, array: np.ndarray) -> None:
+        if array.size <= LARGEST_COPY and array.flags.writeable:
+            values = array.copy()
+            self._restores.append(lambda: np.copyto(array, values))
+
+    def _save_generator(self, generator: Any) -> None:
+        state = generator_state(generator)
+        self._restores.append(lambda: restore_generator(generator, state))
+
+    def _save_container(self, value: Any, depth: int) -> None:
+        if isinstance(value, dict):
+            self._save_dict(value, depth)
+            return
+        entries = list(value)
+
+        def restore() -> None:
+            if isinstance(value, list):
+                value[:] = entries
+            else:
+                value.clear()
+                value.update(entries) if isinstance(value, set) else value.extend(entries)
+
+        self._restores.append(restore)
+        self._save_each(entries, depth)
+
+    def _save_dict(self, value: dict[Any, Any], depth: int) -> None:
+        entries = dict(value)
+
+        def restore() -> None:
+            for key in [key for key in value if key not in entries]:
+                del value[key]
+            for key, entry in entries.items():
+                if key not in value or value[key] is not entry:
+                    value[key] = entry
+
+        self._restores.append(restore)
+        self._save_each(list(entries.values()), depth)
+
+    def _save_each(self, entries: Any, depth: int) -> None:
+        if len(entries) <= LARGEST_WALK:
+            for entry in entries:
+                self.save(entry, depth - 1)
+
+    def _save_function(self, value: Any, depth: int) -> None:
+        if isinstance(value, functools.partial):
+            self._save_each((value.func, *value.args, *value.keywords.values()), depth + 1)
+        elif isinstance(value, MethodType):
+            self.save(value.__self__, depth)
+            self.save(value.__func__, depth)
+        elif not _is_of_library(value.__code__):
+            for cell in value.__closure__ or ():
+                self._save_cell(cell, depth)
+            self._save_globals(value, depth)
+        elif hasattr(value, "__wrapped__"):  # a function of the script, with one of ours around it
+            self.save(value.__wrapped__, depth)
+
+    def _save_cell(self, cell: CellType, depth: int) -> None:
+        if id(cell) in self._seen:
+            return
+        self._seen[id(cell)] = cell
+        try:
+            contents = cell.cell_contents
+        except ValueError:  # Not assigned yet.
+            return
+
+        def restore() -> None:
+            if cell.cell_contents is not contents:
+                cell.cell_contents = contents
+
+        self._restores.append(restore)
+        self.save(contents, depth - 1)
+
+    def _save_globals(self, function: FunctionType, depth: int) -> None:
+        table = function.__globals__
+        for name in sorted(set(global_names(function.__code__))):
+            if name in table:
+                entry = table[name]
+                self._restores.append(functools.partial(table.__setitem__, name, entry))
+                self.save(entry, depth - 1)
+
+
+def global_names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and the functions inside of it may look up as globals."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from global_names(constant)
+
+
+def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
+    """Yield what a function of a script can reach by names: closure, globals, its own object."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+        yield from reachable(function.func, depth)
+    elif isinstance(function, MethodType):
+        yield from (
+            vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else ()
+        )
+        yield from reachable(function.__func__, depth)
+    elif isinstance(function, FunctionType) and _is_of_library(function.__code__):
+        if hasattr(function, "__wrapped__"):
+            yield from reachable(function.__wrapped__, depth)
+    elif isinstance(function, FunctionType) and depth:
+        for value in _read_by(function):
+            yield value
+            yield from reachable(value, depth - 1)
+
+
+def _read_by(function: FunctionType) -> Iterator[Any]:
+    """Yield a function's default arguments, what its closure holds, and globals that it names."""
+    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    table = function.__globals__
+    yield from [table[name] for name in global_names(function.__code__) if name in table]
+
+
+def _is_of_library(code: CodeType) -> bool:
+    return code.co_filename.startswith(_LIBRARIES) or "site-packages" in code.co_filename
 
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
@@ -67,9 +294,10 @@ def leaving_no_trace(models: Sequence[nn.Module], function: Any, batch: Any) -> 
 class Untouched:
     """Save all that a call of `function` may change; put it back on `restore` and at the end.
 
-    BatchNorm normalises with its running statistics meanwhile: that it mixes the samples of a
-    batch is told elsewhere. TensorFloat-32 is off, for its rounding depends on the split. Nothing
-    is compiled. Hooks of gradients do not run, and nothing is printed.
+    Layers of `EVALUATED` are in evaluation mode meanwhile: that BatchNorm mixes the samples of a
+    batch is told elsewhere, and masks of dropout are no matter of samples. TensorFloat-32 is off,
+    for its rounding depends on the split. Nothing is compiled. Hooks of gradients do not run, and
+    nothing is printed.
 
     Args:
         models: the modules that the function calls.
@@ -81,7 +309,6 @@ class Untouched:
         self._function = function
         self._stack = ExitStack()
         self._seed: int | None = None
-        self._evaluated: tuple[type[nn.Module], ...] = (BatchNormBase,)
 
     def __enter__(self) -> Untouched:
         self._objects = SavedObjects()
@@ -124,14 +351,10 @@ class Untouched:
         """
         self._seed = seed
 
-    def stop_dropout(self, kinds: tuple[type[nn.Module], ...]) -> None:
-        """Evaluate modules of these classes too in all following passes."""
-        self._evaluated = (BatchNormBase, *kinds)
-
     def _prepare_modules(self) -> None:
         for model in self._models:
             for module in model.modules():
-                if isinstance(module, self._evaluated):
+                if isinstance(module, EVALUATED):
                     module.training = False
 
     def _put_back(self) -> None:

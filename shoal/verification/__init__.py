@@ -7,8 +7,7 @@
 The optimizer is SGD with momentum, because Adam divides a wrong scale of the gradients away.
 
 - `trajectory` has the two loops;
-- `differences` compares tensors, and `buffer_check` explains differences of buffers;
-- `batches` makes a data loader of a function;
+- `differences` compares tensors;
 - `verdict` has the functions that a user calls, and their result.
 """
 

@@ -1,10 +1,17 @@
-"""The same few training steps twice: by hand in one process, and through Shoal on many ranks."""
+"""The same few training steps twice: by hand in one process, and through Shoal on many ranks.
+
+A forward pass that updates a buffer, such as a moving average, sees only the samples of its own
+rank. So the ranks have different values, and those of rank 0 are evaluated and saved. This is a
+difference by design of that buffer. Gradients and weights may differ for this reason only if
+training also reads the buffer, and `training_reads` finds that out with the reference model.
+BatchNorm has a note of its own, which the run prints before the first step.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +24,13 @@ from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import tree_map
 from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run import Run, init_with_place
 from shoal.run.first_step_notes import WRITES
 from shoal.run.init import seed_generators
 from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction, supervised
 from shoal.strategies.loss_terms import split_result
-from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
 from shoal.verification.differences import differences
 
 
@@ -154,7 +161,7 @@ def run_strategy(
     is_divided = run.world * accumulate > 1
     changed = expected["changed"] if is_divided else []
     by_rank = frozenset(f"buffer {name} {after}" for name in changed)
-    # What buffers explain is for `buffer_check` to say: their note would excuse all gradients.
+    # What buffers explain is for `buffer_note` to say: their note would excuse all gradients.
     notes = [
         line.removeprefix("note: ")
         for line in summary_lines
@@ -231,3 +238,46 @@ def _sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(
         [group for group in groups if group["params"]], lr=0.1, momentum=0.9, weight_decay=0.01
     )
+
+
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that are in the model's `state_dict`; the tensors themselves."""
+    saved = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in saved}
+
+
+def copy_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of `saved_buffers`."""
+    return {name: buffer.detach().clone() for name, buffer in saved_buffers(model).items()}
+
+
+def changed_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the buffers that differ from `before`, except those of BatchNorm."""
+    batchnorms = {
+        path for path, module in model.named_modules() if isinstance(module, BatchNormBase)
+    }
+    buffers = saved_buffers(model)
+    return [
+        name
+        for name, value in before.items()
+        if name.rpartition(".")[0] not in batchnorms and not torch.equal(value, buffers[name])
+    ]
+
+
+def training_reads(
+    model: nn.Module, before: Mapping[str, Tensor], loss_of: Callable[[], Tensor]
+) -> bool:
+    """Return True if the loss depends on how the buffers have changed since `before`.
+
+    It computes the loss with both sets of buffers and the same random numbers. The buffers of
+    `model` change once more by that.
+    """
+    random_state = torch.get_rng_state()
+    losses = []
+    for values in (copy_buffers(model), before):
+        for name, buffer in saved_buffers(model).items():
+            buffer.data.copy_(values[name])
+        torch.set_rng_state(random_state)
+        with torch.no_grad():
+            losses.append(loss_of())
+    return not torch.equal(*losses)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+from shoal.data.batch_fetcher import identity_collate
+from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction
@@ -22,8 +25,6 @@ from shoal.strategies.options import LocalOptions
 from shoal.strategies.precheck import check
 from shoal.strategies.server_options import ServerOptions
 from shoal.testing import world
-from shoal.verification import buffer_check
-from shoal.verification.batches import BatchFunction, loader_of
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy
 
 TOLERANCE = 1e-10
@@ -199,8 +200,18 @@ def _reasons(beyond: list[str], reports: list[RankReport]) -> list[str]:
     by_rank = [name for name in beyond if name in reports[0].by_rank]
     # Buffers that no training step reads explain only themselves, and no other error.
     if by_rank and (reports[0].buffers_read or notes or len(by_rank) == len(beyond)):
-        notes.append(buffer_check.note(by_rank))
+        notes.append(buffer_note(by_rank))
     return notes
+
+
+def buffer_note(names: list[str]) -> str:
+    """Return a sentence that explains why these buffers differ."""
+    first, *others = names
+    more = f" and {len(others)} more" if others else ""
+    return (
+        f"{first}{more}: the forward pass updates it from the samples that one rank computes at "
+        "once, and rank 0's value is evaluated and saved, so it differs from one device by design."
+    )
 
 
 def _worst_rank(name: str, reports: list[RankReport]) -> tuple[str, float]:
@@ -264,3 +275,50 @@ def _can_be_sent(function: Any) -> bool:
     except (pickle.PicklingError, AttributeError, TypeError):
         return False
     return True
+
+
+BatchFunction = Callable[[int], tuple[Any, ...]]
+"""Step, from 0 -> a global batch: the inputs, then the target. Each is a tensor or a nest of
+tensors, with samples in dimension 0.
+"""
+
+
+def loader_of(batch_fn: BatchFunction, steps: int) -> DataLoader:
+    """Return a loader of the batches 0 to steps - 1, in this order.
+
+    Raises:
+        UsageError: a batch differs in size from the others (only the last one may be smaller), or
+            the tensors of one batch have different lengths.
+    """
+    batches = _ReadyBatches([batch_fn(step) for step in range(steps)])
+    return DataLoader(batches, batch_size=None, shuffle=False, collate_fn=identity_collate)
+
+
+class _ReadyBatches(Dataset):
+    def __init__(self, batches: list[tuple[Any, ...]]) -> None:
+        self.batches = batches
+        lengths = [_length(batch, step) for step, batch in enumerate(batches)]
+        if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+            raise UsageError(
+                f"batch_fn gave batches of {', '.join(map(str, lengths))} samples; all must "
+                "have the same number, only the last one may have fewer."
+            )
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, step: int) -> tuple[Any, ...]:
+        return tuple(self.batches[step])
+
+
+def _length(batch: tuple[Any, ...], step: int) -> int:
+    """Return the number of samples of a batch. Raises UsageError for a malformed batch."""
+    # Scalars belong to the batch, not to a sample.
+    lengths = sorted({len(tensor) for tensor in tensors_in(batch) if tensor.dim()})
+    if not isinstance(batch, (tuple, list)) or len(batch) < 2 or len(lengths) != 1:
+        raise UsageError(
+            f"batch_fn({step}) must give (*inputs, target), all with samples in dimension 0; it "
+            f"gave a {type(batch).__name__} of tensors with "
+            f"{', '.join(map(str, lengths)) or 'no'} rows."
+        )
+    return lengths[0]

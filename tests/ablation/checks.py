@@ -85,14 +85,14 @@ CHECKS = {
         planted_in="trial/test_losses.py",
     ),
     "trial of later batches": Check(
-        (f"{TRIAL}.batch_news",),
+        (),
         "a loss that is no mean over samples once padding comes",
         replaced(f"{RUN}.step_trials:StepTrials.later_step", _nothing),
         planted_in="trial/test_trial_ranks.py",
         scripts="LatePadding",
     ),
     "graph of the loss": Check(
-        (f"{TRIAL}.loss_graph", f"{TRIAL}.loss_divisors", f"{TRIAL}.coupled_rows"),
+        (f"{TRIAL}.loss_graph", f"{TRIAL}.loss_divisors"),
         "a loss of the loop that is no mean over samples",
         replaced(f"{TRIAL}.loss_graph:LossGraphCheck.compare", _nothing),
         planted_in="run/test_losses_of_loops.py",
@@ -105,7 +105,7 @@ CHECKS = {
         planted_in="trial/test_rounding.py",
     ),
     "watch of the loop": Check(
-        (*(f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),),
+        (f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows"),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
         planted_in="run/test_loop_watch.py",

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.trial.coupled_rows import MOST_NUMBERS, couples_samples
+from shoal.trial.loss_graph import MOST_NUMBERS, couples_samples
 
 ROWS = 6
 Loss = Callable[[Tensor], Tensor]

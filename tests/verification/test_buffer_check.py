@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.verification.buffer_check import changed_buffers, copy_buffers, training_reads
+from shoal.verification.trajectory import changed_buffers, copy_buffers, training_reads
 
 
 class Counted(nn.Module):

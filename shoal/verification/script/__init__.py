@@ -4,7 +4,7 @@
                                                  ├── compare_runs ── the first difference, its cause
     script.py alone      ── recorder ── record ─┘
 
-- `recorded_process`, `script_recorder` and `module_calls` watch the script from outside;
+- `script_recorder`, `loader_batches` and `module_calls` watch the script from outside;
 - `float64_everywhere` lets it compute in float64;
 - `run_record` is the record, in JSON and safetensors;
 - `joined_ranks` joins what ranks hold into the tensors of one process;

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from shoal.verification.script.batch_axes import axes_of_batches, repeat_samples
 from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
+from shoal.verification.script.loader_batches import axes_of_batches, repeat_samples
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import (
     BY_DESIGN,

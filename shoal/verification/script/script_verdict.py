@@ -15,16 +15,16 @@ from shoal.launch.start import start
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.precheck import check
 from shoal.testing.world import World
-from shoal.verification.script.batch_axes import axes_of_batches
 from shoal.verification.script.likely_cause import NO_CAUSE
+from shoal.verification.script.loader_batches import axes_of_batches
 from shoal.verification.script.perturbation import RUNS, measured
-from shoal.verification.script.recorded_process import (
+from shoal.verification.script.run_comparison import compare_runs
+from shoal.verification.script.run_record import RankRecord, read_run
+from shoal.verification.script.script_recorder import (
     Arithmetic,
     RecordingPlan,
     record_script,
 )
-from shoal.verification.script.run_comparison import compare_runs
-from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import ScriptReport
 from shoal.verification.script.step_comparison import EXACT, Tolerances
 from shoal.verification.verdict import draws_of
