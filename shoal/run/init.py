@@ -20,10 +20,10 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import STARTED_BY_RANK, own_place
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
-from shoal.run.line_log import log_line
 from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
+from shoal.run.startup_summary import log_line
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, build_strategies, parse_line, text_of
 from shoal.strategies.options import mesh_sizes

@@ -37,8 +37,10 @@ from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
+    agree_on_trained,
     bind_optimizers,
     make_local_model,
+    make_whole,
     seed_this_rank,
     shard_loader,
 )
@@ -51,7 +53,6 @@ from shoal.run.prepare_arguments import (
 )
 from shoal.run.tracing import Tracing
 from shoal.run.training_step import TrainingStep
-from shoal.run.whole_again import agree_on_trained, make_whole
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale

@@ -2,10 +2,14 @@
 
 They show the global batch, the launcher, and each thing by which the numbers of this run will
 differ from those of one device.
+
+They go to `logging.getLogger("shoal")`: notes are warnings, all other lines are information. Until
+a script gives the logger a handler or a level of its own, every line is printed to stdout.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -132,3 +136,23 @@ def _dropout_notes(model: nn.Module) -> list[str]:
         f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same law, other "
         'masks; draws="global" draws those of one device.'
     ]
+
+
+LOGGER = logging.getLogger("shoal")
+
+
+class Stdout(logging.Handler):
+    """Prints each line to what is `sys.stdout` at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record))
+
+
+def log_line(line: str) -> None:
+    """Log a line of the startup summary, or a note."""
+    if not LOGGER.handlers:
+        LOGGER.addHandler(Stdout())
+        LOGGER.propagate = False
+        if LOGGER.level == logging.NOTSET:
+            LOGGER.setLevel(logging.INFO)
+    LOGGER.log(logging.WARNING if line.startswith("note: ") else logging.INFO, line)

@@ -16,7 +16,7 @@ from shoal.comm.assembly import unshared
 from shoal.comm.mesh import Mesh
 from shoal.errors import DataError, UsageError
 from shoal.loggers.script_log import ScriptLog
-from shoal.run import pretrained, train_state
+from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
 from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema, layout_with_averages
@@ -133,11 +133,11 @@ class StatefulRun(ThisRank):
         """
         check_path("run.save_pretrained", directory)
         local_model = self._local_model()
-        prefix, chosen = pretrained.choose(self._prepared.models, model)
+        prefix, chosen = train_state.choose_pretrained(self._prepared.models, model)
         with self._calls.during("run.save_pretrained"):
             self.synchronize()
             self._run_guards.check_equal_weights()
-            pretrained.save(chosen, prefix, local_model, self.mesh, directory, options)
+            train_state.save_pretrained(chosen, prefix, local_model, self.mesh, directory, options)
 
     def checkpoint(self, directory: str | Path, keep: int = 3, **objects: Any) -> RunCheckpoints:
         """Return the checkpoints of this run in a directory that all ranks can reach.

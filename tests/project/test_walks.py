@@ -17,9 +17,9 @@ PACKAGE = Path(shoal.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
-    *("run/checks.py", "run/gradients.py"),
+    "run/checks.py",
     *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
-    *("run/guards/process_wide.py", "strategies/model_traits.py"),
+    "strategies/model_traits.py",
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/rank_agreement.py", "run/guards/shard_functions.py"),
     *("run/guards/guarded_models.py", "run/guards/absent_values.py"),

@@ -11,7 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import LaunchError
-from shoal.run.line_log import LOGGER
+from shoal.run.startup_summary import LOGGER
 from shoal.testing import world
 
 

@@ -19,8 +19,13 @@ from torch.utils.hooks import unserializable_hook
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import BACKWARD
-from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
-from shoal.run.guards.process_wide import ProcessWidePatch, replaced
+from shoal.run.guards.guarded_models import (
+    GuardedModels,
+    ProcessWidePatch,
+    Removable,
+    StepPhase,
+    replaced,
+)
 
 _FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
 LENGTH_WITH_INPUTS = 5

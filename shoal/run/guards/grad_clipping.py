@@ -21,8 +21,7 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import TOTAL_NORM, USES_LISTS
 from shoal.run.guards.absent_values import is_absent
-from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.guards.process_wide import ProcessWidePatch, replaced
+from shoal.run.guards.guarded_models import GuardedModels, ProcessWidePatch, Removable, replaced
 
 
 def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
-from shoal.run.batch_history import BatchHistory
+from shoal.run.batch_size import BatchHistory
 from shoal.run.guards.absent_values import AbsentGradients, guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.full_state import (

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
-from shoal.run.batch_history import BatchHistory, BatchPlaces, difference
+from shoal.run.batch_size import BatchHistory, BatchPlaces, batches_differ
 from shoal.run.collective_calls import CURE
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.optimizer_binding import group_settings
@@ -86,7 +86,7 @@ def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory
             raise UsageError(_describe(groups, rank, other_groups))
         if loaded_by_other != loaded_by_first:
             raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
-        if fact := difference(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
+        if fact := batches_differ(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
             raise UsageError(f"{fact}{call_site()}. {CURE}")
     phase.loaded = 0
 

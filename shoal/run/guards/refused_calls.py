@@ -27,8 +27,13 @@ from shoal.platform.torch_private.replaced_functions import (
     UNSCALING,
 )
 from shoal.run.guards.full_state import SAVE as SAVE_CURE
-from shoal.run.guards.guarded_models import GuardedModels, Removable
-from shoal.run.guards.process_wide import Places, ProcessWidePatch, replaced
+from shoal.run.guards.guarded_models import (
+    GuardedModels,
+    Places,
+    ProcessWidePatch,
+    Removable,
+    replaced,
+)
 from shoal.run.state_access import is_access_by_shoal
 
 

@@ -32,8 +32,7 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.replaced_functions import answer_for_shards, watch_numbers
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
-from shoal.run.guards.process_wide import ProcessWidePatch
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, ProcessWidePatch, Removable
 
 _IN_A_STEP = dict.fromkeys(
     (

@@ -3,7 +3,7 @@
 import gc
 from typing import Any
 
-from shoal.run.guards.process_wide import ProcessWidePatch
+from shoal.run.guards.guarded_models import ProcessWidePatch
 
 
 class Prepared:
