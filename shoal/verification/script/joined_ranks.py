@@ -49,10 +49,6 @@ class RanksOfStep:
                 calls.setdefault(call.module, []).append(index)
             self._places.append(calls)
 
-    def has(self, module: str) -> bool:
-        """Return True if a rank has called this module."""
-        return any(module in calls for calls in self._places)
-
     def versions(
         self, kind: str, module: str, call: int, calls: int, output: int, like: Tensor
     ) -> list[Tensor]:

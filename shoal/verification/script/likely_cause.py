@@ -142,7 +142,27 @@ def _backward(
         )
     if _holds_earlier(steps, wrong):
         return _not_zeroed(wrong)
-    return _weights_of_rows(step) or _wrong_module(first, wrong, known, step, ranks)
+    if cause := _weights_of_rows(step):
+        return cause
+    is_part = len(wrong) < len(known)
+    factor = common_factor({n: known[n] for n in wrong if n in known}, step.direction)
+    if is_part and factor is not None:
+        return ScriptCause(
+            "scale",
+            f"the gradients of {_listed(wrong)} are {in_words(factor, ranks)} times those of one "
+            "process, and all others are right: they are added up or averaged over another number "
+            "of ranks than the others.",
+            factor,
+            wrong,
+        )
+    module = first.module if first.module is not None else wrong[0].rpartition(".")[0]
+    return ScriptCause(
+        "wrong gradient",
+        f"the backward pass is right after {module or 'the model'} and wrong from there on: look "
+        "at the gradients that it, or what stands between it and the layer after it, computes or "
+        "reduces.",
+        parameters=wrong if is_part else (),
+    )
 
 
 def _of_parameters(
@@ -237,35 +257,6 @@ def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
         f"is {low / high:.3g} times as large for some samples as for others. A mean over each "
         "rank's own count (tokens, boxes, samples) is averaged over the ranks; divide by the "
         "count of all ranks.",
-    )
-
-
-def _wrong_module(
-    first: ScriptDifference,
-    wrong: tuple[str, ...],
-    known: Mapping[str, GradientRatio],
-    step: StepComparison,
-    ranks: int,
-) -> ScriptCause:
-    factor = common_factor({n: known[n] for n in wrong if n in known}, step.direction)
-    if len(wrong) < len(known) and factor is not None:
-        are_several = len(wrong) > 1
-        return ScriptCause(
-            "scale",
-            f"the {'gradients' if are_several else 'gradient'} of {_listed(wrong)} "
-            f"{'are' if are_several else 'is'} {in_words(factor, ranks)} times that of one "
-            "process, and all others are right: it is added up or averaged over another number "
-            "of ranks than the others.",
-            factor,
-            wrong,
-        )
-    module = first.module if first.module is not None else (wrong[0].rpartition(".")[0])
-    return ScriptCause(
-        "wrong gradient",
-        f"the backward pass is right after {module or 'the model'} and wrong from there on: look "
-        "at the gradients that it, or what stands between it and the layer after it, computes or "
-        "reduces.",
-        parameters=wrong if len(wrong) < len(known) else (),
     )
 
 

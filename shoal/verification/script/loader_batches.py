@@ -15,6 +15,7 @@ rank 1   rows 0-3   all modules         ─┘ nothing shares the samples out
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -133,16 +134,18 @@ def _outputs(folder: Path, record: RankRecord) -> dict[str, Tensor]:
     return tensors_of_step(folder, record.rank, 1).below("forward")
 
 
-class LoaderOrder:
-    """Numbers loaders in the order of their making, from `start` on."""
+class LoaderLoops:
+    """Loops over the loaders of a script, which are numbered in the order of their making."""
 
     def __init__(self) -> None:
         self._numbers: weakref.WeakKeyDictionary[DataLoader, int] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._turns: Counter[int] = Counter()
 
     def start(self, stack: ExitStack) -> None:
-        """Number loaders until the stack is closed."""
+        """Let `_loop` give what loaders yield, until the stack is closed."""
         watch(stack, DataLoader, "__init__", self._made)
+        watch(stack, DataLoader, "__iter__", self._iterate)
 
     def _made(self, original: Any, loader: DataLoader, *args: Any, **kwargs: Any) -> None:
         if loader not in self._numbers:
@@ -150,12 +153,20 @@ class LoaderOrder:
             self._count += 1
         original(loader, *args, **kwargs)
 
-    def number(self, loader: DataLoader) -> int:
-        """Return the number of a loader, from 0."""
-        return self._numbers.get(loader, -1)
+    def _iterate(self, original: Any, loader: DataLoader) -> Iterator[Any]:
+        number, batches = self._numbers.get(loader), iter(original(loader))
+        return batches if number is None else self._loop(number, batches)
+
+    def _begin(self, number: int) -> str:
+        """Return the name of a new loop over a loader: its number, and that of the loop."""
+        self._turns[number] += 1
+        return f"{number}-{self._turns[number] - 1}"
+
+    def _loop(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        raise NotImplementedError
 
 
-class BatchTape:
+class BatchTape(LoaderLoops):
     """Records the batches that a script takes from its loaders.
 
     Args:
@@ -164,32 +175,23 @@ class BatchTape:
     """
 
     def __init__(self, writer: RecordWriter, record: RankRecord) -> None:
+        super().__init__()
         self._writer = writer
         self._record = record
-        self._order = LoaderOrder()
-        self._rounds: dict[int, int] = {}
 
-    def start(self, stack: ExitStack) -> None:
-        """Record until the stack is closed."""
-        self._order.start(stack)
-        watch(stack, DataLoader, "__iter__", self._recorded)
-
-    def _recorded(self, original: Any, loader: DataLoader) -> Iterator[Any]:
-        number = self._order.number(loader)
-        if self._record.by_shoal or number < 0:
-            return iter(original(loader))
-        return self._taken(number, original(loader))
-
-    def _taken(self, number: int, batches: Any) -> Iterator[Any]:
-        turn = self._rounds[number] = self._rounds.get(number, -1) + 1
-        self._record.loaders.append(f"{number}-{turn}")
+    def _loop(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._record.by_shoal:
+            yield from batches
+            return
+        loop = self._begin(number)
+        self._record.loaders.append(loop)
         for position, batch in enumerate(batches):
             leaves = {str(index): leaf for index, leaf in enumerate(tensors_in(batch))}
-            self._writer.batch(f"{number}-{turn}-{position}", leaves)
+            self._writer.batch(f"{loop}-{position}", leaves)
             yield batch
 
 
-class JoinedBatches:
+class JoinedBatches(LoaderLoops):
     """Lets the loaders of one process yield the batches that many ranks have recorded.
 
     Args:
@@ -198,35 +200,28 @@ class JoinedBatches:
     """
 
     def __init__(self, folder: Path, ranks: Sequence[RankRecord]) -> None:
+        super().__init__()
         self._folder = folder
+        self._by_shoal = ranks[0].by_shoal
         axes = axes_of_batches(folder, ranks)
         self._members = [record for record in ranks if axes[record.rank]["tensor"][0] == 0]
-        self._enabled = not ranks[0].by_shoal
-        self._order = LoaderOrder()
-        self._rounds: dict[int, int] = {}
 
     def start(self, stack: ExitStack) -> None:
         """Give joined batches until the stack is closed."""
-        self._order.start(stack)
-        watch(stack, DataLoader, "__iter__", self._joined)
-        watch(stack, DataLoader, "__len__", self._shorter)
-
-    def _joined(self, original: Any, loader: DataLoader) -> Iterator[Any]:
-        number = self._order.number(loader)
-        if not self._enabled or number < 0:
-            return iter(original(loader))
-        return self._given(number, original(loader))
+        if not self._by_shoal:
+            super().start(stack)
+            watch(stack, DataLoader, "__len__", self._shorter)
 
     def _shorter(self, original: Any, loader: DataLoader) -> int:
         count: int = original(loader)
-        if not self._enabled or not self._is_shared_out(self._order.number(loader)):
+        if not self._is_shared_out(self._numbers.get(loader, -1)):
             return count
         return -(-count // len(self._members))
 
-    def _given(self, number: int, own: Any) -> Iterator[Any]:
-        turn = self._rounds[number] = self._rounds.get(number, -1) + 1
-        for position, batch in enumerate(own):
-            parts = self._parts(number, f"{number}-{turn}-{position}")
+    def _loop(self, number: int, batches: Iterator[Any]) -> Iterator[Any]:
+        loop = self._begin(number)
+        for position, batch in enumerate(batches):
+            parts = self._parts(number, f"{loop}-{position}")
             if not parts:
                 return  # the ranks took no further batch
             yield _replaced(batch, iter(join(parts)))

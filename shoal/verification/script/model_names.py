@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -72,15 +73,16 @@ class ModelNames:
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of all models under their names, as they are now."""
-        for root, prefix in zip(self.roots, self._prefixes, strict=True):
-            for name, parameter in root.named_parameters():
-                yield _joined(prefix, plain_name(root, name)), parameter
+        return self._named(nn.Module.named_parameters)
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of all models under their names."""
+        return self._named(nn.Module.named_buffers)
+
+    def _named(self, tensors_of: Callable[[nn.Module], Iterator[Any]]) -> Iterator[Any]:
         for root, prefix in zip(self.roots, self._prefixes, strict=True):
-            for name, buffer in root.named_buffers():
-                yield _joined(prefix, plain_name(root, name)), buffer
+            for name, tensor in tensors_of(root):
+                yield _joined(prefix, plain_name(root, name)), tensor
 
     def _add(self, root: nn.Module, prefix: str) -> None:
         for name, module in root.named_modules():

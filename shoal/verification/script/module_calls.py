@@ -59,7 +59,6 @@ class ModuleCalls:
         self.is_paused = False
         self._names = names
         self._before_model = before_model
-        self._depth = 0
         self._step = 0
         self._lines: list[str] = []
         self._inside = 0
@@ -111,7 +110,7 @@ class ModuleCalls:
             for number, tensor in enumerate(outputs):
                 self._keep(f"{index}/{number}", tensor)
         kind = type(module).__name__
-        self.calls.append(CallRecord(name, kind, line, len(outputs), module.training))
+        self.calls.append(CallRecord(name, kind, line, len(outputs)))
 
     def _count_collectives(self) -> None:
         if self._inside == 0 and self.collectives >= 0:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.errors import RecordError
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -37,14 +37,12 @@ class CallRecord:
         kind: the name of its class.
         line: the user's line that led to the call, "train.py:31"; "" where there is none.
         outputs: the number of floating tensors that it returned, `forward/<index>/<output>`.
-        training: it was in training mode.
     """
 
     module: str
     kind: str
     line: str = ""
     outputs: int = 0
-    training: bool = True
 
 
 @dataclass
@@ -55,7 +53,6 @@ class StepRecord:
         number: from 1.
         calls: of modules, in the order in which they ended.
         losses: the values that the backward passes began with; under Shoal the global mean.
-        optimizer: the number of the optimizer that stepped, in the order of their first steps.
         settings: of its parameter groups, numbers only.
         gradients: name of each trainable parameter -> True if it had a gradient.
         collectives: messages of this rank while modules computed outputs; -1 where a backend does
@@ -67,7 +64,6 @@ class StepRecord:
     number: int
     calls: list[CallRecord] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    optimizer: int = 0
     settings: list[dict[str, float]] = field(default_factory=list)
     gradients: dict[str, bool] = field(default_factory=dict)
     collectives: int = 0
@@ -90,7 +86,6 @@ class RankRecord:
         loaders: "<number of the loader>-<number of the loop over it>" of each loop over a loader.
         draws: tells apart the states of the random numbers at the first dropout that is off.
         draws_of_loop: what the loop draws random numbers by for its samples, "NumPy"; "": nothing.
-        ended: "steps" where the recorder ended the script, "script" where it came to its end.
     """
 
     rank: int
@@ -104,7 +99,6 @@ class RankRecord:
     loaders: list[str] = field(default_factory=list)
     draws: str = ""
     draws_of_loop: str = ""
-    ended: str = "steps"
 
     def axis(self, name: str) -> tuple[int, int]:
         """Return (this rank's number, length) of an axis; without a mesh all ranks are "data"."""

@@ -76,7 +76,6 @@ class ScriptRecorder:
         self._run: ShoalValues | None = None
         self._step = StepRecord(1)
         self._tensors: dict[str, Tensor] = {}
-        self._optimizers: list[Optimizer] = []
         self._stepping = 0
         self._preparing = False
         self._watching = ExitStack()
@@ -184,9 +183,6 @@ class ScriptRecorder:
             return
         step = self._step
         step.lines.setdefault("step", user_line())
-        if not any(optimizer is known for known in self._optimizers):
-            self._optimizers.append(optimizer)
-        step.optimizer = next(i for i, o in enumerate(self._optimizers) if o is optimizer)
         if self._perturbation is not None:
             self._perturbation.end()
         if self._start is not None:
@@ -303,15 +299,13 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
         stack.callback(recorder.stop)
         try:
             script(path, arguments)
-            record.ended = "script"
         except EnoughSteps:
-            record.ended = "steps"
+            pass
         except (StrategyRefused, UsageError) as refusal:
             record.refusal = str(refusal)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-            record.ended = "script"
 
 
 def _recorder(

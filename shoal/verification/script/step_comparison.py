@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from shoal.verification.differences import differences
+from shoal.verification.differences import Tensors, differences
 from shoal.verification.script.joined_ranks import RanksOfStep
 from shoal.verification.script.run_record import (
     CallRecord,
@@ -184,9 +184,7 @@ class StepComparison:
         given = self._gradients(self.given.below("gradient"), self.index)
         if not self.index.gradients and not self._records[0].is_synchronous:
             return []
-        errors = differences(expected, given)
-        for name, error in self._apart("gradient").items():
-            errors[name] = max(errors.get(name, 0.0), error)
+        errors = self._errors("gradient", expected, given)
         found = []
         for name in sorted(errors, key=lambda name: -self._order(name)):
             module = name.rpartition(".")[0]
@@ -198,9 +196,7 @@ class StepComparison:
         expected, given = self.expected.below("weight"), self.given.below("weight")
         if not given:
             return []
-        errors = differences(expected, given)
-        for name, error in self._apart("weight").items():
-            errors[name] = max(errors.get(name, 0.0), error)
+        errors = self._errors("weight", expected, given)
         line = self.index.lines.get("step", "")
         found = []
         for name in sorted(errors, key=self._order):
@@ -224,9 +220,14 @@ class StepComparison:
                 found += self._beyond(key, error, "buffers", module, name, line)
         return found
 
-    def _gradients(
-        self, tensors: dict[str, Tensor], step: StepRecord
-    ) -> Mapping[str, Tensor | None]:
+    def _errors(self, kind: str, expected: Tensors, given: Tensors) -> dict[str, float]:
+        """Return the error of each parameter's tensor, on rank 0 and of other ranks to it."""
+        errors = differences(expected, given)
+        for name, error in self._apart(kind).items():
+            errors[name] = max(errors.get(name, 0.0), error)
+        return errors
+
+    def _gradients(self, tensors: dict[str, Tensor], step: StepRecord) -> Tensors:
         return {**dict.fromkeys(step.gradients), **tensors}
 
     def _apart(self, kind: str) -> dict[str, float]:
