@@ -65,20 +65,16 @@ def check_one_optimizer(optimizers: Sequence[Optimizer]) -> None:
         )
 
 
-def check_settings_for_servers(scaled: bool) -> None:
-    """Raise StrategyRefused if gradients that servers step carry the loss scale of fp16."""
-    if scaled:
-        raise StrategyRefused(
-            "fp16 skips a step if any gradient overflows; servers cannot skip one. Use bf16."
-        )
-
-
-def check_not_scaled(scaled: bool) -> None:
-    """Raise StrategyRefused where the loss scale of fp16 would change the strategy's state.
+def check_takes_scaled(local_model: LocalModel) -> None:
+    """Raise StrategyRefused for gradients that carry the loss scale of fp16, which changes.
 
     Error feedback, for example, is in the unit of gradients, and the scale changes that unit.
     """
-    if scaled:
+    if local_model.remote_optimizer is not None:
+        raise StrategyRefused(
+            "fp16 skips a step if any gradient overflows; servers cannot skip one. Use bf16."
+        )
+    if local_model.strategy_state.in_gradient_units:
         raise StrategyRefused(
             "fp16 multiplies gradients by a scale that changes, and skips steps: what this "
             "strategy keeps of gradients and steps from one to the next does not go with that. Use "

@@ -8,12 +8,12 @@ It varies less than the weights (Polyak & Juditsky, 1992). In the first steps th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.assembly import shard_like
 from shoal.comm.mesh import Mesh
@@ -21,20 +21,8 @@ from shoal.comm.norm import full_tensor, to_local
 from shoal.errors import UsageError
 from shoal.platform.torch_private.kernels import foreach_lerp_
 
-
-class Averaged(Protocol):
-    """The run whose weights are averaged; see `Run`."""
-
-    def parameters(self) -> dict[str, nn.Parameter]: ...
-
-    def wait(self) -> None: ...
-
-    def synchronize(self) -> bool: ...
-
-    def edit(self) -> AbstractContextManager[None]: ...
-
-    @property
-    def finite(self) -> bool: ...
+if TYPE_CHECKING:
+    from shoal.run.run import Run
 
 
 class Ema:
@@ -46,7 +34,7 @@ class Ema:
     Args: decay: in (0, 1); 0.999 averages over about a thousand steps.
     """
 
-    def __init__(self, run: Averaged, decay: float) -> None:
+    def __init__(self, run: Run, decay: float) -> None:
         self.decay = decay
         self._run = run
         self._is_divided = False  # a strategy may wait for the first batch
@@ -144,17 +132,3 @@ class Ema:
     def _copy(self, values: Mapping[str, Tensor]) -> None:
         for name, weight in self._weights.items():
             weight.copy_(values[name])
-
-
-def layout_with_averages(
-    layout: Callable[[str], Tensor | None],
-) -> Callable[[str], Tensor | None]:
-    """Return a function from a name in a checkpoint to this rank's tensor like it, or None.
-
-    A moving average is laid out as the weight that it averages.
-
-    Args: layout: the same for the names of weights and of the optimizer's state.
-    """
-    return lambda name: layout(
-        "model." + name.removeprefix("ema.") if name.startswith("ema.") else name
-    )

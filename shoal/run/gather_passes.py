@@ -15,10 +15,9 @@ Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Li
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from shoal.data.seeds import MicrobatchSeeds
 from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
+from shoal.run.step_batch import code_of
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Counted, Term, split_result
@@ -81,7 +81,7 @@ class MicrobatchGathering:
         self._data = mesh.data
         self._pipeline = mesh.pipeline
         self._models = models
-        self._known: dict[str, bool] = {}
+        self._known: dict[object, bool] = {}
         self._answer: _Answer | None = None
         self._given: list[Tensor] = []
 
@@ -92,20 +92,15 @@ class MicrobatchGathering:
 
     def is_known(self, function: base.ComputeLoss) -> bool:
         """Return whether a function was seen to gather; the same on all ranks."""
-        return self._known.get(_place_of(function), False)
+        return self._known.get(code_of(function), False)
 
     def note(self, function: base.ComputeLoss, gathers: bool) -> None:
         """Note if a function was seen to gather, on any rank. Collective."""
-        self._known[_place_of(function)] = self._on_any_rank(gathers)
+        self._known[code_of(function)] = self._on_any_rank(gathers)
 
     def gather(self, x: Tensor) -> tuple[Tensor, slice]:
         """Return the rows of all micro-batches, and where those of this one are."""
         assert self._answer is not None
-        if x.dim() == 0:
-            raise UsageError(
-                "gather was given a scalar tensor; it gathers rows. Give it a tensor with one row "
-                "for each sample."
-            )
         self._given.append(x)
         return self._answer(x)
 
@@ -124,7 +119,7 @@ class MicrobatchGathering:
         Raises: StrategyRefused: rows that are gathered follow from others.
         """
         function = microbatches[0].compute_loss
-        key = _place_of(function)
+        key = code_of(function)
         if not self._known.get(key, True):
             return batch
         given = batch.args, batch.kwargs
@@ -359,16 +354,6 @@ class MicrobatchGathering:
             yield
         finally:
             self._answer = None
-
-
-def _place_of(function: Any) -> str:
-    """Return where a function stands in a script: the same on all ranks and in all steps."""
-    while isinstance(function, partial):
-        function = function.func
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    if code is None:
-        return f"{type(function).__module__}.{type(function).__qualname__}"
-    return f"{code.co_filename}:{code.co_firstlineno} {code.co_qualname}"
 
 
 def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:

@@ -35,11 +35,6 @@ from shoal.strategies.transforms.sync_batchnorm import SyncBatchNorm
 
 PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
-STEP_IN_BACKWARD = (
-    "step_in_backward was removed: it freed gradients, and the peak of a step stayed what it was, "
-    'which activations make. strategy="zero2" shards gradients, "recompute" frees activations, and '
-    "shoal.optim.AdamW8bit has smaller moments."
-)
 LIMIT = 2**63
 """Seeds and counts are below it: torch takes no larger integers."""
 
@@ -51,7 +46,6 @@ def init(
     accumulate: int = 1,
     precision: PrecisionName = "fp32",
     compile: bool = False,
-    step_in_backward: bool = False,
     sync_batchnorm: bool = False,
     draws: Draws = "rank",
     trace: str | None = None,
@@ -75,7 +69,6 @@ def init(
         accumulate: micro-batches of each rank's share of a batch; more of them save memory.
         precision: "bf16" and "fp16" run the forward pass under autocast.
         compile: compile the model with torch.compile.
-        step_in_backward: was removed; True is refused.
         sync_batchnorm: BatchNorm layers in training normalise over the samples of all ranks, on
             CPUs and GPUs, and so compute what they compute on one device.
         draws: "rank": each rank draws random numbers of its own, such as dropout masks. "global":
@@ -112,17 +105,15 @@ def init(
     trace_to = variables.get("SHOAL_TRACE_TO", trace_to)
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
     _check_arguments(
-        strategy,
+        nonfinite,
+        max_nonfinite,
+        strategy=strategy,
         seed=seed,
         accumulate=accumulate,
         precision=precision,
         trace=trace,
         draws=draws,
-        nonfinite=nonfinite,
-        max_nonfinite=max_nonfinite,
     )
-    if step_in_backward:
-        raise ConfigError([STEP_IN_BACKWARD])
     window = None if trace is None else parse_window(trace, "trace")
     chosen = build_strategies(parse_line(strategy))
     # Helper processes are forked from a process that starts before the mesh does.
@@ -185,20 +176,9 @@ def _ignore(_: str) -> None:
     """Print nothing: every rank would announce the same lines as rank 0."""
 
 
-def _check_arguments(
-    strategy: Any,
-    *,
-    seed: Any,
-    accumulate: Any,
-    precision: Any,
-    trace: Any,
-    draws: Any,
-    nonfinite: Any = "skip",
-    max_nonfinite: Any = 10,
-) -> None:
+def _check_arguments(nonfinite: Any, max_nonfinite: Any, **given: Any) -> None:
     """Raise ConfigError with a sentence for each argument that cannot be meant."""
-    problems = list(_problems(strategy, seed, accumulate, precision, trace, draws))
-    problems += _nonfinite_problems(nonfinite, max_nonfinite)
+    problems = [*_problems(**given), *_nonfinite_problems(nonfinite, max_nonfinite)]
     if problems:
         raise ConfigError(problems)
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import StepSizes
 from shoal.run.guards import Guards
+from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step_batch import weight_of_rank
 from shoal.strategies import base
@@ -126,8 +126,8 @@ class LoopLoss:
         for model in self._prepared.models:
             if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
                 self._hooks[model] = [
-                    model.register_forward_pre_hook(CallHook(self, "before"), with_kwargs=True),
-                    model.register_forward_hook(CallHook(self, "after"), always_call=True),
+                    model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True),
+                    model.register_forward_hook(ModuleHook(self._after), always_call=True),
                 ]
 
     def before_function(self) -> None:
@@ -295,8 +295,10 @@ class LoopLoss:
         if isinstance(loss, Counted) or reduction != "rows":
             raise UsageError(COUNTED)
 
-    def before(self, args: Any, kwargs: Any) -> None:
+    def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """Note a call of a model, and begin autocast."""
+        if torch.compiler.is_compiling():
+            return
         is_of_loop = not self._phase.in_passes and torch.is_grad_enabled()
         context = None
         if is_of_loop:
@@ -307,8 +309,10 @@ class LoopLoss:
             context.__enter__()
         self._contexts.append(context)
 
-    def after(self, output: Any) -> Any:
+    def _after(self, _: nn.Module, _args: Any, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""
+        if torch.compiler.is_compiling():
+            return None
         # Empty in a call that has begun before calls were noted.
         context = self._contexts.pop() if self._contexts else None
         if not self._phase.in_passes:
@@ -317,29 +321,6 @@ class LoopLoss:
             return output
         context.__exit__(None, None, None)
         return output if any(self._contexts) else tree_map(_in_float32, output)
-
-
-class CallHook:
-    """A hook on a model that tells a `LoopLoss` of its calls; a copy of the model has none."""
-
-    def __init__(self, loop: LoopLoss, when: Literal["before", "after"]) -> None:
-        self._loop = loop
-        self._when = when
-
-    def __call__(self, model: nn.Module, args: Any, values: Any) -> Any:
-        """Args: values: keyword arguments before the call, the output after it."""
-        if torch.compiler.is_compiling():
-            return None
-        if self._when == "before":
-            return self._loop.before(args, values)
-        return self._loop.after(values)
-
-    def __reduce__(self) -> tuple[type[partial[None]], tuple[Callable[..., None]]]:
-        return partial, (no_hook,)
-
-
-def no_hook(model: nn.Module, args: Any, values: Any) -> None:
-    """Do nothing."""
 
 
 def first_tensors(values: Sequence[Any]) -> list[Tensor]:

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.comm.assembly import gather_named_values
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.comm.norm import full_tensor
@@ -35,7 +34,7 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
 from shoal.run import optimizer_binding
 from shoal.run.batch_size import is_same_on_all
-from shoal.run.checks import check_not_scaled, check_one_optimizer, check_settings_for_servers
+from shoal.run.checks import check_one_optimizer, check_takes_scaled
 from shoal.run.nonfinite_steps import NonfiniteSettings
 from shoal.run.optimizer_binding import bind_optimizer, check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by, params_of
@@ -154,10 +153,9 @@ def bind_optimizers(
             optimizer_binding.check_steps_stages(optimizer)
         optimizer_binding.check_steps_shards(optimizer, mine)
         optimizer_binding.bind_optimizer(optimizer, names, mine, absent)
-    if local_model.strategy_state.in_gradient_units:
-        check_not_scaled(loss_scale is not None)
+    if loss_scale is not None:
+        check_takes_scaled(local_model)
     if local_model.remote_optimizer is not None:
-        check_settings_for_servers(loss_scale is not None)
         check_one_optimizer(optimizers)
         local_model.remote_optimizer.attach(optimizers[0])
 
@@ -188,26 +186,6 @@ def pacing_of(mesh: Mesh, local_model: base.LocalModel) -> tuple[str, int]:
 
 Names = Sequence[list[list[str]]]
 """For each optimizer and group the names of its parameters, the same on every rank."""
-
-
-def agree_on_trained(root: nn.Module, local_model: LocalModel) -> None:
-    """Let parameters of other ranks require gradients if they do where they are. Collective in a
-    pipeline.
-
-    A script may have frozen or thawed a layer by parameters that it holds since before the model
-    was divided. Only the rank whose stage has the layer sees that.
-    """
-    axis = local_model.pipeline.axis
-    if axis is None:
-        return
-    aliases = local_model.pipeline.tied_names
-    own = {
-        aliases.get(name, name): parameter.requires_grad
-        for name, parameter in local_model.module.named_parameters()
-    }
-    flags = gather_named_values(axis, own)
-    for name, parameter in root.named_parameters():
-        parameter.requires_grad = flags.get(name, parameter.requires_grad)
 
 
 def make_whole(

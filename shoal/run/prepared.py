@@ -37,7 +37,6 @@ from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
-    agree_on_trained,
     bind_optimizers,
     make_local_model,
     make_whole,
@@ -183,7 +182,6 @@ class Prepared:
             self._begin(as_one_module(self.models))
             return
         assert self._local_model is not None
-        agree_on_trained(self.root, self._local_model)
         changed = self._bound.replaced(self.root) if new_optimizers else []
         changed += trained_names(self.root) ^ self._trained
         if changed or any(map(is_trained, new_models)):
@@ -224,7 +222,7 @@ class Prepared:
         if self.needs_example and self.mesh.size > 1:
             # Until the first batch divides it, a script may evaluate the model on every rank.
             broadcast_filled(self.root, self.mesh)
-            self._install_guards(groups)
+            self._install_guards()
         else:
             self._apply(None, groups)
         if begins:  # last, for strategies that draw must draw the same on all ranks
@@ -272,7 +270,7 @@ class Prepared:
             ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )
         self._was_applied = True
-        self._install(groups)
+        self._install()
         if self._state_to_load:
             local_model.strategy_state.load_state_dict(*self._state_to_load)
             self._state_to_load = ()
@@ -287,28 +285,20 @@ class Prepared:
         self._guards.remove()
         self._bound.show(self.optimizers)
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
-        self._install(groups)
+        self._install()
 
-    def _install(self, groups: list[list[list[str]]]) -> None:
+    def _install(self) -> None:
         """Watch the optimizers, guard the models, and note what is bound to the local model."""
         local_model = self.local_model()
         self._optimizer_watch.watch(local_model, self.optimizers)
         self.watch.enabled &= local_model.strategy_state.is_synchronous
-        self._install_guards(groups)
+        self._install_guards()
         self._bound.note(self.root, local_model.trainable_params)
 
-    def _install_guards(self, groups: list[list[list[str]]]) -> None:
-        """Guard the models as they are now. Called on all ranks.
-
-        Args: groups: for each optimizer and group the names of its parameters.
-        """
-        self._guards.install(
-            named_models(self.models),
-            self.optimizers,
-            groups,
-            self.local_model(),
-            self.mesh,
-        )
+    def _install_guards(self) -> None:
+        """Guard the models as they are now. Called on all ranks."""
+        models, local_model = named_models(self.models), self.local_model()
+        self._guards.install(models, self.optimizers, local_model, self.mesh)
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where they can make all parameters whole again; those that

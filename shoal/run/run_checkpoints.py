@@ -6,40 +6,22 @@ import json
 from collections.abc import Callable, Mapping
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.manifest import name_of
-from shoal.comm.mesh import Mesh
 from shoal.errors import CleanupFailed, UsageError
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.object_state import check_objects, put_together, take_apart
 from shoal.run.tensor_digest import tensor_digest
 
+if TYPE_CHECKING:
+    from shoal.run.stateful_run import StatefulRun
+
 OBJECTS = "objects"
 """The name of the objects' state among the JSON values of a checkpoint."""
-
-
-class Resumable(Protocol):
-    """The state of a run; see `Run`."""
-
-    mesh: Mesh
-
-    def state(
-        self, copies: bool = True
-    ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]: ...
-
-    def load_state(
-        self,
-        tensors: Mapping[str, Tensor],
-        info: Mapping[str, Any],
-        private: Mapping[str, Tensor],
-        accept_data: bool = False,
-    ) -> list[str]: ...
-
-    def layout_of(self) -> Callable[[str], Tensor | None]: ...
 
 
 class RunCheckpoints:
@@ -54,7 +36,7 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        run: Resumable,
+        run: StatefulRun,
         checkpoints: Checkpoints,
         objects: Mapping[str, Any],
         announce: Callable[[str], None],

@@ -19,7 +19,7 @@ from shoal.loggers.script_log import ScriptLog
 from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
 from shoal.run.collective_calls import CollectiveCalls
-from shoal.run.ema import Ema, layout_with_averages
+from shoal.run.ema import Ema
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
@@ -206,7 +206,7 @@ class StatefulRun(ThisRank):
 
         From it, `Checkpoints.load` knows which shard of a tensor this rank needs to read.
         """
-        return layout_with_averages(train_state.layout_of(self._local_model()))
+        return train_state.layout_of(self._local_model())
 
     def load_state(
         self,

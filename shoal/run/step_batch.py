@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def code_of(function: base.ComputeLoss) -> object:
     """Return what all functions share that one line of a script makes."""
     while isinstance(function, partial):
         function = function.func
-    function = getattr(function, "__func__", function)
+    function = unwrap(getattr(function, "__func__", function))
     return getattr(function, "__code__", type(function))
 
 

@@ -169,8 +169,8 @@ def _stepped_by(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> dict
 def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
     """Return a function from a name in the tensors of `TrainState.state` to a tensor like it.
 
-    State of the optimizer is laid out as its parameter is. The function returns None for a name of
-    which this rank holds nothing.
+    State of the optimizer, and a moving average, is laid out as its parameter is. The function
+    returns None for a name of which this rank holds nothing.
     """
     owned = local_model.trainable_params
     with access_by_shoal():
@@ -183,6 +183,8 @@ def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
     }
 
     def layout(name: str) -> Tensor | None:
+        if name.startswith("ema."):
+            name = f"model.{name.removeprefix('ema.')}"
         if name in weights or not name.startswith("optimizer."):
             return weights.get(name)
         key = name.removeprefix("optimizer.")

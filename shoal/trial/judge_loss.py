@@ -195,7 +195,7 @@ class LossJudge:
             LossKind.COUPLED,
             self._order_error(whole),
             (self._num_rows, self._num_rows),
-            cause="The same samples in another order give another loss.",
+            reason="The same samples in another order give another loss.",
         )
 
     def _splits(self) -> list[tuple[Tensor, Tensor]]:

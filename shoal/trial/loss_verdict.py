@@ -59,14 +59,13 @@ class LossVerdict:
     Attributes:
         difference: of the gradients (or losses) of the parts from those of the whole, relative.
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
-        cause: of an objection, a sentence; may be empty.
-        reason: why it was not tried or cannot be judged, or the error on fewer samples.
+        reason: why it was not tried or cannot be judged, or the error on fewer samples; of a
+            coupled loss a further sentence, or nothing.
     """
 
     kind: LossKind
     difference: float = 0.0
     sizes: tuple[int, ...] = ()
-    cause: str = ""
     reason: str = ""
 
     @property
@@ -110,17 +109,14 @@ class LossVerdict:
             return (
                 "compute_loss is no mean over samples: it runs on "
                 f"{self.sizes[-1]} samples and fails on {_listed(self.sizes[:-1])} of them with "
-                f"{self.reason}.{self._cause()}"
+                f"{self.reason}."
             )
         return (
             "compute_loss is no mean over samples: on "
             f"{_listed(self.sizes[:-1])} of these {self.sizes[-1]} samples it gives gradients that "
             f"differ by {_percent(self.difference)} from those of all "
-            f"{self.sizes[-1]}.{self._cause()}"
+            f"{self.sizes[-1]}.{f' {self.reason}' if self.reason else ''}"
         )
-
-    def _cause(self) -> str:
-        return f" {self.cause}" if self.cause else ""
 
 
 def _listed(sizes: tuple[int, ...]) -> str:

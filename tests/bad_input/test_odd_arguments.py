@@ -20,7 +20,6 @@ INIT: list[dict[str, Any]] = [
     *({"precision": value} for value in (None, "", "fp8", "FP32", 32, torch.float32, ["fp32"])),
     *({"draws": value} for value in (None, "", "ranks", 3, True, ["rank"])),
     *({"trace": value} for value in ("", "x", "0", "3@", -1, 3, "101", True, ["3"])),
-    {"step_in_backward": True},
 ]
 
 

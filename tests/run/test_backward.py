@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
+from shoal.run.guards.guarded_models import ModuleHook
 from shoal.testing import world
 
 SAMPLES = 23  # the last batch is a short one
@@ -222,7 +223,7 @@ def copies(folder: Path) -> int:
         for one in (loaded, copied)
         for hooks in (one._forward_pre_hooks, one._forward_hooks)
         for hook in hooks.values()
-        if type(hook).__name__ == "CallHook"
+        if isinstance(hook, ModuleHook) and hook._hook is not None
     ]
     return len(found)
 

@@ -65,15 +65,12 @@ class GuardedModels:
 
     Attributes:
         models: the user's models by their prefix in names of parameters; "" for a single one.
-        group_names: for each optimizer and each of its groups, the names of parameters as they
-            were before `prepare`.
         strategy: name for messages, such as "zero3"; may be empty.
         phase: of the run.
     """
 
     models: Mapping[str, nn.Module]
     optimizers: Sequence[Optimizer]
-    group_names: Sequence[Sequence[Sequence[str]]]
     local_model: LocalModel
     mesh: Mesh
     strategy: str
@@ -100,11 +97,6 @@ class GuardedModels:
             for name, parameter in self.parameters.items()
             if parameter.requires_grad and (remote or id(parameter) not in owned)
         }
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if a parameter that a model shows is a shard."""
-        return any(is_shard(parameter) for parameter in self.parameters.values())
 
     @property
     def under(self) -> str:

@@ -63,19 +63,14 @@ class Guards:
         self,
         models: Mapping[str, nn.Module],
         optimizers: Sequence[Optimizer],
-        group_names: Sequence[Sequence[Sequence[str]]],
         local_model: LocalModel,
         mesh: Mesh,
     ) -> None:
-        """Guard models and optimizers from now on, instead of those before. Called on all ranks.
-
-        Args: group_names: for each optimizer and group the names of parameters before `prepare`.
-        """
+        """Guard models and optimizers from now on, instead of those before. Called on all ranks."""
         self.remove()
         guarded = GuardedModels(
             dict(models),
             optimizers,
-            group_names,
             local_model,
             mesh,
             self._strategy,
