@@ -96,9 +96,7 @@ class BatchSizes:
         Raises: UsageError: the number of samples cannot be told.
         """
         if not self._is_shared_checked and ranks > 1:
-            for tensor in tensors_in(batch):
-                if tensor.layout is torch.strided and not tensor.is_nested:
-                    self._shared_hash.update(as_bytes(tensor.detach().cpu()).numpy().data)
+            _add_to(self._shared_hash, batch)
         local = self._shared.rows_of(batch, rank, ranks)
         assert self._shared.share is not None
         self._watch.begin(local, self._shared.share)
@@ -133,10 +131,7 @@ class BatchSizes:
         Args: batch: the first of a run, a nest of tensors that no loader and no `share` has made.
         """
         digest = hashlib.sha256()
-        tensors = [t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_nested]
-        for tensor in tensors:
-            digest.update(as_bytes(tensor.detach().cpu()).numpy().data)
-        if not tensors:  # the other ranks wait
+        if not _add_to(digest, batch):  # the other ranks wait
             digest.update(str(data.rank).encode())
         if data.size > 1:
             is_same = is_same_on_all(digest.digest(), data)
@@ -262,6 +257,14 @@ class BatchSizes:
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)
         ]
+
+
+def _add_to(digest: Any, batch: Any) -> bool:
+    """Add the tensors of a batch to a hash; return False if there are none."""
+    tensors = [t for t in tensors_in(batch) if t.layout is torch.strided and not t.is_nested]
+    for tensor in tensors:
+        digest.update(as_bytes(tensor.detach().cpu()).numpy().data)
+    return bool(tensors)
 
 
 def is_same_on_all(digest: bytes, data: Axis) -> bool:

@@ -1,7 +1,6 @@
-"""The steps of `Run.prepare`: the loader, the local model, the optimizers, the random numbers.
+"""The steps of `Run.prepare`: the loader, the optimizers, the random numbers.
 
 loader      ──> shard_loader     ──> this rank's shares of each global batch
-models      ──> make_local_model ──> this rank's piece, after all strategies
 optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
 torch       ──> seed_this_rank   ──> other random numbers where samples differ
 
@@ -40,10 +39,8 @@ from shoal.run.optimizer_binding import bind_optimizer, check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by, params_of
 from shoal.strategies import base
 from shoal.strategies.base import LocalModel
-from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
-from shoal.weights.deferred_weights import DeferredWeights
 
 Draws = Literal["rank", "global"]
 """Random numbers of a step: a stream for each data rank, or those of one device."""
@@ -100,27 +97,6 @@ def _check_same_data(loader: ShardedLoader, sampler: Any, data: Axis) -> None:
         "generator=torch.Generator().manual_seed(fold)). If the samples are the same all the "
         "same, give the data set a method fingerprint() that returns a text."
     )
-
-
-def make_local_model(
-    root: nn.Module,
-    example: base.ExampleBatch | None,
-    mesh: Mesh,
-    strategies: Sequence[base.Strategy],
-    announce: Callable[[str], None],
-    weights: DeferredWeights | None,
-) -> base.LocalModel:
-    """Apply all strategies to the models, and announce how layers are divided. Collective.
-
-    Args:
-        root: the model, or the group of models.
-        example: the first batch, for strategies that need it.
-        weights: those of the models that have no memory yet; None if all have.
-    """
-    local_model = base.apply_strategies(single_device(root, example, weights), strategies, mesh)
-    for line in local_model.summary_lines:
-        announce(line)
-    return local_model
 
 
 def bind_optimizers(

@@ -38,7 +38,6 @@ from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
-    make_local_model,
     make_whole,
     seed_this_rank,
     shard_loader,
@@ -216,7 +215,7 @@ class Prepared:
         self._frozen = {n: p for n, p in self.root.named_parameters() if not p.requires_grad}
 
     def _apply_or_wait(self) -> None:
-        groups = group_names(self.optimizers, self.root, self._bound)
+        group_names(self.optimizers, self.root, self._bound)  # raises where one is missing
         begins = not self._was_applied
         self._announce_once()
         if self.needs_example and self.mesh.size > 1:
@@ -224,7 +223,7 @@ class Prepared:
             broadcast_filled(self.root, self.mesh)
             self._install_guards()
         else:
-            self._apply(None, groups)
+            self.apply(None)
         if begins:  # last, for strategies that draw must draw the same on all ranks
             seed_this_rank(self.mesh, self.settings)
 
@@ -233,10 +232,8 @@ class Prepared:
         return self._guards.in_step()
 
     def apply(self, example: base.ExampleBatch | None) -> None:
-        """Apply the strategies with the first batch. Collective."""
-        self._apply(example, group_names(self.optimizers, self.root, self._bound))
-
-    def _apply(self, example: base.ExampleBatch | None, groups: list[list[list[str]]]) -> None:
+        """Apply the strategies; with the first batch if one needs it. Collective."""
+        groups = group_names(self.optimizers, self.root, self._bound)
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
         check_no_renormalising(self.root, self.mesh.data.size)
         self._guards.remove()
@@ -244,9 +241,10 @@ class Prepared:
         weights = deferred_weights(self.root, self.mesh.device)
         # A strategy may try passes of its own.
         with self._guards.in_step():
-            local_model = make_local_model(
-                self.root, example, self.mesh, self._strategies, self._announce, weights
-            )
+            whole = single_device(self.root, example, weights)
+            local_model = base.apply_strategies(whole, self._strategies, self.mesh)
+        for line in local_model.summary_lines:
+            self._announce(line)
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
-from shoal.data.seeds import preserve_rng_state
 from shoal.data.tree_map import are_tensors, mark_sample_lists, tensors_in
 from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
@@ -22,7 +21,7 @@ from shoal.platform.torch_private.tensor_state import version
 from shoal.run.prepared import Prepared
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
-from shoal.strategies.module_snapshot import ModelSnapshot
+from shoal.trial.untouched import leaving_no_trace
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
@@ -90,7 +89,7 @@ def example_of(
 ) -> base.ExampleBatch:
     """Return a few samples of a batch, and the calls of models that `compute_loss` makes on them.
 
-    The models, with buffers and counters, and the random numbers are left as they were.
+    The models, the script and the random numbers are left as they were.
 
     Args: full_batch_rows: samples of a full global batch, where `batch` may be a shorter one.
     """
@@ -102,8 +101,7 @@ def example_of(
     args, kwargs = _copied(taken[0]), _copied(taken[1])
     calls: list[base.ModuleCall] = []
     with (
-        preserve_rng_state([mesh.device]),
-        _state_kept(models),
+        leaving_no_trace(models, batch.compute_loss, ()),
         _recorded_calls(models, calls),
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
@@ -164,14 +162,3 @@ def _check_unwritten(batch: Any, mesh: Mesh) -> None:
 def _without_graph(value: Any) -> Any:
     """Return a tensor without the graph that has made it, whose memory it would hold."""
     return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value
-
-
-@contextmanager
-def _state_kept(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Put buffers, gradients and counters of the models back afterwards."""
-    saved = [ModelSnapshot(model) for model in models]
-    try:
-        yield
-    finally:
-        for state in reversed(saved):
-            state.restore()

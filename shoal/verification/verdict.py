@@ -125,7 +125,8 @@ def verify(
     """
     functions = {"model_fn": model_fn, "batch_fn": batch_fn, "loss_fn": loss_fn}
     counts = {"ranks": ranks, "steps": steps, "accumulate": accumulate}
-    _check_arguments(functions, counts, strategy, tolerance)
+    if problems := list(_problems(functions, counts, strategy, tolerance)):
+        raise UsageError("\n".join(problems))
     experiment = Experiment(model_fn, partial(loader_of, batch_fn, steps), loss_fn, steps)
     return verify_job(experiment, strategy, ranks, accumulate=accumulate, tolerance=tolerance)
 
@@ -232,23 +233,15 @@ def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
 
 
-def _check_arguments(
+def _problems(
     functions: Mapping[str, Any], counts: Mapping[str, Any], strategy: Any, tolerance: Any
-) -> None:
-    """Raise UsageError with a sentence for each argument that cannot be meant.
+) -> Iterator[str]:
+    """Yield a sentence for each argument that cannot be meant.
 
     Args:
         functions: each is to stand at the top of a module.
         counts: integers; `verify_job` refuses those below 1.
     """
-    problems = list(_problems(functions, counts, strategy, tolerance))
-    if problems:
-        raise UsageError("\n".join(problems))
-
-
-def _problems(
-    functions: Mapping[str, Any], counts: Mapping[str, Any], strategy: Any, tolerance: Any
-) -> Iterator[str]:
     for name, function in functions.items():
         if not callable(function):
             yield f"{name}: {function!r} is no function"

@@ -30,14 +30,18 @@ def test_calls_are_recorded_and_nothing_is_changed() -> None:
     model = Counting()
     model.layer.weight.grad = torch.ones(3, 4)
 
+    calls = 0
+
     def compute_loss(x: Tensor) -> Any:
+        nonlocal calls
+        calls += 1
         return model(x, scale=torch.rand(()).item()).square().mean() + model(x).mean()
 
     batch = LocalBatch(compute_loss, (torch.ones(20, 4),), {}, 20, 40)
     example = example_of(batch, [model], quiet().mesh, accumulate=1)
     assert [call.args[0].shape for call in example.calls] == [(8, 4), (8, 4)]
     assert example.calls[0].kwargs.keys() == {"scale"}
-    assert (model.passes, model.seen.item()) == (0, 0.0)
+    assert (calls, model.passes, model.seen.item()) == (0, 0, 0.0)
     assert torch.equal(model.layer.weight.grad, torch.ones(3, 4))
     assert example.num_samples == 40
 

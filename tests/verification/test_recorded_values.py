@@ -92,8 +92,7 @@ def test_a_script_that_means_float32_computes_in_float64() -> None:
     assert torch.ones(2).dtype == torch.float32
 
 
-def test_a_measured_tolerance_is_never_below_its_floor() -> None:
-    tolerances = Tolerances(1e-3, {1: {"loss": 1e-2, "weight/a": 1e-9}}, weights=1e-6)
+def test_a_tensor_without_a_measured_tolerance_has_the_default_one() -> None:
+    tolerances = Tolerances(1e-3, {1: {"loss": 1e-2}})
     assert tolerances.of(1, "loss") == 1e-2
-    assert tolerances.of(2, "loss") == 1e-3
-    assert tolerances.of(1, "weight/a") == 1e-6
+    assert tolerances.of(2, "loss") == tolerances.of(1, "weight/a") == 1e-3

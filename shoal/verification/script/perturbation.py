@@ -108,21 +108,22 @@ def measured(reference: Path, perturbed: Iterable[Path], tolerance: float = 0.0)
     """
     one = RecordedRun(reference, read_run(reference))
     units = units_of_modules(reference)
-    floor = max(rounding_unit(reference, "forward"), tolerance)
-    weight_floor = max(WEIGHT_UNITS * rounding_unit(reference, "weight"), tolerance)
+    default = max(rounding_unit(reference, "forward"), tolerance)
+    of_weights = max(WEIGHT_UNITS * rounding_unit(reference, "weight"), tolerance)
     found: dict[int, dict[str, float]] = {}
-    floors: dict[int, dict[str, float]] = {}
     for folder in perturbed:
         other = RecordedRun(folder, read_run(folder))
         for number in range(1, min(one.steps, other.steps) + 1):
             step = StepComparison(one, other, number, Tolerances(0.0))
             step.compare()
-            floors[number] = {
+            least = {name: of_weights for name in step.errors if name.startswith("weight/")}
+            least |= {
                 f"forward/{index}/0": max(WEIGHT_UNITS * units[call.module], tolerance)
                 for index, call in enumerate(step.calls)
                 if call.kind in EMBEDDINGS and call.module in units
             }
-            errors = found.setdefault(number, {})
+            errors = found.setdefault(number, {"files": of_weights})
             for name, error in step.errors.items():
-                errors[name] = max(errors.get(name, 0.0), FACTOR * error)
-    return Tolerances(floor, found, weight_floor, floors)
+                known = errors.get(name, least.get(name, default))
+                errors[name] = max(known, FACTOR * error)
+    return Tolerances(default, found)

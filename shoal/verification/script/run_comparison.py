@@ -176,7 +176,7 @@ def _files(
 ) -> list[ScriptDifference]:
     """Return the files of rank 0 that differ, after runs in which nothing else does."""
     one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
-    allowed = tolerances.of(step, "weight/") if tolerances.measured else tolerances.default
+    allowed = tolerances.of(step, "files")
     return [
         ScriptDifference(step, "files", None, name, error, allowed)
         for name, error in compare_files(one, many).items()

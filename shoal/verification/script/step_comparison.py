@@ -36,23 +36,16 @@ class Tolerances:
 
     Attributes:
         default: of every tensor that has none of its own.
-        weights: of weights after a step, where it is another one than that of all others.
-        measured: step -> name of a tensor, as in `StepComparison.errors` -> its own tolerance.
-        floors: step -> name of a tensor -> the smallest tolerance, where it is another one.
+        measured: step -> name of a tensor, as in `StepComparison.errors` -> its own tolerance;
+            "files" are those that the script writes.
     """
 
     default: float = EXACT
     measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-    weights: float | None = None
-    floors: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
 
     def of(self, step: int, name: str) -> float:
         """Return the tolerance of a tensor in a step."""
-        floor = self.default
-        if self.weights is not None and name.startswith("weight/"):
-            floor = self.weights
-        floor = self.floors.get(step, {}).get(name, floor)
-        return max(floor, self.measured.get(step, {}).get(name, 0.0))
+        return self.measured.get(step, {}).get(name, self.default)
 
 
 class RecordedRun:
