@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.launch.environment import STARTED_BY_RANK, own_place
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
-from shoal.run.nonfinite_steps import Nonfinite, NonfiniteSettings
+from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.preparation import Draws, RunSettings
 from shoal.run.run import Run
 from shoal.run.startup_summary import log_line
@@ -132,12 +132,11 @@ def init(
         Accumulate(accumulate),
         *([DrawGlobally(seed)] if draws == "global" else []),
     ]
-    reaction = NonfiniteSettings(nonfinite, max_nonfinite)
     tell = announce if mesh.rank == 0 else _ignore
     return Run(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(seed, accumulate, draws, reaction, AUTOCAST.get(precision)),
+        RunSettings(seed, accumulate, draws, nonfinite, max_nonfinite, AUTOCAST.get(precision)),
         loss_scale,
         tell,
         None if window is None else Tracing(window, Path(trace_to), mesh),

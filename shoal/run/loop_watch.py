@@ -25,7 +25,7 @@ from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 from shoal.trial.replaced_rows import ReplacedRows, mixes_rows
-from shoal.trial.untouched import reachable
+from shoal.trial.untouched import tensors_of
 
 EARLY_STEPS = 4
 """Steps before which the loop is watched; later ones are 8, 16, 32, ..."""
@@ -155,9 +155,7 @@ class LoopWatch(YieldWatch):
 
     def _tensors_of(self, batch: LocalBatch) -> Iterator[Tensor]:
         yield from tensors_in([batch.args, dict(batch.kwargs)])
-        for value in reachable(batch.compute_loss):
-            if isinstance(value, Tensor | list | tuple):
-                yield from tensors_in(value)
+        yield from tensors_of(batch.compute_loss)
 
     def _copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         copies = self._rows.copies_of(tensor)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakSet
 
@@ -46,14 +45,6 @@ TOLD_STEPS = 10
 """Notes of a run that are all printed; after them those whose number is a power of two."""
 
 
-@dataclass(frozen=True)
-class NonfiniteSettings:
-    """Settings of what becomes of steps that are not finite; `shoal.init` explains them."""
-
-    reaction: Nonfinite = "skip"
-    max_in_a_row: int = 10
-
-
 class NonfiniteSteps:
     """Judges each step of a run, and lets all ranks skip it together.
 
@@ -61,6 +52,7 @@ class NonfiniteSteps:
 
     Args:
         mesh: all ranks.
+        max_in_a_row: so many skipped steps in a row end the run.
         announce: prints a note, on rank 0.
         loss_scale: of fp16, which gradients carry; then only the loss is looked at. None without.
 
@@ -74,12 +66,14 @@ class NonfiniteSteps:
     def __init__(
         self,
         mesh: Mesh,
-        settings: NonfiniteSettings,
+        reaction: Nonfinite,
+        max_in_a_row: int,
         announce: Callable[[str], None],
         loss_scale: LossScale | None = None,
     ) -> None:
         self._mesh = mesh
-        self._settings = settings
+        self._reaction = reaction
+        self._max_in_a_row = max_in_a_row
         self._announce = announce
         self._loss_scale = loss_scale
         self._skip_next = False
@@ -94,7 +88,7 @@ class NonfiniteSteps:
     @property
     def enabled(self) -> bool:
         """False if steps are taken whatever they are."""
-        return self._settings.reaction != "ignore"
+        return self._reaction != "ignore"
 
     def watch(self, local_model: base.LocalModel, optimizers: Sequence[Optimizer]) -> None:
         """Judge the steps of this local model and these optimizers from now on."""
@@ -236,9 +230,9 @@ class NonfiniteSteps:
         self.in_a_row += 1
         fact = f"step {self.steps} is not finite: {'; '.join(problems)}"
         cure = "Look at the data and the loss there, or lower the learning rate"
-        if self._settings.reaction == "stop":
+        if self._reaction == "stop":
             raise TrainingDiverged(f"{fact}. No rank has taken the step. {cure}.")
-        if self.in_a_row >= self._settings.max_in_a_row:
+        if self.in_a_row >= self._max_in_a_row:
             raise TrainingDiverged(
                 f"{fact}. It is number {self.in_a_row} in a row, and the run ends; no rank has "
                 f"taken these steps. {cure}."

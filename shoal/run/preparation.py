@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from shoal.errors import UsageError
 from shoal.run import optimizer_binding
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.checks import check_one_optimizer, check_takes_scaled
-from shoal.run.nonfinite_steps import NonfiniteSettings
+from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.optimizer_binding import bind_optimizer, check_keeps_no_tensors
 from shoal.run.optimizer_groups import owned_by, params_of
 from shoal.strategies import base
@@ -53,7 +53,8 @@ class RunSettings:
     seed: int
     accumulate: int
     draws: Draws = "rank"
-    nonfinite: NonfiniteSettings = field(default_factory=NonfiniteSettings)
+    nonfinite: Nonfinite = "skip"
+    max_nonfinite: int = 10
     autocast: torch.dtype | None = None
     """Dtype of the forward pass under mixed precision; None without."""
 

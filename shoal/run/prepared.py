@@ -97,6 +97,7 @@ class Prepared:
         self.nonfinite_steps = NonfiniteSteps(
             mesh,
             settings.nonfinite,
+            settings.max_nonfinite,
             announce,
             loss_scale,
         )

@@ -67,9 +67,13 @@ EVALUATED = (BatchNormBase, DropoutBase, nn.RNNBase, nn.MultiheadAttention)
 
 
 class SavedObjects:
-    """Objects and what they held at the time of `save`; `restore` may be called many times."""
+    """Objects and what they held at the time of `save`; `restore` may be called many times.
 
-    def __init__(self) -> None:
+    Args: keeps: False to find objects alone.
+    """
+
+    def __init__(self, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._restores: list[Callable[[], None]] = []
         # Kept alive, so that an id stays the id of one object.
         self._seen: dict[int, Any] = {}
@@ -77,6 +81,10 @@ class SavedObjects:
     def skip(self, values: Iterable[Any]) -> None:
         """Leave out objects that `save` would find."""
         self._seen.update((id(value), value) for value in values)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that were found."""
+        return [value for value in self._seen.values() if isinstance(value, Tensor)]
 
     def restore(self) -> None:
         """Put back what has changed since `save`."""
@@ -111,7 +119,8 @@ class SavedObjects:
         elif type(value).__module__.split(".")[0] in _OF_MACHINERY:
             return
         elif hasattr(value, "__next__"):
-            raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
+            if self._keeps:
+                raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
         elif hasattr(value, "__dict__"):
             self._save_dict(vars(value), depth)
 
@@ -119,7 +128,7 @@ class SavedObjects:
         # An absent tensor, which a hook may have kept, has no memory.
         if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
             return
-        if tensor.numel() > LARGEST_COPY:
+        if tensor.numel() > LARGEST_COPY or not self._keeps:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
@@ -132,7 +141,7 @@ class SavedObjects:
         self._restores.append(restore)
 
     def _save_array(self, array: np.ndarray) -> None:
-        if array.size <= LARGEST_COPY and array.flags.writeable:
+        if array.size <= LARGEST_COPY and array.flags.writeable and self._keeps:
             values = array.copy()
             self._restores.append(lambda: np.copyto(array, values))
 
@@ -181,6 +190,8 @@ class SavedObjects:
             self.save(value.__self__, depth)
             self.save(value.__func__, depth)
         elif not _is_of_library(value.__code__):
+            self._save_each((value.__defaults__ or ()), depth)
+            self._save_each([*(value.__kwdefaults__ or {}).values()], depth)
             for cell in value.__closure__ or ():
                 self._save_cell(cell, depth)
             self._save_globals(value, depth)
@@ -220,35 +231,11 @@ def global_names(code: CodeType) -> Iterator[str]:
             yield from global_names(constant)
 
 
-def reachable(function: Any, depth: int = 2) -> Iterator[Any]:
-    """Yield what a function of a script can reach by names: closure, globals, its own object."""
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-        yield from reachable(function.func, depth)
-    elif isinstance(function, MethodType):
-        yield from (
-            vars(function.__self__).values() if hasattr(function.__self__, "__dict__") else ()
-        )
-        yield from reachable(function.__func__, depth)
-    elif isinstance(function, FunctionType) and _is_of_library(function.__code__):
-        if hasattr(function, "__wrapped__"):
-            yield from reachable(function.__wrapped__, depth)
-    elif isinstance(function, FunctionType) and depth:
-        for value in _read_by(function):
-            yield value
-            yield from reachable(value, depth - 1)
-
-
-def _read_by(function: FunctionType) -> Iterator[Any]:
-    """Yield a function's default arguments, what its closure holds, and globals that it names."""
-    yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
-    table = function.__globals__
-    yield from [table[name] for name in global_names(function.__code__) if name in table]
+def tensors_of(function: Any) -> list[Tensor]:
+    """Return the tensors that a function of a script can reach, as `SavedObjects` finds them."""
+    objects = SavedObjects(keeps=False)
+    objects.save(function)
+    return objects.tensors()
 
 
 def _is_of_library(code: CodeType) -> bool:

@@ -72,7 +72,7 @@ class RankReport:
 
 def run_reference(experiment: Experiment, file: Path) -> None:
     """Train by a plain loop over global batches in one process, and write the results to `file`."""
-    _hide_gpu()
+    hide_gpu()
     torch.manual_seed(0)
     model = experiment.model_fn().double()
     optimizer = _sgd(model)
@@ -135,7 +135,7 @@ def run_strategy(
         reference: the file of `run_reference`.
         draws: as for `shoal.init`.
     """
-    _hide_gpu()
+    hide_gpu()
     expected: Any = torch.load(reference, weights_only=True, mmap=True)
     summary_lines: list[str] = []
     try:
@@ -200,7 +200,7 @@ def _relative(value: Tensor, expected: Tensor) -> float:
     return ((value - expected).abs() / expected.abs().clamp(min=1e-30)).item()
 
 
-def _hide_gpu() -> None:
+def hide_gpu() -> None:
     """Train on the CPU. Most GPUs are slow in float64, and their sums differ from run to run."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

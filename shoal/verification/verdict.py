@@ -25,6 +25,7 @@ from shoal.strategies.options import LocalOptions
 from shoal.strategies.precheck import check
 from shoal.strategies.server_options import ServerOptions
 from shoal.testing import world
+from shoal.verification.script.script_report import finite
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy
 
 TOLERANCE = 1e-10
@@ -69,10 +70,10 @@ class Verdict:
 
     def to_json(self) -> dict[str, Any]:
         """Return values for JSON. An error that is infinite or NaN is None."""
-        worst = [{"what": name, "relative_error": _finite(error)} for name, error in self.worst]
+        worst = [{"what": name, "relative_error": finite(error)} for name, error in self.worst]
         return {
             **vars(self),
-            "max_relative_error": _finite(self.max_relative_error),
+            "max_relative_error": finite(self.max_relative_error),
             "worst": worst,
             "worst_parameter": self.worst_parameter,
         }
@@ -227,10 +228,6 @@ def _worst_rank(name: str, reports: list[RankReport]) -> tuple[str, float]:
 def _sort_key(error: float) -> float:
     """Return the error; infinity for NaN, which every comparison would overlook."""
     return math.inf if math.isnan(error) else error
-
-
-def _finite(error: float | None) -> float | None:
-    return error if error is not None and math.isfinite(error) else None
 
 
 def _problems(

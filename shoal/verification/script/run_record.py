@@ -64,7 +64,7 @@ class StepRecord:
     number: int
     calls: list[CallRecord] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    settings: list[dict[str, float]] = field(default_factory=list)
+    settings: list[dict[str, Any]] = field(default_factory=list)
     gradients: dict[str, bool] = field(default_factory=dict)
     collectives: int = 0
     digests: dict[str, list[float]] = field(default_factory=dict)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.launch.rank import script
 from shoal.run import Run
+from shoal.run.optimizer_binding import group_settings
 from shoal.run.optimizer_groups import params_of
 from shoal.run.training_step import TrainingStep
 from shoal.verification.script.float64_everywhere import Float64Everywhere
@@ -41,6 +41,7 @@ from shoal.verification.script.run_record import RankRecord, RecordWriter, StepR
 from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.watched_calls import watch
 from shoal.verification.script.written_files import WrittenFiles
+from shoal.verification.trajectory import hide_gpu
 
 
 class EnoughSteps(BaseException):
@@ -187,7 +188,7 @@ class ScriptRecorder:
             self._perturbation.end()
         if self._start is not None:
             self._start.set_rates(step.number, optimizer)
-        step.settings = [_numbers(group) for group in optimizer.param_groups]
+        step.settings = group_settings(optimizer)
         gradients = self._gradients(optimizer)
         step.gradients = {name: g is not None for name, g in gradients.items()}
         found = {name: gradient for name, gradient in gradients.items() if gradient is not None}
@@ -243,19 +244,6 @@ class ScriptRecorder:
         return {name: whole(buffer) for name, buffer in self.names.buffers()}
 
 
-def _numbers(group: dict[str, Any]) -> dict[str, float]:
-    """Return the settings of a parameter group that are numbers."""
-    numbers = {}
-    for name, value in group.items():
-        values: Sequence[Any] = value if isinstance(value, (tuple, list)) else (value,)
-        for index, number in enumerate(values if name != "params" else ()):
-            if isinstance(number, (int, float)) or (
-                isinstance(number, Tensor) and number.numel() == 1
-            ):
-                numbers[f"{name}.{index}" if len(values) > 1 else name] = float(number)
-    return numbers
-
-
 Arithmetic = Literal["fp64", "fp32", "bf16", "fp16", "script"]
 
 
@@ -284,7 +272,7 @@ class RecordingPlan:
 
 def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     """Run a script as `python path` would, and write the record of this rank."""
-    _hide_gpu()
+    hide_gpu()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     record = RankRecord(rank, world)
     writer = RecordWriter(Path(plan.folder), rank)
@@ -322,7 +310,3 @@ def _recorder(
     if plan.perturb is not None:
         moved = perturbation(Path(plan.perturb[0]), plan.perturb[1])
     return ScriptRecorder(writer, record, plan.steps, SameStart(folder, ranks, record), moved)
-
-
-def _hide_gpu() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
