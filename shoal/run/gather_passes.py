@@ -36,6 +36,8 @@ from shoal.strategies.loss_terms import Counted, Term, split_result
 from shoal.trial.untouched import devices_of, leaving_no_trace
 
 _Answer = Callable[[Tensor], tuple[Tensor, slice]]
+_MakeFunction = Callable[[int, base.LocalBatch], tuple[Callable[..., Any], str]]
+"""(number of a micro-batch, it) -> a function of its batch, and what that is for."""
 
 TOLERANCE = 1e-3
 """Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
@@ -47,6 +49,30 @@ class OwnRows(NamedTuple):
     rows: Tensor
     is_data: bool
     """They are rows of the batch, which no gradient is asked of."""
+
+
+class Passes(NamedTuple):
+    """What all passes over the micro-batches of a step have in common.
+
+    Attributes: seeds: the same for all stages of a pipeline.
+    """
+
+    microbatches: list[base.LocalBatch]
+    model: base.LocalModel
+    seeds: MicrobatchSeeds
+
+    def results(self, made: _MakeFunction) -> Iterator[tuple[int, base.LocalBatch, Any]]:
+        """Call what `made` makes of the function of each micro-batch; yield what that returns."""
+        for index, micro in enumerate(self.microbatches):
+            function, purpose = made(index, micro)
+            function = wraps(micro.compute_loss)(function)  # strategies know functions by names
+            vars(function)[base.PURPOSE] = f"gather: {purpose}"
+            self.seeds.begin_host()
+            # With a graph, for compute_loss may take gradients itself; it ends with the call.
+            with torch.enable_grad():
+                result = self.model.outside_step.call(function, *micro.args, **micro.kwargs)
+            self.model.outside_step.reshard()
+            yield index, micro, result
 
 
 class GatheredRows(NamedTuple):
@@ -124,10 +150,10 @@ class MicrobatchGathering:
             return batch
         given = batch.args, batch.kwargs
         with leaving_no_trace(self._models, function, given) as can_repeat:
-            seeds = self._seeds()
+            passes = Passes(microbatches, model, self._seeds())
             values = []
             if not self._on_any_rank(not can_repeat):
-                values = self._values(microbatches, model, seeds)
+                values = self._values(passes)
         num_gathers = self._on_any_rank(bool(values))
         self._known[key] = self._known.get(key, False) or num_gathers
         if not num_gathers:
@@ -139,31 +165,34 @@ class MicrobatchGathering:
             for own in values
         ]
         with leaving_no_trace(self._models, function, given):
-            own = [[x.rows for x in each] for each in values]
-            asked = self._asked(gathered, own, microbatches, model, seeds)
+            asked = self._asked(gathered, [[x.rows for x in each] for each in values], passes)
         self._seeds()  # the next step draws others
-        return batch._replace(compute_loss=self._injecting(batch, microbatches, asked, seeds))
+        return batch._replace(compute_loss=self._injecting(batch, asked, passes))
 
-    def _values(
-        self, microbatches: list[base.LocalBatch], model: base.LocalModel, seeds: MicrobatchSeeds
-    ) -> list[list[OwnRows]]:
+    def _values(self, passes: Passes) -> list[list[OwnRows]]:
         """[1] Return for each gather the own rows of each micro-batch. Collective."""
-        found: list[list[OwnRows]] = []
-        for index, micro in enumerate(microbatches):
+
+        def made(index: int, micro: base.LocalBatch) -> tuple[Callable[..., Any], str]:
             share = micro.global_batch_size / max(micro.num_samples, 1)
 
-            def stand_in(x: Tensor, share: float = share) -> tuple[Tensor, slice]:
+            def stand_in(x: Tensor) -> tuple[Tensor, slice]:
                 # Any rows will do, if what is gathered later does not follow from them.
                 order = torch.arange(max(round(len(x) * share), len(x)), device=x.device)
                 return x.detach()[order % max(len(x), 1)], slice(0, len(x))
 
-            # With a graph, for compute_loss may take gradients itself; it ends with the call.
-            give = self._giving(micro, stand_in, seeds, index)
-            seeds.begin_host()
-            with torch.enable_grad():
-                given = model.outside_step.call(give, *micro.args, **micro.kwargs)
-            model.outside_step.reshard()
-            found.append([OwnRows(x.detach().clone(), is_data) for x, is_data in given])
+            def give(*args: Any, **kwargs: Any) -> list[tuple[Tensor, bool]]:
+                data = places_of_data((args, kwargs))
+                with self._answering(stand_in), passes.seeds.of(index):
+                    micro.compute_loss(*args, **kwargs)
+                return [(x, x.data_ptr() in data) for x in self._given]
+
+            # The number of rows in the answer follows from both.
+            return give, f"values {micro.num_samples} of {micro.global_batch_size}"
+
+        found = [
+            [OwnRows(x.detach().clone(), is_data) for x, is_data in given]
+            for _, _, given in passes.results(made)
+        ]
         if len({len(given) for given in found}) > 1:
             raise UsageError(
                 f"run.gather was called {' and '.join(str(len(given)) for given in found)} times "
@@ -188,26 +217,28 @@ class MicrobatchGathering:
         return GatheredRows(gather_rows(together, self._data, counts), windows)
 
     def _asked(
-        self,
-        gathered: list[GatheredRows],
-        values: list[list[Tensor]],
-        microbatches: list[base.LocalBatch],
-        model: base.LocalModel,
-        seeds: MicrobatchSeeds,
+        self, gathered: list[GatheredRows], values: list[list[Tensor]], passes: Passes
     ) -> list[GatheredRows]:
         """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
         leaves = [
             g._replace(rows=g.rows.detach().requires_grad_(g.needs_gradient)) for g in gathered
         ]
         roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
+
+        def made(index: int, micro: base.LocalBatch) -> tuple[Callable[..., Any], str]:
+            def ask(*args: Any, **kwargs: Any) -> tuple[Sequence[Tensor | None], list[Tensor]]:
+                # A pipeline calls it without autograd.
+                with torch.enable_grad(), self._answering(self._rows_of(leaves, index)):
+                    with passes.seeds.of(index):
+                        result = micro.compute_loss(*args, **kwargs)
+                    given = [x.detach() for x in self._given]  # in the stage that has made them
+                    return _gradients(result, roots, micro), given
+
+            return ask, f"asked {shapes_of_rows(leaves)}"
+
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
-        for index, micro in enumerate(microbatches):
-            ask = self._asking(micro, leaves, seeds, index)
-            seeds.begin_host()
-            with torch.enable_grad():
-                found, given = model.outside_step.call(ask, *micro.args, **micro.kwargs)
-            model.outside_step.reshard()
+        for index, micro, (found, given) in passes.results(made):
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None and micro.num_samples:
                     total += gradient
@@ -223,57 +254,6 @@ class MicrobatchGathering:
             leaf._replace(asked=next(totals) if leaf.rows.requires_grad else None)
             for leaf in leaves
         ]
-
-    def _giving(
-        self, micro: base.LocalBatch, answer: _Answer, seeds: MicrobatchSeeds, index: int
-    ) -> Callable[..., list[tuple[Tensor, bool]]]:
-        """Return a function of the batch that returns the rows that are given to `gather`, each
-        with True if they are rows of the batch itself.
-        """
-
-        @wraps(micro.compute_loss)  # strategies know functions by their names
-        def give(*args: Any, **kwargs: Any) -> list[tuple[Tensor, bool]]:
-            batch = places_of_data((args, kwargs))
-            with self._answering(answer), seeds.of(index):
-                micro.compute_loss(*args, **kwargs)
-            return [(x, x.data_ptr() in batch) for x in self._given]
-
-        # The number of rows in the answer follows from both.
-        vars(give)[base.PURPOSE] = (
-            f"gather: values {micro.num_samples} of {micro.global_batch_size}"
-        )
-        return give
-
-    def _asking(
-        self,
-        micro: base.LocalBatch,
-        leaves: list[GatheredRows],
-        seeds: MicrobatchSeeds,
-        index: int,
-    ) -> Callable[..., tuple[Sequence[Tensor | None], list[Tensor]]]:
-        """Return a function of the batch that returns what the loss asks of the gathered rows, None
-        where it does not depend on them, and the rows that are given to `gather`.
-        """
-        roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
-
-        @wraps(micro.compute_loss)  # strategies know functions by their names
-        def ask(*args: Any, **kwargs: Any) -> tuple[Sequence[Tensor | None], list[Tensor]]:
-            # A pipeline calls it without autograd.
-            with torch.enable_grad(), self._answering(self._rows_of(leaves, index)):
-                with seeds.of(index):
-                    result = micro.compute_loss(*args, **kwargs)
-                given = [x.detach() for x in self._given]
-                terms, _ = split_result(result)
-                if not (roots and any(term.value.requires_grad for term in terms)):
-                    return [None] * len(roots), given
-                # Of the loss of the last stage, if there are stages.
-                with DisableTorchFunction():
-                    only_loss = result[0] if isinstance(result, tuple) else result
-                    loss = weighted_loss(only_loss, micro).loss
-                    return torch.autograd.grad(loss, roots, allow_unused=True), given
-
-        vars(ask)[base.PURPOSE] = f"gather: asked {shapes_of_rows(leaves)}"
-        return ask
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
@@ -303,20 +283,16 @@ class MicrobatchGathering:
         return answer
 
     def _injecting(
-        self,
-        batch: base.LocalBatch,
-        microbatches: list[base.LocalBatch],
-        gathered: list[GatheredRows],
-        seeds: MicrobatchSeeds,
+        self, batch: base.LocalBatch, gathered: list[GatheredRows], passes: Passes
     ) -> base.ComputeLoss:
         """[3] Return the function of the step. It is called for each micro-batch in turn."""
-        compute_loss = batch.compute_loss
+        compute_loss, microbatches = batch.compute_loss, passes.microbatches
         constant = [g._replace(rows=g.rows.detach()) for g in gathered]
         index = -1
 
         def compute(index: int, *args: Any, **kwargs: Any) -> Any:
             micro = microbatches[index]
-            with self._answering(self._rows_of(constant, index)), seeds.of(index):
+            with self._answering(self._rows_of(constant, index)), passes.seeds.of(index):
                 result = compute_loss(*args, **kwargs)
             addend: Any = 0.0
             for x, found in zip(self._given, constant, strict=True):
@@ -354,6 +330,20 @@ class MicrobatchGathering:
             yield
         finally:
             self._answer = None
+
+
+def _gradients(
+    result: Any, roots: Sequence[Tensor], micro: base.LocalBatch
+) -> Sequence[Tensor | None]:
+    """Return the gradients of a loss by gathered rows; None where it does not depend on them."""
+    terms, _ = split_result(result)
+    if not (roots and any(term.value.requires_grad for term in terms)):
+        return [None] * len(roots)
+    # Of the loss of the last stage, if there are stages.
+    with DisableTorchFunction():
+        only_loss = result[0] if isinstance(result, tuple) else result
+        loss = weighted_loss(only_loss, micro).loss
+        return torch.autograd.grad(loss, roots, allow_unused=True)
 
 
 def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
