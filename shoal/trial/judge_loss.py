@@ -135,7 +135,7 @@ class LossJudge:
         return self._pass(lambda: self._loss.whole(self._all), self._all)
 
     def _compare(self, whole: Measured) -> LossVerdict:
-        """Compare the whole with its parts in all splits, and with its rows in another order."""
+        """Compare the whole with its parts in all splits."""
         errors: list[SplitError] = []
         failure: _FailedError | None = None
         for parts in self._splits():
@@ -148,8 +148,6 @@ class LossJudge:
                 errors.append(distance(whole, measured))
         if failure is not None or any(error.mean >= TOLERANCE for error in errors):
             return self._difference(whole, errors, failure)
-        if self._order_error(whole) >= TOLERANCE:
-            return self._order_matters(whole)
         kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
         return LossVerdict(kind, max(error.mean for error in errors))
 
@@ -183,20 +181,6 @@ class LossJudge:
         except _FailedError:
             return False
         return distance(whole, parts).mean < TOLERANCE
-
-    def _order_error(self, whole: Measured) -> float:
-        try:
-            return distance_of_repeat(whole, self._part(self._order))
-        except _FailedError:  # rows that were sorted by length, say; and all parts add up
-            return 0.0
-
-    def _order_matters(self, whole: Measured) -> LossVerdict:
-        return LossVerdict(
-            LossKind.COUPLED,
-            self._order_error(whole),
-            (self._num_rows, self._num_rows),
-            reason="The same samples in another order give another loss.",
-        )
 
     def _splits(self) -> list[tuple[Tensor, Tensor]]:
         order, n = self._order, self._num_rows

@@ -59,8 +59,7 @@ class LossVerdict:
     Attributes:
         difference: of the gradients (or losses) of the parts from those of the whole, relative.
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
-        reason: why it was not tried or cannot be judged, or the error on fewer samples; of a
-            coupled loss a further sentence, or nothing.
+        reason: why it was not tried or cannot be judged, or the error on fewer samples.
     """
 
     kind: LossKind
@@ -115,7 +114,7 @@ class LossVerdict:
             "compute_loss is no mean over samples: on "
             f"{_listed(self.sizes[:-1])} of these {self.sizes[-1]} samples it gives gradients that "
             f"differ by {_percent(self.difference)} from those of all "
-            f"{self.sizes[-1]}.{f' {self.reason}' if self.reason else ''}"
+            f"{self.sizes[-1]}."
         )
 
 

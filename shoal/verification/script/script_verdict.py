@@ -29,6 +29,9 @@ from shoal.verification.script.script_report import ScriptReport
 from shoal.verification.script.step_comparison import EXACT, Tolerances
 from shoal.verification.verdict import draws_of
 
+TIMEOUT_S = 600.0
+"""For each run."""
+
 NO_STEP = (
     "verify: {script} ended without a step of an optimizer of torch.optim, so there is nothing to "
     "compare. Give it arguments with which it trains."
@@ -50,8 +53,6 @@ def verify_script(
     precision: Arithmetic = "fp64",
     tolerance: float = EXACT,
     keep: str | Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float = 600.0,
 ) -> ScriptReport:
     """Run a script on `ranks` processes of this machine and alone, and compare step by step.
 
@@ -67,8 +68,6 @@ def verify_script(
             tensor is measured: how far a rounding unit in the weights moves it.
         tolerance: the largest relative error that counts as rounding in float64.
         keep: folder for the records, `reference` and `candidate`; they are deleted otherwise.
-        environment: further variables of the run on many ranks.
-        timeout_s: for each run.
 
     Raises:
         ConfigError: there is no such strategy.
@@ -87,10 +86,8 @@ def verify_script(
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
     with _folder(keep) as folder:
-        recording = _Recording(
-            Path(script), arguments, Path(folder), steps, precision, timeout_s, draws
-        )
-        many = recording.candidate(ranks, {**variables, **(environment or {})})
+        recording = _Recording(Path(script), arguments, Path(folder), steps, precision, draws)
+        many = recording.candidate(ranks, variables)
         if any(record.refusal is not None for record in many):
             return compare_runs(recording.many, recording.many)
         _check_record(Path(script), recording.many, many)
@@ -114,7 +111,6 @@ class _Recording:
     folder: Path
     steps: int
     precision: Arithmetic
-    timeout_s: float
     draws: str
 
     @property
@@ -175,7 +171,7 @@ class _Recording:
             "lines",
             preload=preload.TRAINING,
         )
-        with World(processes, self.timeout_s) as world:
+        with World(processes, TIMEOUT_S) as world:
             world.results()
 
 
