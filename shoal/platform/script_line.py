@@ -40,11 +40,16 @@ def calling_line(frame: FrameType | None) -> str:
     return ""
 
 
-def script_line(frame: FrameType | None) -> str:
-    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without."""
+def script_line(frame: FrameType | None, installed: bool = True) -> str:
+    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without.
+
+    Args: installed: lines of installed packages count too.
+    """
     while frame is not None:
-        if not frame.f_code.co_filename.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        file = frame.f_code.co_filename
+        is_left_out = not installed and "-packages/" in file
+        if not is_left_out and not file.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
+            return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
 

@@ -9,10 +9,7 @@ Calls of a trial, of an evaluation, and of layers that a checkpoint computes aga
 
 from __future__ import annotations
 
-import sysconfig
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -22,7 +19,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shoal.platform.script_line import caller
+from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
@@ -30,10 +27,6 @@ from shoal.strategies.module_snapshot import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
-
-_SHOAL = f"{Path(__file__).parents[2]}/"
-_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
-_INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
 class ModuleCalls:
@@ -147,15 +140,4 @@ def user_line() -> str:
 
     There is none in autograd's threads.
     """
-    frame: FrameType | None = caller()
-    while frame is not None and _is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _is_library(file: str) -> bool:
-    return (
-        file.startswith((_SHOAL, _STANDARD_LIBRARY, "<"))
-        or _INSTALLED[0] in file
-        or _INSTALLED[1] in file
-    )
+    return script_line(caller(), installed=False)
