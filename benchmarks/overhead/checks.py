@@ -160,10 +160,10 @@ def stepping(name: str, checks: dict[str, Any]) -> tuple[Step, shoal.Run, Any]:
     run = shoal.init(announce=lambda _: None, **checks)
     model, shape = MODELS[name]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    rows = ROWS * BATCHES * run.world
+    rows = ROWS * BATCHES * run.world_size
     data = TensorDataset(torch.randn(rows, *shape), torch.randint(10, (rows,)))
     run.prepare(model, optimizer)
-    batches = list(run.prepare(DataLoader(data, ROWS * run.world)))
+    batches = list(run.prepare(DataLoader(data, ROWS * run.world_size)))
     taken = 0
 
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:

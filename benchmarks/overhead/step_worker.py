@@ -135,7 +135,7 @@ NETWORKS = {
 
 def hand_written(network: Network) -> Step:
     """Return PyTorch's own step: on several ranks with DistributedDataParallel, over `shoal`."""
-    ranks = shoal.init(announce=lambda _: None).world  # makes the process group
+    ranks = shoal.init(announce=lambda _: None).world_size  # makes the process group
     model = network.model()
     if ranks > 1:
         model = DistributedDataParallel(model)

@@ -144,15 +144,12 @@ def _sums(sums: Any, rows: int) -> dict[str, Tensor]:
             f"evaluate: compute_sums returned a {type(sums).__name__}; it must return a dict of "
             'sums over its batch, such as {"correct": (scores.argmax(1) == y).sum()}.'
         )
-    count = {"samples": torch.tensor(float(rows))}
-    named = count | {_name(name): _sum(name, value) for name, value in sums.items()}
+    named = {"samples": _sum("samples", float(rows))}
+    for name, value in sums.items():
+        if not isinstance(name, str):
+            raise UsageError(f"evaluate: compute_sums named a sum {name!r}; a name is a text.")
+        named[name] = _sum(name, value)
     return {name: value.detach().double().reshape(1) for name, value in named.items()}
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str):
-        raise UsageError(f"evaluate: compute_sums named a sum {name!r}; a name is a text.")
-    return name
 
 
 def _sum(name: str, value: Any) -> Tensor:

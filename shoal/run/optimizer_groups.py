@@ -56,14 +56,10 @@ class BoundGroups:
         named = root.named_parameters()
         return [name for name, p in named if p.requires_grad and id(p) not in self._known]
 
-    def shown(self, parameter: Tensor) -> Tensor:
-        """Return what the model shows for a parameter of an optimizer."""
-        return self._shown.get(id(parameter), parameter)
-
     def of(self, optimizer: Optimizer) -> Groups:
         """Return the groups of an optimizer, with what the models show."""
         return [
-            [self.shown(parameter) for parameter in group["params"]]
+            [self._shown.get(id(parameter), parameter) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
 

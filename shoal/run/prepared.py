@@ -120,11 +120,6 @@ class Prepared:
         return any(strategy.needs_example_batch for strategy in self._strategies)
 
     @property
-    def is_applied(self) -> bool:
-        """True if the strategies have made the local model."""
-        return self.step is not None
-
-    @property
     def root(self) -> nn.Module:
         """The model, or the group of all models."""
         if self._root is None:
@@ -178,7 +173,7 @@ class Prepared:
 
     def _update(self, new_models: list[nn.Module], new_optimizers: bool) -> None:
         """Apply the strategies if they can be applied now, or again where that is necessary."""
-        if not self.is_applied:
+        if self.step is None:
             self._begin(as_one_module(self.models))
             return
         assert self._local_model is not None
@@ -227,10 +222,6 @@ class Prepared:
             self.apply(None)
         if begins:  # last, for strategies that draw must draw the same on all ranks
             seed_this_rank(self.mesh, self.settings)
-
-    def in_step(self) -> AbstractContextManager[None]:
-        """Let backward passes reach parameters in this context, as in a step."""
-        return self._guards.in_step()
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies; with the first batch if one needs it. Collective."""

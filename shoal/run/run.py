@@ -226,7 +226,7 @@ class Run(StatefulRun):
             step = self._step_of(local_batch)
             # The passes before the step repeat random numbers, which global draws cannot.
             if parts and self._settings.draws == "rank" and not is_computed:
-                with self._prepared.in_step():
+                with self._run_guards.in_step():
                     local_batch = self._gathering.before_passes(
                         local_batch, self._prepared.local_model()
                     )
@@ -260,7 +260,7 @@ class Run(StatefulRun):
         if prepared.step is None:
             checks.check_has_optimizer(prepared.optimizers)
             with self._gathering.planning(batch.compute_loss):
-                with prepared.in_step():
+                with self._run_guards.in_step():
                     facts = self._settings.accumulate, prepared.sizes.full_batch_rows()
                     example = example_of(batch, prepared.models, self.mesh, *facts)
                 prepared.apply(example)

@@ -313,4 +313,6 @@ class StatefulRun(ThisRank):
     def _steps_alone(self) -> bool:
         """Return True if each rank steps by itself, so that one may leave out a step."""
         prepared = self._prepared
-        return prepared.is_applied and not prepared.local_model().strategy_state.is_synchronous
+        return (
+            prepared.step is not None and not prepared.local_model().strategy_state.is_synchronous
+        )

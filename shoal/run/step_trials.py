@@ -125,7 +125,7 @@ class StepTrials:
         with self._guards.in_step(), self._whole_models() as are_whole:
             batch = self._with_rows_of_all_ranks(batch)
             if not are_whole:
-                return LossVerdict(LossKind.NOT_TRIED, reason=DIVIDED)
+                return LossVerdict(LossKind.NOT_JUDGED, reason=DIVIDED)
             return self._judged(batch)
 
     def _judged(self, batch: LocalBatch) -> LossVerdict:

@@ -37,11 +37,6 @@ class ThisRank:
         return self.mesh.size
 
     @property
-    def world(self) -> int:
-        """The number of processes: `world_size`."""
-        return self.mesh.size
-
-    @property
     def local_rank(self) -> int:
         """The number of this process among those of its host, from 0."""
         return self.mesh.place.local_rank

@@ -61,7 +61,7 @@ class Record:
         local_world = run.mesh.place.local_world
         info |= {
             "step": step,
-            "world": run.world,
+            "world": run.world_size,
             "local_world": local_world,
             **_circumstances(run.device),
         }

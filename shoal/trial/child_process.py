@@ -31,7 +31,7 @@ CHILD_S = 30.0
 def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
     """Return the verdict of `judge`, called in a copy of this process. Not collective.
 
-    It is NOT_TRIED with its reason if the child does not end in time or is killed. Where a child
+    It is NOT_JUDGED with its reason if the child does not end in time or is killed. Where a child
     could not compute what this process does, `judge` is called here.
     """
     if not hasattr(os, "fork") or torch.cuda.is_initialized():
@@ -67,7 +67,7 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
             verdict = judge()
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
-            verdict = LossVerdict(LossKind.NOT_TRIED, reason=text)
+            verdict = LossVerdict(LossKind.NOT_JUDGED, reason=text)
         row = (verdict.kind.value, *astuple(verdict)[1:])
         data = memoryview(json.dumps(row).encode())
         while data:
@@ -90,5 +90,5 @@ def _received(receiving: int) -> LossVerdict:
     except ValueError:
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
         reason = f"its trial in a process of its own {what}"
-        return LossVerdict(LossKind.NOT_TRIED, reason=reason)
+        return LossVerdict(LossKind.NOT_JUDGED, reason=reason)
     return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)

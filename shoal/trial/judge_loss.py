@@ -52,7 +52,7 @@ def try_loss(
         parameters: whose gradients are compared.
     """
     if num_samples < 2:
-        return LossVerdict(LossKind.NOT_TRIED)
+        return LossVerdict(LossKind.NOT_JUDGED)
 
     chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
 
@@ -69,7 +69,7 @@ def try_loss(
                 verdict = _judged_in_float64(judge) or verdict
         return verdict
     except CannotTry as why:
-        return LossVerdict(LossKind.NOT_TRIED, reason=why.reason)
+        return LossVerdict(LossKind.NOT_JUDGED, reason=why.reason)
 
 
 def _judged_in_float64(judge: LossJudge) -> LossVerdict | None:
@@ -264,4 +264,4 @@ class _FailedError(Exception):
 
 
 def _cannot(reason: str) -> LossVerdict:
-    return LossVerdict(LossKind.CANNOT_JUDGE, reason=reason)
+    return LossVerdict(LossKind.NOT_JUDGED, reason=reason)

@@ -23,10 +23,8 @@ class LossKind(Enum):
     """It raises an error on fewer samples."""
     NEEDS_TWO_ROWS = "needs two rows"
     """A mean wherever each part has at least two samples."""
-    CANNOT_JUDGE = "cannot judge"
-    """Randomness or rounding hides the answer."""
-    NOT_TRIED = "not tried"
-    """The batch or the function does not allow a trial without side effects."""
+    NOT_JUDGED = "not judged"
+    """Randomness or rounding hides the answer, or it cannot be tried without side effects."""
 
 
 OBJECTIONS = frozenset({LossKind.SUM, LossKind.COUPLED, LossKind.FAILS_ON_PARTS})
@@ -75,7 +73,7 @@ class LossVerdict:
     @property
     def is_worth_a_note(self) -> bool:
         """False for a good loss, and where there was nothing to try."""
-        if self.kind in (LossKind.CANNOT_JUDGE, LossKind.NOT_TRIED):
+        if self.kind is LossKind.NOT_JUDGED:
             return bool(self.reason)
         return self.kind not in (LossKind.MEAN, LossKind.COUNTED)
 
@@ -89,7 +87,7 @@ class LossVerdict:
                 f"{self.reason}. Choose a batch size of at least twice the number of ranks, with "
                 "drop_last=True if the last batch of an epoch is smaller."
             )
-        if self.kind in (LossKind.CANNOT_JUDGE, LossKind.NOT_TRIED):
+        if self.kind is LossKind.NOT_JUDGED:
             return (
                 "compute_loss was not compared on parts of a batch: "
                 f"{self.reason}. It must be a mean over samples or shoal.counted(sum, count); "

@@ -158,7 +158,7 @@ def run_strategy(
         errors[f"{name} {after}"] = error
     for name, error in differences(expected["buffers"], weights).items():
         errors[f"buffer {name} {after}"] = error
-    is_divided = run.world * accumulate > 1
+    is_divided = run.world_size * accumulate > 1
     changed = expected["changed"] if is_divided else []
     by_rank = frozenset(f"buffer {name} {after}" for name in changed)
     # What buffers explain is for `buffer_note` to say: their note would excuse all gradients.

@@ -275,7 +275,7 @@ def trained_on_a_stream(workers: int) -> list[Tensor]:
     )
     for _ in range(2):
         for batch in batches:
-            assert dist.is_initialized() == (run.world > 1)
+            assert dist.is_initialized() == (run.world_size > 1)
             run.forward_backward(partial(squared_error, model), batch.double()[:, None])
             optimizer.step()
             optimizer.zero_grad()

@@ -20,7 +20,7 @@ def sleeps_in_its_step() -> None:
 
 
 def compute_loss(inputs: Tensor, target: Tensor) -> Tensor:
-    if step == 5 and run.rank == run.world - 1:
+    if step == 5 and run.rank == run.world_size - 1:
         sleeps_in_its_step()
     return (model(inputs) - target).square().mean()
 

@@ -160,7 +160,7 @@ STARTS_ANOTHER = """
 
     if sys.argv[1] == "child":
         run = shoal.init("ddp")
-        print("the child is rank", run.rank, "of", run.world, flush=True)
+        print("the child is rank", run.rank, "of", run.world_size, flush=True)
     else:
         run = shoal.init("ddp", announce=lambda line: None)
         variables = {"SHOAL_LAUNCHER": "single"} if sys.argv[1] == "single" else {}

@@ -122,7 +122,7 @@ def train_on_own_batches(says_rows: bool) -> Any:
     model, optimizer = run.prepare(model, optimizer)
     everyone = torch.arange(20.0, dtype=torch.float64).reshape(5, 4) / 20
     mine = everyone[:2] if run.rank == 0 else everyone[2:]
-    if run.world == 1:
+    if run.world_size == 1:
         mine = everyone
     if says_rows:
         model(mine[:1])  # such as a look at one sample

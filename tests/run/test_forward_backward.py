@@ -87,7 +87,7 @@ def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
     x, y = (
         next(iter(prepared[2]))
         if with_loader
-        else [t[run.rank :: run.world] for t in data().tensors]
+        else [t[run.rank :: run.world_size] for t in data().tensors]
     )
     function = weighed_mean if loss_fn == "weighed" else F.cross_entropy
     gradients = []

@@ -119,7 +119,7 @@ def mean_of_all_ranks(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) ->
     mean = x.mean(0)
     torch.distributed.all_reduce(mean)
     own = shoal.allreduce(x.mean(0))
-    return x - mean / run.world + own, F.one_hot(y, 3).double()
+    return x - mean / run.world_size + own, F.one_hot(y, 3).double()
 
 
 NOT_MIXING: list[Loop] = [augmented, sorted_rows, shuffled_together, gathered, gathered_partners]

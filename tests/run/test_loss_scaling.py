@@ -27,7 +27,7 @@ def calls(strategy: str, plan: list[str]) -> list[bool]:
     for word in plan:
         before = run.weights()["weight"].clone()
         if word in ("good", "overflow"):
-            factor = 1e30 if word == "overflow" and run.rank == run.world - 1 else 1.0
+            factor = 1e30 if word == "overflow" and run.rank == run.world_size - 1 else 1.0
             run.forward_backward(supervised(mean_of_floats, model), x * factor, y)
         elif word == "step":
             optimizer.step()

@@ -61,7 +61,7 @@ def trains(
 
     def compute_loss(x: Tensor) -> Tensor:
         rank, kind, factor = plant[0] if plant else (-1, "", 1.0)
-        spoiled = rank in (run.rank, run.world)
+        spoiled = rank in (run.rank, run.world_size)
         model.factor = factor if spoiled and kind == "gradient" else 1.0
         return F.mse_loss(model(x), x) * (factor if spoiled and kind == "loss" else 1.0)
 

@@ -74,7 +74,6 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "to_device",
         "wait",
         "weights",
-        "world",
         "world_size",
     ]
     assert sorted(public) == names

@@ -43,7 +43,11 @@ def flips_bits(strategy: str, count: int, seed: int) -> list[str]:
     random_ = random.Random(seed)  # the same on all ranks
     missed = []
     for _ in range(count):
-        rank, index, bit = random_.randrange(run.world), random_.random(), random_.randrange(10**6)
+        rank, index, bit = (
+            random_.randrange(run.world_size),
+            random_.random(),
+            random_.randrange(10**6),
+        )
         entry = tensors[int(index * len(tensors))]
         if run.rank == rank:
             flip(entry.value, bit)

@@ -17,7 +17,7 @@ from shoal.testing import world
 
 def place() -> tuple[int, int, int, int]:
     run = quiet()
-    return run.rank, run.local_rank, run.world_size, run.world
+    return run.rank, run.local_rank, run.world_size, run.world_size
 
 
 def test_each_rank_knows_its_place() -> None:

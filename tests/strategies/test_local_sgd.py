@@ -154,7 +154,7 @@ def observed(strategy: str) -> tuple[list[int], list[bool], list[bool]]:
             optimizer.step()
             break
         heard.append(run.stopping())
-        found = [torch.zeros(1, dtype=torch.float64) for _ in range(run.world)]
+        found = [torch.zeros(1, dtype=torch.float64) for _ in range(run.world_size)]
         dist.all_gather(found, next(iter(model.parameters())).detach().sum().view(1))
         agreed.append(all(torch.equal(value, found[0]) for value in found))
     return counts, heard, agreed
@@ -180,7 +180,7 @@ def looked(strategy: str) -> list[bool]:
         if step == 2:
             run.weights()
         optimizer.step()
-        found = [torch.zeros(1, dtype=torch.float64) for _ in range(run.world)]
+        found = [torch.zeros(1, dtype=torch.float64) for _ in range(run.world_size)]
         dist.all_gather(found, next(iter(model.parameters())).detach().sum().view(1))
         agreed.append(all(torch.equal(value, found[0]) for value in found))
     return agreed

@@ -66,7 +66,7 @@ def run_traced(
     first, last = Slow(late_s * (slow == "compute")), Slow(backward_s=late_s * (slow == "backward"))
     model = nn.Sequential(first, *layers, last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Samples(late_s if slow == "data" else 0.0), batch_size=4 * run.world)
+    loader = DataLoader(Samples(late_s if slow == "data" else 0.0), batch_size=4 * run.world_size)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     losses: list[float] = []
     while len(losses) < steps:

@@ -269,7 +269,7 @@ def padded_loss_inside_the_model() -> Any:
 # Randomness that no part can share
 
 
-@case(LossKind.CANNOT_JUDGE)
+@case(LossKind.NOT_JUDGED)
 def numpy_noise_for_each_sample() -> Any:
     model = mlp()
 

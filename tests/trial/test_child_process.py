@@ -56,4 +56,4 @@ def test_a_trial_without_a_verdict_counts_as_not_tried_and_says_why(
     if judge is sleeping:
         monkeypatch.setattr(child_process, "CHILD_S", 0.2)
     verdict = judged_in_child(judge)
-    assert (verdict.kind, verdict.reason) == (LossKind.NOT_TRIED, reason)
+    assert (verdict.kind, verdict.reason) == (LossKind.NOT_JUDGED, reason)

@@ -88,14 +88,14 @@ def test_draws_that_have_no_rows_are_no_reason_to_refuse() -> None:
         return F.cross_entropy(model(a) + noise, y)
 
     verdict = judged(loss, x(), labels(), models=[model])
-    assert verdict.kind is LossKind.CANNOT_JUDGE
+    assert verdict.kind is LossKind.NOT_JUDGED
     assert "have no rows of their own" in verdict.text()
 
 
 def test_an_iterator_that_the_function_reads_is_left_alone() -> None:
     model, more = mlp(), iter([x(), x()])
     verdict = judged(lambda a: (model(a) + model(next(more))).mean(), x(), models=[model])
-    assert verdict.kind is LossKind.NOT_TRIED
+    assert verdict.kind is LossKind.NOT_JUDGED
     assert len(list(more)) == 2
 
 
@@ -107,7 +107,7 @@ def test_a_batch_that_cannot_be_cut_is_not_tried() -> None:
     verdict = try_loss(
         lambda graph: model(graph.nodes).mean(), (Graph(),), {}, N, [model], [*model.parameters()]
     )
-    assert verdict.kind is LossKind.NOT_TRIED
+    assert verdict.kind is LossKind.NOT_JUDGED
     assert "a Graph, which cannot be cut into parts" in verdict.text()
 
 
@@ -132,7 +132,7 @@ def test_a_collective_in_the_function_ends_the_trial() -> None:
         return total
 
     verdict = judged(loss, x(), models=[model])
-    assert verdict.kind is LossKind.NOT_TRIED
+    assert verdict.kind is LossKind.NOT_JUDGED
     assert "communication between ranks" in verdict.text()
 
 
