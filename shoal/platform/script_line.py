@@ -40,15 +40,12 @@ def calling_line(frame: FrameType | None) -> str:
     return ""
 
 
-def script_line(frame: FrameType | None, installed: bool = True) -> str:
-    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without.
-
-    Args: installed: lines of installed packages count too.
-    """
+def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
+    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without."""
     while frame is not None:
         file = frame.f_code.co_filename
-        is_left_out = not installed and "-packages/" in file
-        if not is_left_out and not file.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
+        is_counted = with_packages or "-packages/" not in file
+        if is_counted and not file.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return ""

@@ -52,7 +52,7 @@ class OwnRows(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What all passes over the micro-batches of a step have in common.
+    """Passes over the micro-batches of a step, and the facts that they share.
 
     Attributes: seeds: the same for all stages of a pipeline.
     """
@@ -239,9 +239,8 @@ class MicrobatchGathering:
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
         for index, micro, (found, given) in passes.results(made):
-            for total, gradient in zip(sums, found, strict=True):
-                if gradient is not None and micro.num_samples:
-                    total += gradient
+            if micro.num_samples:
+                _add(found, sums)
             is_same = is_same and gave_again(given, [own[index] for own in values])
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
@@ -344,6 +343,12 @@ def _gradients(
         only_loss = result[0] if isinstance(result, tuple) else result
         loss = weighted_loss(only_loss, micro).loss
         return torch.autograd.grad(loss, roots, allow_unused=True)
+
+
+def _add(gradients: Sequence[Tensor | None], sums: Sequence[Tensor]) -> None:
+    for total, gradient in zip(sums, gradients, strict=True):
+        if gradient is not None:
+            total += gradient
 
 
 def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:

@@ -119,10 +119,13 @@ class SavedObjects:
         elif type(value).__module__.split(".")[0] in _OF_MACHINERY:
             return
         elif hasattr(value, "__next__"):
-            if self._keeps:
-                raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
+            self._save_iterator(value)
         elif hasattr(value, "__dict__"):
             self._save_dict(vars(value), depth)
+
+    def _save_iterator(self, iterator: Any) -> None:
+        if self._keeps:
+            raise CannotTry(f"a {type(iterator).__name__}, which cannot be read again")
 
     def _save_tensor(self, tensor: Tensor) -> None:
         # An absent tensor, which a hook may have kept, has no memory.

@@ -140,4 +140,4 @@ def user_line() -> str:
 
     There is none in autograd's threads.
     """
-    return script_line(caller(), installed=False)
+    return script_line(caller(), with_packages=False)
