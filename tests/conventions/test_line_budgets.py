@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 230,
     "shoal/trace": 950,
     "shoal/train": 3_510,
-    "shoal/trial": 2_430,
-    "shoal/verification": 4_400,
+    "shoal/trial": 2_270,
+    "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 550,
-    "tests": 66_780,
+    "tests": 67_170,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
