@@ -163,7 +163,7 @@ class LoopWatch(YieldWatch):
         return copies if copies is not None and _same_bits(tensor, copies[0]) else None
 
     def _note_numbers(self, batch: LocalBatch) -> None:
-        for number in tensors_in([batch.args, dict(batch.kwargs)]):
+        for number in self._tensors_of(batch):
             copies = None if number.dim() else self._copies_of(number)
             is_count = not (number.is_floating_point() or number.is_complex())
             if not (copies is None or is_count or _same_bits(*copies[:2])):
