@@ -18,6 +18,7 @@ once.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -38,6 +39,7 @@ from shoal.platform.torch_private.tensor_state import READ_NUMBER, memory_of, sc
 _EMPTY = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 _OVERWRITE = ("normal_", "uniform_", "zero_", "fill_", "copy_")
 """Operators that leave nothing of the values before."""
+_ATTRIBUTES = ("form", "calls", "_is_param")
 _PLACE = ("device", "pin_memory")
 """Arguments of operators that say where a tensor is to be."""
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -75,6 +77,10 @@ class EmptyTensor(Tensor):
         """Run all on which this tensor depends, and return its values on the CPU."""
         return self.calls.values(self.form)
 
+    def own_attributes(self) -> dict[str, Any]:
+        """Return what a script or a library has noted at this tensor."""
+        return {name: value for name, value in vars(self).items() if name not in _ATTRIBUTES}
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with DisableTorchFunctionSubclass():
@@ -88,7 +94,9 @@ class EmptyTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         options = kwargs or {}
-        calls = next(leaf.calls for leaf in tree_leaves((args, options)) if isinstance(leaf, cls))
+        # What is written comes first: its calls must know.
+        tensors = [*_written(func, args, options), *tree_leaves((args, options))]
+        calls = next(leaf.calls for leaf in tensors if isinstance(leaf, cls))
         return calls.call(func, args, options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -131,6 +139,7 @@ class InitCalls:
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._calls: list[_RecordedCall] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)  # indices of calls by memory
 
     def empty(self, func: Any, args: Any, options: dict[str, Any]) -> EmptyTensor:
         """Return the tensor that a function such as `torch.empty` makes, without memory."""
@@ -200,8 +209,11 @@ class InitCalls:
 
     def _add(self, func: Any, args: Any, options: dict[str, Any], *rest: Any) -> None:
         kept = {key: value for key, value in options.items() if key not in _PLACE}
-        seed = derive_seed(self._seed, len(self._calls))
-        self._calls.append(_RecordedCall(seed, func, args, kept, *rest))
+        index = len(self._calls)
+        call = _RecordedCall(derive_seed(self._seed, index), func, args, kept, *rest)
+        self._calls.append(call)
+        for memory in call.writes:
+            self._writers[memory].append(index)
 
     def _argument(self, leaf: Any) -> Any:
         """Return the form of a tensor without memory, and a copy of one that may change later."""
@@ -214,15 +226,20 @@ class InitCalls:
 
     def _calls_for(self, form: Tensor) -> list[_RecordedCall]:
         """Return the calls on which a form depends, in their order."""
-        needed = {memory_of(form)}
-        calls = []
-        for call in reversed(self._calls):
-            if call.writes & needed:
-                calls.append(call)
-                is_new = call.writes if call.overwrites else frozenset()
-                needed = (needed | call.reads) - is_new
-        assert not needed, "a tensor without memory that nobody has written"
-        return calls[::-1]
+        chosen: set[int] = set()
+        needed = [(memory_of(form), len(self._calls))]  # the values of a memory before a call
+        while needed:
+            memory, before = needed.pop()
+            earlier = [index for index in self._writers[memory] if index < before]
+            assert earlier, "a tensor without memory that nobody has written"
+            for index in reversed(earlier):
+                call = self._calls[index]
+                if index not in chosen:
+                    chosen.add(index)
+                    needed += [(other, index) for other in call.reads - call.writes]
+                if call.overwrites:
+                    break
+        return [self._calls[index] for index in sorted(chosen)]
 
 
 class _EmptyFactory(DispatchMode):

@@ -67,9 +67,11 @@ class DeferredWeights:
             values = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
         if axis is not None:
             axis.broadcast_tensor(values)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(values, tensor.requires_grad)
-        return values
+        if not isinstance(tensor, nn.Parameter):
+            return values
+        filled = nn.Parameter(values, tensor.requires_grad)
+        vars(filled).update(tensor.own_attributes())
+        return filled
 
 
 def deferred_weights(model: nn.Module, device: torch.device) -> DeferredWeights | None:

@@ -215,6 +215,26 @@ def test_what_a_script_does_after_the_context_counts(
     assert not isinstance(model.weight, EmptyTensor)
 
 
+def test_attributes_of_a_parameter_stay() -> None:
+    with shoal.empty_weights():
+        model = nn.Linear(2, 2)
+    model.weight.no_decay = True
+    shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert model.weight.no_decay
+    assert type(model.weight) is nn.Parameter
+
+
+def test_a_weight_may_be_made_of_one_of_another_context() -> None:
+    with shoal.empty_weights():
+        first = nn.Linear(2, 2)
+    with shoal.empty_weights(), torch.no_grad():
+        second = nn.Linear(2, 2)
+        torch.mul(first.weight, 2, out=second.weight.data)
+        second.bias.copy_(first.bias)
+    assert torch.equal(values_of(second.weight), 2 * values_of(first.weight))
+    assert torch.equal(values_of(second.bias), values_of(first.bias))
+
+
 def test_a_model_of_the_meta_device_is_refused_with_the_cure() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
