@@ -29,14 +29,14 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/run": 9_280,
     "shoal/shm_backend": 2_760,
     "shoal/strategies": 18_050,
-    "shoal/testing": 230,
+    "shoal/testing": 240,
     "shoal/trace": 950,
     "shoal/train": 3_510,
     "shoal/trial": 2_270,
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 570,
-    "tests": 67_200,
+    "tests": 67_240,
     "benchmarks": 11_650,
 }
 SLACK = 0.03
