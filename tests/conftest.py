@@ -53,4 +53,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     found = [name for name in sys.modules if name in TOOLS or name.startswith("shoal.")]
-    preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *found, "tests.harness.quick_exit")
+    preload.ALWAYS = (*preload.ALWAYS, *preload.TRAINING, *found, "shoal.testing.quick_exit")
