@@ -6,9 +6,11 @@ import pickle
 import re
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -70,7 +72,8 @@ def _read_torch(path: Path) -> Any:
     else.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with numbers_of_numpy():
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         # torch advises weights_only=False here, which would run any code in the file.
         match = re.search(r"GLOBAL (\S+)", str(error))
@@ -109,3 +112,17 @@ def _check_dtypes(
         f"model.weights: {count} of {len(dtypes)} tensors are {a} in {path} and were rounded to {b}"
         for (a, b), count in Counter(rounded).items()
     ]
+
+
+def numbers_of_numpy() -> AbstractContextManager[None]:
+    """Let `torch.load(weights_only=True)` read single numbers of NumPy in this context.
+
+    A learning rate that NumPy has computed is saved as one, in the optimizer's state beside the
+    weights. Arrays, texts and dates are refused as before.
+    """
+    scalar = np.float64(0).__reduce__()[0]
+    names = ("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")  # NumPy 1 and 2
+    kinds = {type(np.dtype(letter)) for letter in "?bhilqBHILQefd"}
+    allowed: list[Any] = [*((scalar, name) for name in names), np.dtype, *kinds]
+    context: AbstractContextManager[None] = torch.serialization.safe_globals(allowed)
+    return context
