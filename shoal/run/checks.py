@@ -27,7 +27,7 @@ _CURE = (
 def check_on_device(model: nn.Module, device: torch.device) -> None:
     """Raise UsageError for a parameter with memory that is not on `device`."""
     for name, parameter in model.named_parameters():
-        if parameter.is_meta:
+        if parameter.is_meta and device.type != "meta":
             raise UsageError(
                 f"{name} is on the meta device, which keeps no values and no initialization. Build "
                 "the model in `with shoal.empty_weights():` instead."
