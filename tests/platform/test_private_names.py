@@ -23,6 +23,7 @@ PRIVATE_OF_OTHERS = {
     *("_exit", "_getframe", "_current_frames"),  # os, sys
     *("_run_exitfuncs", "_actions", "_Pointer"),  # atexit, argparse, ctypes
     *("_forkserver", "_forkserver_pid", "_resource_tracker", "_pid", "_fd"),  # multiprocessing
+    "_registry",  # weakref.finalize
 }
 
 
