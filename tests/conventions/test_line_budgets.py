@@ -36,8 +36,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 570,
-    "tests": 67_240,
-    "benchmarks": 11_650,
+    "tests": 67_300,
+    "benchmarks": 11_690,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
