@@ -185,6 +185,19 @@ def _from_the_end(*tensors: int, dimension: int = 0, results: tuple[int, ...] = 
     return make
 
 
+def _nll_loss(original: Kernel) -> Kernel:
+    flipped = _from_the_end(0, 1)(original)
+
+    def nll_loss(
+        x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, *rest: Any
+    ) -> Any:
+        # Without a reduction nothing is summed, and each row has a result of its own.
+        kernel = flipped if reduction else original
+        return kernel(x, target, weight, reduction, *rest)
+
+    return nll_loss
+
+
 def _softmax(original: Kernel) -> Kernel:
     def softmax(x: Tensor, dimension: int, half_to_float: bool) -> Tensor:
         if x.dim() == 0:
@@ -209,5 +222,5 @@ KERNELS: dict[str, Callable[[Kernel], Kernel]] = {
     "native_batch_norm": _from_the_end(0, results=(0,)),
     "native_batch_norm_backward": _from_the_end(0, 1, results=(0,)),
     "embedding_dense_backward": _from_the_end(0, 1),
-    "nll_loss_forward": _from_the_end(0, 1, results=()),
+    "nll_loss_forward": _nll_loss,
 }
