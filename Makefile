@@ -133,6 +133,7 @@ bench-launch: $(BENCH)/.done  ## Measure the time until training starts, against
 bench-memory: $(BENCH)/.done  ## Measure what each rank holds, tensor by tensor.
 	$(BENCH)/bin/python -m benchmarks.memory.measure
 	$(BENCH)/bin/python -m benchmarks.memory.report
+	$(BENCH)/bin/python -m benchmarks.memory.prepare_peaks
 
 bench-plan: $(BENCH)/.done  ## Measure what shoal plan has predicted: time and memory of steps.
 	$(BENCH)/bin/python -m benchmarks.plan.measure
