@@ -83,7 +83,7 @@ def test_an_explanation_shows_value_origin_and_meaning_of_everything(tmp_path: P
     lines = {
         line.split()[0]: line.split()[1:] for line in text.splitlines() if not line.startswith(" ")
     }
-    assert lines["optimizer.lr"] == ["0.3", f"{tmp_path}/mine.yaml:2"]
+    assert lines["optimizer.lr"] == ["0.3", *f"{tmp_path}/mine.yaml:2".split()]
     assert lines["model.options.width"] == ["64", "flag", "--model.options.width"]
     assert lines["seed"] == ["0", "default"]
     assert "    from which every random number follows\n" in text

@@ -192,7 +192,7 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) 
     with pytest.raises(UsageError, match=r"name it model\.safetensors"):
         export(run, tmp_path / "model.pt")
     with pytest.raises(
-        UsageError, match=r"there is no directory \S*nowhere\. Make it, or give another -o"
+        UsageError, match=r"there is no directory .*nowhere\. Make it, or give another -o"
     ):
         export(run, tmp_path / "nowhere/model.safetensors")
     (tmp_path / "directory.safetensors").mkdir()
