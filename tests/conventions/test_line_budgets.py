@@ -35,8 +35,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_270,
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
-    "shoal/weights": 570,
-    "tests": 67_300,
+    "shoal/weights": 580,
+    "tests": 67_340,
     "benchmarks": 11_690,
 }
 SLACK = 0.03
