@@ -67,9 +67,10 @@ SLOW_CASES = tuple(
         ("run/test_first_failure.py", "run comm", "the first error of many ranks"),
         ("run/test_host_synchronisation.py", "run", "steps that never wait for the device"),
         ("run/test_loop_watch.py", "run", "loops that mix rows"),
-        ("run/test_loss_scaling.py", "run strategies/zero", "overflows under zero1"),
+        ("run/test_loss_scaling.py", "run strategies/zero", "overflows under zero1 and zero2"),
         ("run/test_nonfinite_steps.py", "run", "NaN in each place under each strategy"),
         ("run/test_pipeline_words.py", "run strategies/pipeline", "messages under pipelines"),
+        ("run/test_predict.py", "run strategies/zero", "predictions under zero1 in a pipeline"),
         ("run/test_replica_check.py", "run", "bits that flip on one rank"),
         (
             "run/test_run_checkpoints.py",

@@ -91,6 +91,8 @@ def fp16_overflow(strategy: str) -> tuple[list[float], bool]:
     return scales, moved
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.slow), "zero3"]
+)
 def test_an_overflow_on_one_rank_skips_all_steps_and_halves_the_scale(strategy: str) -> None:
     assert world.run(2, fp16_overflow, strategy) == [([32768.0, 32768.0], False)] * 2

@@ -23,6 +23,7 @@ LINES = [
         ("server=1", 2),
         ("local=2", 2),
     ),
+    pytest.param("pipeline=2,zero1", 4, marks=pytest.mark.slow),
 ]
 
 

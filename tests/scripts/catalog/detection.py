@@ -136,23 +136,22 @@ class SetPrediction(OneLossScript):
     def setup(self):
         return parts(built(Anchors), _anchored())
 
-    def loss(self, model, x, labels, boxes):
+    def terms(self, model, x, labels, boxes):
         scores, guesses = model(x)
         cost = torch.cdist(guesses, boxes).detach()
         nearest = cost.argmin(1)
         matched = labels.gather(1, nearest) > 0
         objects = F.binary_cross_entropy_with_logits(scores, matched.double())
         apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
-        return objects + 5 * (apart * matched).sum() / matched.sum().clamp(min=1)
+        return objects, (apart * matched).sum(), matched.sum()
 
-    def shoal_loss(self, run, model, x, labels, boxes):
-        scores, guesses = model(x)
-        cost = torch.cdist(guesses, boxes).detach()
-        nearest = cost.argmin(1)
-        matched = labels.gather(1, nearest) > 0
-        objects = F.binary_cross_entropy_with_logits(scores, matched.double())
-        apart = (guesses - boxes.gather(1, nearest[..., None].expand(-1, -1, 4))).abs().sum(-1)
-        return objects + 5 * shoal.counted((apart * matched).sum(), matched.sum())
+    def loss(self, model, *batch):
+        objects, apart, matched = self.terms(model, *batch)
+        return objects + 5 * apart / matched.clamp(min=1)
+
+    def shoal_loss(self, run, model, *batch):
+        objects, apart, matched = self.terms(model, *batch)
+        return objects + 5 * shoal.counted(apart, matched)
 
 
 class LossTimesBatch(Script):

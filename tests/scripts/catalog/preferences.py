@@ -121,7 +121,7 @@ class GroupRelative(OneLossScript):
         live = torch.arange(6) < integers(5, SAMPLES, 3, 1, seed=3) + 1
         return parts(model, loader(tokens, live, integers(5, SAMPLES, 3, seed=4).double()))
 
-    def loss(self, model, answers, live, reward):
+    def tokens(self, model, answers, live, reward):
         gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
         flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
         new, old = (
@@ -130,15 +130,11 @@ class GroupRelative(OneLossScript):
         )
         ratio = (new - old).exp()
         each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
-        return (each * live).sum() / live.sum()
+        return (each * live).sum(), live.sum()
 
-    def shoal_loss(self, run, model, answers, live, reward):
-        gain = (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 0.1)
-        flat, live, gain = answers.flatten(0, 1), live.flatten(0, 1), gain.flatten()
-        new, old = (
-            m(flat)[0].log_softmax(-1).gather(2, flat[..., None]).squeeze(2)
-            for m in (model, self.before)
-        )
-        ratio = (new - old).exp()
-        each = -torch.min(ratio * gain[:, None], ratio.clamp(0.8, 1.2) * gain[:, None])
-        return shoal.counted((each * live).sum(), live.sum())
+    def loss(self, model, *batch):
+        total, count = self.tokens(model, *batch)
+        return total / count
+
+    def shoal_loss(self, run, model, *batch):
+        return shoal.counted(*self.tokens(model, *batch))

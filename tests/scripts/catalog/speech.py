@@ -70,8 +70,10 @@ class SpeechCtc(OneLossScript):
     needs = "VC"
     clip = 1.0
 
+    packs = True
+
     def setup(self):
-        model = built(Recogniser)
+        model = built(Recogniser, self.packs)
         self.ctc = nn.CTCLoss(zero_infinity=True)
         return parts(model, _spoken(), lr=0.02)
 
@@ -80,21 +82,11 @@ class SpeechCtc(OneLossScript):
         return self.ctc(output, characters, lengths, counts)
 
 
-class SpeechCtcPaddingLeaks(OneLossScript):
+class SpeechCtcPaddingLeaks(SpeechCtc):
     """A model that reads the padding: its outputs depend on the longest sample beside each."""
 
     follows = "many CTC tutorials"
-    needs = "VC"
-    clip = 1.0
-
-    def setup(self):
-        model = built(Recogniser, False)
-        self.ctc = nn.CTCLoss(zero_infinity=True)
-        return parts(model, _spoken(), lr=0.02)
-
-    def loss(self, model, frames, lengths, characters, counts):
-        output = model(frames, lengths).transpose(0, 1)
-        return self.ctc(output, characters, lengths, counts)
+    packs = False
 
 
 class SpeechCtcByCharacters(OneLossScript):
