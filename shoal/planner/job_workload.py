@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from shoal import data, models
+from shoal import data
 from shoal.config.job import Job
 from shoal.errors import StrategyRefused
 from shoal.planner.strategy_search import Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.torch_private.fake_tensors import fake_tensors
 from shoal.train import optimizer as job_optimizer
-from shoal.train.build import load_imports
+from shoal.train.build import build_model, load_imports
 from shoal.train.task import Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,13 +39,7 @@ def job_workload(job: Job) -> Workload:
     batch = default_collate([sample])
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     with fake_tensors():
-        model = models.build(
-            job.model.name,
-            source.num_classes,
-            source.input_shape,
-            job.model.options,
-            registered.models,
-        )
+        model = build_model(job, source, registered)
     if job.train.precision == "fp64":
         model = model.double()
         batch = [x.double() if x.is_floating_point() else x for x in batch]

@@ -100,13 +100,7 @@ def build(job: Job, device: torch.device) -> Components:
     _check_text(job, source)
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     with empty_weights() if job.model.empty else nullcontext():
-        model = models.build(
-            job.model.name,
-            source.num_classes,
-            source.input_shape,
-            job.model.options,
-            registered.models,
-        )
+        model = build_model(job, source, registered)
     if job.train.precision == "fp64":
         model = model.double()  # before it gets weights, which may be float64 too
     notes = []
@@ -115,6 +109,13 @@ def build(job: Job, device: torch.device) -> Components:
     model = _to_device(job, model, device)
     return Components(
         source, task, model, _train_loader(job, source), _validation_loader(job, source), notes
+    )
+
+
+def build_model(job: Job, source: Source, registered: Registered) -> nn.Module:
+    """Return the model that a job describes, for these data, with weights of its own."""
+    return models.build(
+        job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models
     )
 
 
