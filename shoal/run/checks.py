@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError, StrategyRefused, UsageError
+from shoal.run.batch_size import is_same_on_all
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
 from shoal.weights.deferred_init import EmptyTensor
+from shoal.weights.deferred_weights import seeds_of
 
 MOST_ROWS = 1 << 53
 _CURE = (
@@ -37,6 +41,28 @@ def check_on_device(model: nn.Module, device: torch.device) -> None:
                 f"{name} is on {parameter.device}; this rank's device is {device}. Call "
                 "model.to(run.device) before the optimizer is built."
             )
+
+
+def check_context_has_ended() -> None:
+    """Raise UsageError inside of `shoal.empty_weights()`."""
+    if isinstance(torch.empty(0), EmptyTensor):
+        raise UsageError(
+            "prepare was called inside of `with shoal.empty_weights():`, where no tensor gets "
+            "memory. Build the models there, and end the context before."
+        )
+
+
+def check_same_seeds(model: nn.Module, mesh: Mesh) -> None:
+    """Raise UsageError on all ranks if weights without memory follow from other seeds. Collective.
+
+    Each rank may fill its own share of them, so together they would be no model.
+    """
+    if not is_same_on_all(sha256(repr(seeds_of(model)).encode()).digest(), mesh):
+        raise UsageError(
+            "prepare: the ranks have drawn other random numbers before shoal.empty_weights(), so "
+            "they would start from other weights. Call shoal.init first, which seeds all ranks "
+            "alike, and draw the same on all of them up to there."
+        )
 
 
 def check_no_renormalising(model: nn.Module, data_ranks: int) -> None:

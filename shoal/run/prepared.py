@@ -23,9 +23,11 @@ from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
     check_can_apply_again,
+    check_context_has_ended,
     check_frozen_unchanged,
     check_no_renormalising,
     check_on_device,
+    check_same_seeds,
     check_takes_second_optimizer,
 )
 from shoal.run.first_step_notes import noting_first_step
@@ -144,6 +146,7 @@ class Prepared:
                 cannot be shared out; a model lies on another device.
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
+        check_context_has_ended()
         new_models = [m for m in arguments.models if all(m is not known for known in self.models)]
         for model in new_models:
             check_on_device(model, self.mesh.device)
@@ -231,6 +234,8 @@ class Prepared:
         self._guards.remove()
         before = dict(self.root.named_parameters())
         weights = deferred_weights(self.root, self.mesh.device)
+        if weights is not None:
+            check_same_seeds(self.root, self.mesh)
         # A strategy may try passes of its own.
         with self._guards.in_step():
             whole = single_device(self.root, example, weights)

@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -134,10 +133,12 @@ class InitCalls:
     """The operators on tensors without memory, in their order.
 
     They keep their tensors' forms, so that no memory is taken for another.
+
+    Args: seed: from which the seeds of operators follow.
     """
 
     def __init__(self, seed: int) -> None:
-        self._seed = seed
+        self.seed = seed
         self._calls: list[_RecordedCall] = []
         self._writers: dict[int, list[int]] = defaultdict(list)  # indices of calls by memory
 
@@ -162,8 +163,10 @@ class InitCalls:
         read = _memories((arguments, keywords))
         if written:
             forms = [each.form for each in written]
-            is_new = func.__name__.split(".")[0] in _OVERWRITE and all(map(_is_whole, forms))
             writes = _memories(forms)
+            # `w.copy_(w.t())` needs what was there.
+            is_new = func.__name__.split(".")[0] in _OVERWRITE and all(map(_is_whole, forms))
+            is_new = is_new and not writes & _memories(arguments[1:])
             self._add(func, arguments, keywords, None, read, writes, is_new)
             return written[0] if isinstance(result, Tensor) else result
         if made := _memories(result) - read:
@@ -199,9 +202,10 @@ class InitCalls:
                     torch.default_generator.manual_seed(call.seed)
                     arguments, options = tree_map(filled, (call.args, call.kwargs))
                     result = call.function(*arguments, **options)
-                    if call.made is not None:
-                        pairs = zip(tree_leaves(call.made), tree_leaves(result), strict=True)
-                        storages |= {memory_of(one): it.untyped_storage() for one, it in pairs}
+                    pairs = zip(tree_leaves(call.made), tree_leaves(result), strict=False)
+                    for made, tensor in pairs:  # made is None where nothing new was made
+                        if isinstance(made, Tensor):
+                            storages[memory_of(made)] = tensor.untyped_storage()
                 values: Tensor = filled(form)
                 return values
         finally:
@@ -210,7 +214,7 @@ class InitCalls:
     def _add(self, func: Any, args: Any, options: dict[str, Any], *rest: Any) -> None:
         kept = {key: value for key, value in options.items() if key not in _PLACE}
         index = len(self._calls)
-        call = _RecordedCall(derive_seed(self._seed, index), func, args, kept, *rest)
+        call = _RecordedCall(derive_seed(self.seed, index), func, args, kept, *rest)
         self._calls.append(call)
         for memory in call.writes:
             self._writers[memory].append(index)
@@ -256,20 +260,18 @@ class _EmptyFactory(DispatchMode):
         return func(*args, **options)
 
 
-_contexts = count()
-
-
 @contextmanager
 def empty_weights() -> Iterator[None]:
     """Build modules in this context whose parameters have no memory.
 
     Their initialization is run by `run.prepare`, layer by layer, on the CPU; or their values are
     read by `load_weights`. Buffers, and parameters that are made of values, such as
-    `nn.Parameter(torch.zeros(8))`, are as always. Random numbers follow from the seed of
-    `shoal.init`, or of `torch.manual_seed` before the context. They are the same under every
-    strategy and on every number of ranks.
+    `nn.Parameter(torch.zeros(8))`, are as always. Random numbers follow from one that the context
+    draws of torch's generator, which must be in the same state on all ranks, as `shoal.init` leaves
+    it. They are the same under every strategy and on every number of ranks.
     """
-    with _EmptyFactory(InitCalls(derive_seed(torch.initial_seed(), next(_contexts)))):
+    seed = int(torch.randint(2**63 - 1, (), device="cpu"))
+    with _EmptyFactory(InitCalls(seed)):
         yield
 
 

@@ -85,6 +85,12 @@ def empty_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in empty)
 
 
+def seeds_of(model: nn.Module) -> list[int]:
+    """Return the seeds from which the weights of a model without memory follow, in their order."""
+    empty = (tensor for module in model.modules() for _, tensor in _empty_tensors(module))
+    return [calls.seed for calls in dict.fromkeys(tensor.calls for tensor in empty)]
+
+
 def broadcast_filled(model: nn.Module, axis: Axis) -> None:
     """Copy the first rank's parameters and buffers that have memory to all. Collective."""
     for tensor in (*model.parameters(), *model.buffers()):

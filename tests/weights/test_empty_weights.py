@@ -215,6 +215,40 @@ def test_what_a_script_does_after_the_context_counts(
     assert not isinstance(model.weight, EmptyTensor)
 
 
+def test_the_same_seed_gives_the_same_values_again() -> None:
+    def built() -> Tensor:
+        torch.manual_seed(3)
+        with shoal.empty_weights():
+            layer = nn.Linear(3, 3)
+        return values_of(layer.weight)
+
+    assert torch.equal(built(), built())
+
+
+def test_a_weight_that_is_overwritten_with_itself_keeps_what_it_depends_on() -> None:
+    with shoal.empty_weights(), torch.no_grad():
+        weight = nn.Linear(3, 3).weight
+        weight.copy_(torch.arange(9.0).view(3, 3))
+        weight.copy_(weight.detach())
+        weight.fill_(weight[2, 1])
+    assert torch.equal(values_of(weight), torch.full((3, 3), 7.0))
+
+
+def other_draws_on_each_rank() -> str:
+    run = shoal.init("tensor=2", announce=str)
+    torch.manual_seed(run.rank)
+    with shoal.empty_weights():
+        model = Blocks()
+    with pytest.raises(UsageError) as caught:
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return str(caught.value)
+
+
+def test_ranks_that_would_start_from_other_weights_are_refused() -> None:
+    for said in world.run(2, other_draws_on_each_rank):
+        assert said.startswith("prepare: the ranks have drawn other random numbers before")
+
+
 def test_attributes_of_a_parameter_stay() -> None:
     with shoal.empty_weights():
         model = nn.Linear(2, 2)
@@ -233,6 +267,14 @@ def test_a_weight_may_be_made_of_one_of_another_context() -> None:
         second.bias.copy_(first.bias)
     assert torch.equal(values_of(second.weight), 2 * values_of(first.weight))
     assert torch.equal(values_of(second.bias), values_of(first.bias))
+
+
+def test_prepare_inside_of_the_context_is_refused() -> None:
+    run = shoal.init(announce=str)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="end the context before"), shoal.empty_weights():
+        run.prepare(model, optimizer)
 
 
 def test_a_model_of_the_meta_device_is_refused_with_the_cure() -> None:
