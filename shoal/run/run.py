@@ -19,6 +19,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
+from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
 from shoal.run.preparation import RunSettings
@@ -30,7 +31,7 @@ from shoal.run.stateful_run import StatefulRun
 from shoal.run.step_batch import code_of, example_of, make_batch
 from shoal.run.step_trials import StepTrials
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import TrainingStep, clip_gradients, gather_gradients
+from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.transforms.precision import LossScale
 from shoal.watchdog.progress_word import Phase
