@@ -107,7 +107,10 @@ def signals_its_parent(folder: str, parent: int, number: int) -> None:
         initialize_group()
         if rank() == 0:
             os.kill(parent, number)
-        time.sleep(1000)
+        # Python's handler only sets a flag. Between its last look at the flag and the system call
+        # of a long sleep, a signal would be seen at the end of that sleep.
+        while True:
+            time.sleep(0.01)
     finally:
         note(folder, "finally")
 
