@@ -1,5 +1,7 @@
 """`pytest --order-seed N`: the tests in a random order, that of their files and inside of each.
 
+In any order each test begins with the same random numbers.
+
 `pytest -n auto` starts three test processes on two cores: tests wait for ranks, locks and disks.
 """
 
@@ -8,7 +10,9 @@ from __future__ import annotations
 import os
 import random
 
+import numpy
 import pytest
+import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,3 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     place = dict(zip(files, generator.sample(range(len(files)), len(files)), strict=True))
     generator.shuffle(items)
     items.sort(key=lambda item: place[item.path])
+
+
+def pytest_runtest_setup() -> None:
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)

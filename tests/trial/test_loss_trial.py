@@ -87,7 +87,10 @@ def test_draws_that_have_no_rows_are_no_reason_to_refuse() -> None:
         noise[chosen] = torch.randn(int(chosen.sum()), 4)
         return F.cross_entropy(model(a) + noise, y)
 
-    verdict = judged(loss, x(), labels(), models=[model])
+    # Were all of them in one half, that half would draw what the whole batch draws.
+    samples = x()
+    samples[:, 0] = torch.tensor([1.0, -1.0]).repeat(N // 2)
+    verdict = judged(loss, samples, labels(), models=[model])
     assert verdict.kind is LossKind.NOT_JUDGED
     assert "have no rows of their own" in verdict.text()
 
