@@ -135,7 +135,7 @@ def places(setting: Setting) -> Iterator[dict[str, str]]:
 
 
 def run(setting: Setting) -> str:
-    """Run the tests under a setting. Returns its row of the table."""
+    """Run the tests under a setting. Returns its row of the table; "" if they did not begin."""
     paths = [f"tests/{folder}" for folder in setting.folders]
     command = [sys.executable, "-m", "tests.harness.run", "-n", "auto", "--dist", "worksteal"]
     command += ["-m", "not slow and not gpu", "-q", "--durations=0", *setting.arguments, *paths]
@@ -154,6 +154,9 @@ def run(setting: Setting) -> str:
     for line in done.stdout.splitlines():
         if re.search(r" in [\d.]+s", line):
             counts |= {what: int(count) for count, what in COUNTS.findall(line)}
+    if not counts["passed"]:
+        print(f"{setting.what}: the tests did not begin, see {log}", file=sys.stderr)
+        return ""
     left = done.stdout.count("left behind: ")
     failed = counts["failed"] + counts["error"] + left
     folders = ", ".join(setting.folders) or "all"
@@ -208,7 +211,8 @@ def main(names: Sequence[str]) -> int:
         if reason := why_not(SETTINGS[name]):
             print(f"{name}: {reason}")
         else:
-            write_row(run(SETTINGS[name]))
+            if row := run(SETTINGS[name]):
+                write_row(row)
     return 0
 
 
