@@ -102,4 +102,5 @@ def test_servers_listen_on_a_unix_socket_or_at_the_address_that_leads_to_rank_0(
     assert listens_at(2, "192.0.2.1") == UNIX
     assert listens_at(4, None) == UNIX
     assert listens_at(4, "127.0.0.9") == "127.0.0.1"  # the way there begins at loopback
-    assert listens_at(4, "::1") == "::1"
+    if Path("/proc/net/if_inet6").exists() and Path("/proc/net/if_inet6").read_text():
+        assert listens_at(4, "::1") == "::1"
