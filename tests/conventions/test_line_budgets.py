@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
     "shoal/planner": 2_570,
-    "shoal/platform": 1_870,
+    "shoal/platform": 1_910,
     "shoal/plotting": 500,
     "shoal/run": 9_280,
     "shoal/shm_backend": 2_760,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 67_340,
+    "tests": 67_470,
     "benchmarks": 11_690,
 }
 SLACK = 0.03
