@@ -97,8 +97,18 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
             local = chunks[index] if index < len(chunks) else empty
     # A clone, so that the full tensor can be freed.
     local = local.detach().to(like.device).clone(memory_format=torch.contiguous_format)
+    return as_shard(local, like)
+
+
+def as_shard(local: Tensor, like: DTensor) -> DTensor:
+    """Return this rank's values as a tensor of the full shape and layout of `like`."""
     return DTensor.from_local(
-        local, mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

@@ -33,12 +33,8 @@ NEED_FULL_TENSORS = {
     "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards "
     "of them",
     "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
-    "Rprop": "torch's assigns through a mask, which sharded tensors do not take",
 }
 """Optimizers of torch that fail on shards in their first step, with the reason."""
-
-FUSED_TAKES_NO_SHARDS = (torch.optim.SGD, torch.optim.Adagrad)
-"""Optimizers whose fused kernels fail on shards; those of Adam and AdamW take them."""
 
 _BOUND = ("param_groups", "state", "defaults")
 _DEEPEST = 4
@@ -107,7 +103,6 @@ def cut_parameter_state(
 
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
     """Raise StrategyRefused if a step of shards may not be the step of the full parameters."""
-    _check_foreach(optimizer, owned)
     kind = type(optimizer)
     sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
     if not sharded:
@@ -149,33 +144,9 @@ def _reason_for_full_tensors(optimizer: Optimizer) -> str:
     kind = type(optimizer)
     if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
         return NEED_FULL_TENSORS[kind.__name__]
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    if is_fused and kind in FUSED_TAKES_NO_SHARDS:
-        return "torch's fused=True takes no shards of it; without it, it does"
     if is_elementwise(kind) or isinstance(optimizer, QuantizedOptimizer):
         return ""
     return "it may look at whole tensors, such as at their norms"
-
-
-def _check_foreach(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
-    """Raise StrategyRefused if torch would step a list of parameters of different meshes.
-
-    By default torch chooses its loop over single parameters then, which is correct.
-    """
-    meshes = {
-        parameter.device_mesh if isinstance(parameter, DTensor) else None
-        for parameter in owned.values()
-    }
-    requested = [
-        key
-        for key in ("foreach", "fused")
-        if any(group.get(key) for group in optimizer.param_groups)
-    ]
-    if len(meshes) > 1 and requested:
-        raise StrategyRefused(
-            f"{type(optimizer).__name__}({requested[0]}=True) steps lists of parameters, and torch "
-            f"takes none of whole and sliced ones. Leave {requested[0]} out."
-        )
 
 
 def _is_sharded(parameter: Tensor) -> bool:

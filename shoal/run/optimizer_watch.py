@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.run.guards.absent_values import removed_gradients
+from shoal.run.local_shard_step import step_local_shards
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.preparation import pacing_of
 from shoal.strategies.base import LocalModel
@@ -47,6 +48,7 @@ class OptimizerWatch:
         for optimizer in optimizers:
             if optimizer not in self.seen:
                 self.seen.add(optimizer)
+                step_local_shards(optimizer)
                 optimizer.register_step_pre_hook(self._begin)
                 optimizer.register_step_post_hook(self._gather_params)
 

@@ -254,12 +254,11 @@ def test_torchaos_own_cannot_be_saved_without_pickle() -> None:
         run.state()
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "Rprop"])
-def test_optimizers_that_cannot_step_shards_are_refused(name: str) -> None:
+def test_an_optimizer_that_cannot_step_shards_is_refused() -> None:
     with pytest.raises(
-        LaunchError, match=rf"{name} cannot step the shards of conv\.weight.*Use ddp, or another"
+        LaunchError, match=r"Adafactor cannot step the shards of conv\.weight.*Use ddp, or another"
     ):
-        world.run(2, prepared, "zero3", getattr(torch.optim, name))
+        world.run(2, prepared, "zero3", torch.optim.Adafactor)
 
 
 def test_without_torchao_the_cure_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from shoal.optim.traits import ELEMENTWISE_OPTIMIZERS
 from shoal.platform.torch_private.replaced_functions import replace_function
 
 
@@ -145,7 +146,21 @@ def _clip(call: Callable[..., Any], *options: Any) -> Callable[[], Any]:
     return act
 
 
+def _change_step_lists(change_step_lists: Any) -> bool:
+    """Step other tensors than those of the optimizer, by each class that Shoal steps so."""
+    for name in ELEMENTWISE_OPTIMIZERS:
+        weight, other = nn.Parameter(torch.ones(2)), torch.ones(2)
+        weight.grad = torch.ones(2)
+        optimizer = getattr(torch.optim, name)([weight], lr=0.1)
+        change_step_lists(optimizer, lambda lists, other=other: lists[0].__setitem__(0, other))
+        optimizer.step()
+        if not weight.eq(1).all() or other.eq(1).any():
+            return False
+    return True
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
+    "optimizer_lists.change_step_lists": _change_step_lists,
     "module_state.BatchNormBase": lambda kind: (
         all(issubclass(layer, kind) for layer in (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm))
         and not issubclass(nn.InstanceNorm1d, kind)

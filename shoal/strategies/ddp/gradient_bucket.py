@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.comm.assembly import as_shard
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import bucketize
 from shoal.comm.compression.base import BucketEntry
@@ -116,10 +117,7 @@ def _dense_or_zeros(parameter: nn.Parameter) -> Tensor:
 
 
 def _as_gradient(parameter: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return values
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(values, mesh, placements, run_check=False)
+    return as_shard(values, parameter) if isinstance(parameter, DTensor) else values
 
 
 def with_own_group(axis: Axis) -> Axis:

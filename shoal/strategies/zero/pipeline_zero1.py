@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from shoal.comm.assembly import as_shard
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import mean
 from shoal.comm.equal_chunks import all_gather, all_to_all
@@ -153,7 +154,9 @@ class PipelineZeroOne:
         ]
         _unflatten(total / size, means)
         for name, gradient in zip(names, means, strict=True):
-            self.shards[name].grad = _as_shard(gradient, self.shards[name])
+            shard = self.shards[name]
+            assert isinstance(shard, DTensor)
+            shard.grad = as_shard(gradient, shard)
             self.sharded[name].grad = None
 
     def _shard(self, name: str, parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -208,15 +211,3 @@ def _unflatten(flat: Tensor, into: list[Tensor]) -> None:
     """Copy consecutive values of `flat` to the tensors `into`."""
     for tensor, piece in zip(into, unflatten_tensors(flat, into), strict=True):
         tensor.copy_(piece)
-
-
-def _as_shard(gradient: Tensor, shard: Tensor) -> DTensor:
-    assert isinstance(shard, DTensor)
-    return DTensor.from_local(
-        gradient,
-        shard.device_mesh,
-        shard.placements,
-        run_check=False,
-        shape=shard.shape,
-        stride=shard.stride(),
-    )

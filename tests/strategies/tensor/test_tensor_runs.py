@@ -229,21 +229,6 @@ def test_half_precision_goes_with_slices(strategy: str, ranks: int, precision: s
         assert len(found) == 4
 
 
-def fused(**options: bool) -> str:
-    run, model = shoal.init("tensor=2", announce=lambda _: None), gpt()
-    with pytest.raises(StrategyRefused) as refusal:
-        run.prepare(
-            model,
-            torch.optim.AdamW(model.parameters(), **options),
-            DataLoader(tokens(), batch_size=10),
-        )
-    return str(refusal.value)
-
-
-def refused_fused() -> str:
-    return fused(fused=True)
-
-
 def refused_in_8_bits() -> str:
     from shoal.optim.adamw8bit import AdamW8bit
 
@@ -255,10 +240,6 @@ def refused_in_8_bits() -> str:
 
 def test_blocks_of_whole_rows_are_refused_where_rows_are_in_slices() -> None:
     assert "Use AdamW, or leave out tensor" in world.run(2, refused_in_8_bits)[0]
-
-
-def test_an_optimizer_that_steps_lists_is_refused() -> None:
-    assert "Leave fused out" in world.run(2, refused_fused)[0]
 
 
 def test_servers_are_refused_beside_slices() -> None:
