@@ -14,7 +14,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/cli": 2_660,
     "shoal/comm": 3_150,
     "shoal/config": 2_000,
-    "shoal/costs": 1_970,
+    "shoal/costs": 2_000,
     "shoal/data": 3_490,
     "shoal/doctor": 550,
     "shoal/integrations": 260,
@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
-    "shoal/planner": 2_570,
+    "shoal/planner": 2_670,
     "shoal/platform": 1_910,
     "shoal/plotting": 500,
     "shoal/run": 9_280,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 67_470,
+    "tests": 67_520,
     "benchmarks": 11_690,
 }
 SLACK = 0.03
