@@ -61,6 +61,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.integer(1, 1 << 24),
         help=f"hf: tokens of a sample (default: {SEQUENCE})",
     )
+    parser.add_argument(
+        "--recalibrate",
+        action="store_true",
+        help="take over the speeds that a traced run shows",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         "-o",
@@ -130,6 +135,8 @@ def run(options: argparse.Namespace) -> int:
             return _compare_with_trace(options, request, problems)
         else:
             source = _job(options, request.cluster.ranks)
+        if options.recalibrate:
+            problems.append("--recalibrate: takes a traced run, as in `shoal plan runs/digits`")
     except ConfigError as error:
         problems += error.problems
     except UsageError as error:
@@ -222,10 +229,11 @@ def _compare_with_trace(
 ) -> int:
     """Print the plan of a traced run beside its trace."""
     from shoal.costs.find_machine import one_machine
+    from shoal.costs.machine import default_path
     from shoal.planner.job_workload import job_workload
     from shoal.planner.plan_report import machine_text
     from shoal.planner.strategy_search import Planner
-    from shoal.planner.trace_comparison import comparison_lines
+    from shoal.planner.trace_comparison import comparison_lines, recalibrated
     from shoal.trace import chrome
     from shoal.train.run_directory import job_of
 
@@ -236,6 +244,8 @@ def _compare_with_trace(
     given += [key for key, _ in options.settings]
     if given:
         problems.append(f"--{given[0]}: a run is compared as it was. Leave it out.")
+    if options.recalibrate and not request.machine.calibrated:
+        problems.append("--recalibrate: nothing was calibrated yet. Run `shoal calibrate` first.")
     raise_problems(problems)
     trace, job = chrome.read(Path(name)), job_of(Path(name))
     cluster = request.cluster
@@ -243,7 +253,12 @@ def _compare_with_trace(
         cluster = one_machine(request.machine, len(trace.spans))
     planner = Planner(job_workload(job), request.machine, cluster, inf)
     print(f"{name}: {job.strategy} on {len(trace.spans)} ranks; {machine_text(request.machine)}\n")
-    print("\n".join(comparison_lines(planner.plan(job.strategy), trace.spans)))
+    plan = planner.plan(job.strategy)
+    print("\n".join(comparison_lines(plan, trace.spans)))
+    if options.recalibrate:
+        path = Path(options.machine) if options.machine else default_path()
+        recalibrated(request.machine, cluster.ranks_per_host, plan, trace.spans).save(path)
+        print(f"{path}: the speeds of computing and of messages are now those of {name}")
     return 0
 
 

@@ -50,6 +50,10 @@ class SpeedCurve:
         last = self.points[-1]
         return self.at(size) * max(1.0, size / last.size)
 
+    def scaled(self, factor: float) -> SpeedCurve:
+        """Return the curve with each value multiplied."""
+        return SpeedCurve(tuple(p._replace(value=p.value * factor) for p in self.points))
+
     @property
     def spread(self) -> float:
         return max((point.spread for point in self.points), default=0.0)
@@ -65,8 +69,10 @@ class Compute:
         forward_op_s, backward_op_s, step_op_s: seconds that an operation costs whatever its size:
             in a module's forward pass, in the backward pass, in an optimizer.
         step_s: seconds of a step of Shoal around all operations.
-        engine_call_s, engine_tensor_s: seconds that fully_shard's hooks take around a message, and
-            for each tensor in it.
+        whole_step: seconds of a whole step's operations over those of each by itself, again and
+            again: a step finds caches cold.
+        overheads: seconds that engines in Python take beside operations, by what they do: see
+            `shoal.planner.calibration`. What is not there was not measured, and counts nothing.
     """
 
     matmul: SpeedCurve
@@ -76,8 +82,15 @@ class Compute:
     backward_op_s: float
     step_op_s: float
     step_s: float
-    engine_call_s: float = 0.0
-    engine_tensor_s: float = 0.0
+    whole_step: float = 1.0
+    overheads: Mapping[str, float] = field(default_factory=dict)
+
+    def overhead_s(self, around: Sequence[tuple[str, float]]) -> float:
+        """Return the seconds of things that engines do.
+
+        Args: around: (name of `overheads`, how often).
+        """
+        return sum(number * self.overheads.get(name, 0.0) for name, number in around)
 
     def op_s(self, op: OpWork, samples: float, share: float, overhead_s: float) -> float:
         """Return the seconds of `op.number` operations.
@@ -203,10 +216,16 @@ def _machine(read: dict[str, Any], problems: list[str]) -> Machine | None:
 def _compute(read: dict[str, Any], where: str, problems: list[str]) -> Compute:
     """Read the speeds of a rank: a curve for each object, a number for each number."""
     values: dict[str, Any] = {
-        name: _curve(value, f"{where}.{name}", problems) if isinstance(value, dict) else value
+        name: _curve(value, f"{where}.{name}", problems) if _is_curve(value) else value
         for name, value in read.items()
     }
+    if any(not value >= 0 for value in values.get("overheads", {}).values()):
+        problems.append(f"{where}.overheads: seconds must not be negative")
     return Compute(**values)
+
+
+def _is_curve(value: Any) -> bool:
+    return isinstance(value, dict) and "points" in value
 
 
 def _curve(read: dict[str, Any], where: str, problems: list[str]) -> SpeedCurve:

@@ -21,6 +21,9 @@ from shoal.costs.pass_table import ONE_RANK, Action, PassTable
 from shoal.costs.work import NOTHING, Affine, ModelWork, SegmentWork
 from shoal.errors import ShoalError
 
+Overheads = tuple[tuple[str, float], ...]
+"""(name of `Compute.overheads`, how often), ...: what engines in Python do beside operations."""
+
 
 class SentMessage(NamedTuple):
     """A message in which a rank takes part.
@@ -30,14 +33,14 @@ class SentMessage(NamedTuple):
         size_bytes: of the whole tensor: of all ranks' shards together, for gathers and scatters.
         axis: whose ranks take part: data, shard, replicate, tensor, pipeline or servers.
         share: share of the steps in which it is sent.
-        packed: tensors that an engine packs into it and unpacks; 0 without an engine.
+        around: what an engine does around it, as in `StepCost.around_pass`.
     """
 
     kind: str
     size_bytes: float
     axis: str = "data"
     share: float = 1.0
-    packed: int = 0
+    around: Overheads = ()
 
 
 class HeldParameter(NamedTuple):
@@ -116,6 +119,7 @@ class StepCost:
         passes: of all ranks of the pipeline, for one local batch.
         microbatches: of the pipeline.
         accumulate: local batches of a step.
+        around_pass: what an engine does around each pass through a stage.
         gradients_stay: gradients have memory for the whole run, such as buckets.
         always_held: further bytes for the whole run, by rank of the pipeline.
         after_passes: messages of each rank of the pipeline between its passes and its step.
@@ -141,6 +145,7 @@ class StepCost:
     passes: PassTable = ONE_RANK
     microbatches: int = 1
     accumulate: int = 1
+    around_pass: Overheads = ()
     gradients_stay: bool = False
     always_held: Mapping[int, float] = field(default_factory=dict)
     after_passes: Mapping[int, tuple[SentMessage, ...]] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from shoal.costs.event_simulator import StepTask, Timeline, simulate
 from shoal.costs.machine import Compute, Machine
 from shoal.costs.network import Network
 from shoal.costs.pass_table import Action
-from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
+from shoal.costs.step_cost import LocalSegment, Overheads, SentMessage, StepCost
 from shoal.costs.work import SegmentWork
 
 
@@ -55,6 +55,7 @@ class SegmentTimer:
     def __init__(self, machine: Machine, ranks: int) -> None:
         self.speeds: Compute = machine.compute_of(ranks)
         self.crowding = machine.crowding(ranks)
+        self.slowdown = self.crowding * self.speeds.whole_step
         self._known: dict[tuple[int, float, float], tuple[float, float]] = {}
         self._alive: list[SegmentWork] = []
 
@@ -73,7 +74,7 @@ class SegmentTimer:
             backward = sum(
                 speeds.op_s(op, samples, share, speeds.backward_op_s) for op in work.backward
             )
-            self._known[key] = (forward * self.crowding, backward * self.crowding)
+            self._known[key] = (forward * self.slowdown, backward * self.slowdown)
         return self._known[key]
 
     def optimizer(self, step: StepCost) -> float:
@@ -82,7 +83,7 @@ class SegmentTimer:
         share = step.optimizer_share
         if not share:
             return 0.0
-        return self.crowding * sum(
+        return self.slowdown * sum(
             speeds.op_s(op, 0, share, speeds.step_op_s) for op in step.model.optimizer
         )
 
@@ -242,7 +243,8 @@ class _TaskBuilder:
             make = self._forward_part if kind == "F" else partial(self._backward_part, kind)
             segments = self.step.segments_by_stage[stage]
             parts = map(make, segments if kind == "F" else reversed(segments))
-            self.parts[key] = _merged(parts)
+            around = _Part(self._overhead_s(self.step.around_pass))
+            self.parts[key] = _merged((around, *parts))
         return self.parts[key]
 
     def _forward_part(self, segment: LocalSegment) -> _Part:
@@ -282,12 +284,12 @@ class _TaskBuilder:
         """Return the seconds of a message alone, with what an engine does around it."""
         if message not in self.seconds:
             seconds = self.network.seconds(message, self.step)
-            if message.packed:
-                speeds = self.timer.speeds
-                engine_s = speeds.engine_call_s + message.packed * speeds.engine_tensor_s
-                seconds += message.share * engine_s * self.timer.crowding
+            seconds += message.share * self._overhead_s(message.around)
             self.seconds[message] = seconds
         return self.seconds[message]
+
+    def _overhead_s(self, around: Overheads) -> float:
+        return self.timer.speeds.overhead_s(around) * self.timer.crowding
 
     def _prefetch(self, rank: int) -> None:
         for segment in self.step.segments_of_rank(rank):

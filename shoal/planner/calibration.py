@@ -20,9 +20,10 @@ import copy
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm import equal_chunks
+from shoal.costs.find_machine import one_machine
 from shoal.costs.machine import (
     VIEW_SHARE,
     Compute,
@@ -38,7 +40,10 @@ from shoal.costs.machine import (
     SpeedCurve,
     least_and_spread,
 )
+from shoal.costs.network import Network
+from shoal.costs.step_tasks import SegmentTimer, least_seconds
 from shoal.costs.work import OpWork
+from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.cgroups import usable_cores
 from shoal.testing import world
@@ -65,25 +70,31 @@ def calibrate(announce: Callable[[str], None] = print) -> Machine:
     compute: dict[int, Compute] = {}
     collectives: dict[str, SpeedCurve] = {}
     overlap = 1.0
-    for ranks in rank_counts(usable_cores()):
-        start_s = time.perf_counter()
-        measured = world.run(ranks, _measure_rank, timeout_s=300.0)
-        collectives |= measured[0]["collectives"]
-        compute[ranks] = _with_engines(measured[0]["compute"], ranks, collectives)
-        overlap = max(overlap, measured[0]["overlap"]) if ranks == 2 else overlap
-        took_s = time.perf_counter() - start_s
-        announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
-    return Machine(
+    this = Machine(
         name=os.uname().nodename,
         device="cpu",
         memory_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         calibrated=True,
+        compute={},
+        cores=usable_cores(),
+        note=f"{usable_cores()} cores, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+    )
+    for ranks in rank_counts(usable_cores()):
+        start_s = time.perf_counter()
+        measured = world.run(ranks, _measure_rank, timeout_s=300.0)
+        collectives |= measured[0]["collectives"]
+        speeds = measured[0]["compute"]
+        now = replace(this, compute={ranks: speeds}, collectives=collectives)
+        compute[ranks] = _with_engines(speeds, now, ranks)
+        overlap = max(overlap, measured[0]["overlap"]) if ranks == 2 else overlap
+        took_s = time.perf_counter() - start_s
+        announce(f"{ranks} rank{'s' if ranks > 1 else ''} at once: measured in {took_s:.0f} s")
+    return replace(
+        this,
         compute=compute,
         collectives=collectives,
         server_rate=_server_rate(compute),
         overlap_slowdown=overlap,
-        cores=usable_cores(),
-        note=f"{usable_cores()} cores, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
     )
 
 
@@ -237,33 +248,74 @@ def _weight(op: OpWork) -> float:
     return op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
 
 
-ENGINE_LAYERS = (1, 6)
-BLOCKS = 8
-"""Blocks of the model with which a step of Shoal and of fully_shard is measured."""
-
-
-class _TinyBlock(nn.Module):
-    """Layers of eight numbers, gathered together."""
+class _Block(nn.Module):
+    """Layers of eight numbers. Two of them are a pair for tensor parallelism."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.count = layers
+        self.layers = nn.Sequential()
         for number in range(layers):
-            setattr(self, f"layer{number}", nn.Linear(8, 8))
+            self.layers.append(nn.Linear(8, 8))
+            if number < layers - 1:
+                self.layers.append(nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
-        for number in range(self.count):
-            x = getattr(self, f"layer{number}")(x)
-        return x
+        return self.layers(x)  # type: ignore[no-any-return]
 
 
-def _step_of_blocks(strategy: str, layers: int = 1) -> float:
-    """Return the seconds of a step with blocks of so many layers each. Collective."""
+class EngineCase(NamedTuple):
+    """A step whose operations cost little beside what a strategy does around them.
+
+    Args: line: its strategy; the number of ranks is appended to what ends with =.
+    """
+
+    line: str
+    blocks: int
+    layers: int = 1
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(*(_Block(self.layers) for _ in range(self.blocks)))
+
+    def strategy(self, ranks: int) -> str:
+        return f"{self.line}{ranks}" if self.line.endswith("=") else self.line
+
+
+PLAIN = EngineCase("ddp", 8)
+ENGINES: Mapping[tuple[str, ...], Sequence[EngineCase]] = {
+    ("fsdp message", "fsdp tensor"): (EngineCase("zero3", 8), EngineCase("zero3", 8, layers=6)),
+    ("pipeline pass", "pipeline unit"): (EngineCase("pipeline=", 4), EngineCase("pipeline=", 16)),
+    ("tensor sum",): (EngineCase("tensor=", 8, layers=2),),
+}
+"""Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
+ROWS = 32
+
+
+class _WholeStep(nn.Module):
+    """A network of convolutions and matrices as they are trained on CPUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(
+            *(nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU()),
+            *(nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.BatchNorm2d(48), nn.ReLU()),
+            *(nn.AdaptiveAvgPool2d(4), nn.Flatten()),
+        )
+        sizes = (768, 320, 160)
+        self.head = nn.Sequential()
+        for wide, narrow in pairwise(sizes):
+            self.head.extend((nn.LayerNorm(wide), nn.Linear(wide, narrow), nn.GELU()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.conv(x))  # type: ignore[no-any-return]
+
+
+def _step_of(
+    strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
+) -> float:
+    """Return the processor seconds of a step. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
-    model: Any = nn.Sequential(*(_TinyBlock(layers) for _ in range(BLOCKS)))
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    batch = torch.zeros(2, 8)
     samples: list[float] = []
     for number in range(60):
         start_s = time.process_time()
@@ -275,43 +327,70 @@ def _step_of_blocks(strategy: str, layers: int = 1) -> float:
     return least_and_spread(samples)[0]
 
 
-def _blocks_s(speeds: Compute) -> float:
-    """Return the seconds of the operations of those blocks, without Shoal."""
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(BLOCKS)))
+def _planned(
+    machine: Machine,
+    ranks: int,
+    strategy: str,
+    model: nn.Module,
+    batch: Tensor,
+    optimizer_class: type[torch.optim.Optimizer],
+) -> Callable[[Compute], float]:
+    """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
     work = trace_model(
         model,
         lambda x: model(x).mean(),
-        lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
-        (torch.zeros(1, 8),),
+        lambda module: optimizer_class(module.parameters(), lr=0.0),  # type: ignore[call-arg]
+        (batch,),
     )
-    passes = sum(
-        sum(speeds.op_s(op, 2, 1.0, speeds.forward_op_s) for op in segment.forward)
-        + sum(speeds.op_s(op, 2, 1.0, speeds.backward_op_s) for op in segment.backward)
-        for segment in work.segments
-    )
-    return passes + sum(speeds.op_s(op, 2, 1.0, speeds.step_op_s) for op in work.optimizer)
+    # Ranks that take turns on a core are timed by what they compute.
+    machine = replace(machine, cores=0)
+    cluster = one_machine(machine, ranks)
+    data_ranks = 1 if "=" in strategy else ranks  # else they compute the same batch together
+    workload = Workload(work, model, data_ranks * len(batch))
+    step = Planner(workload, machine, cluster).step_cost(strategy)
+
+    def seconds(speeds: Compute) -> float:
+        changed = replace(machine, compute={ranks: speeds})
+        return least_seconds(step, SegmentTimer(changed, ranks), Network(changed, cluster))
+
+    return seconds
 
 
-def _with_engines(speeds: Compute, ranks: int, collectives: dict[str, SpeedCurve]) -> Compute:
-    """Add what a step of Shoal costs, and a call of fully_shard's hooks, beside operations."""
-    operations_s = _blocks_s(speeds)
-    plain_s = world.run(ranks, _step_of_blocks, "ddp" if ranks > 1 else "single")[0]
-    message_s = 0.0
-    if ranks > 1:
-        message_s = collectives[f"shoal/all_reduce/{ranks}"].points[0].value
-    speeds = replace(speeds, step_s=max(plain_s - operations_s - message_s, 1e-5))
-    if ranks == 1:
-        return speeds
-    # Two gatherings and a reduction of each block, with two tensors for each layer:
-    #     extra(layers) = 3 blocks (call + 2 layers tensor)
-    extra_s = []
-    for layers in ENGINE_LAYERS:
-        of_engine_s = world.run(ranks, _step_of_blocks, "zero3", layers)[0]
-        extra_s.append((of_engine_s - plain_s - (layers - 1) * operations_s) / (3 * BLOCKS))
-    few, many = (2 * layers for layers in ENGINE_LAYERS)
-    tensor_s = max((extra_s[1] - extra_s[0]) / (many - few), 0.0)
-    call_s = max(extra_s[0] - few * tensor_s, 0.0)
-    return replace(speeds, engine_call_s=call_s, engine_tensor_s=tensor_s)
+def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
+    """Add what a step of Shoal costs beside its operations, and what strategies do around them.
+
+    Args: machine: with the collectives of so many ranks.
+    """
+
+    def compared(
+        strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
+    ) -> tuple[float, Callable[[Compute], float]]:
+        step = strategy, model, batch, optimizer_class
+        return max(world.run(ranks, _step_of, *step)), _planned(machine, ranks, *step)
+
+    tiny = torch.zeros(ROWS, 8)
+    plain = "ddp" if ranks > 1 else "single"
+    took_s, planned_s = compared(plain, PLAIN.model(), tiny, torch.optim.SGD)
+    speeds = replace(speeds, step_s=max(took_s - planned_s(speeds), 1e-5))
+    images = torch.randn(16, 3, 16, 16)
+    took_s, planned_s = compared(plain, _WholeStep(), images, torch.optim.AdamW)
+    operations_s = planned_s(speeds) - speeds.step_s
+    whole = (took_s - speeds.step_s) / operations_s
+    speeds = replace(speeds, whole_step=min(max(whole, 1.0), 2.0))
+    overheads: dict[str, float] = {}
+    for names, cases in ENGINES.items() if ranks > 1 else ():
+        extra_s: list[float] = []
+        times: list[list[float]] = []
+        for case in cases:
+            strategy = case.strategy(ranks)
+            took_s, planned_s = compared(strategy, case.model(), tiny, torch.optim.SGD)
+            without_s = planned_s(speeds)
+            extra_s.append(took_s - without_s)
+            one_second = (planned_s(replace(speeds, overheads={name: 1.0})) for name in names)
+            times.append([seconds - without_s for seconds in one_second])
+        solved = torch.linalg.lstsq(torch.tensor(times), torch.tensor(extra_s)[:, None]).solution
+        overheads |= zip(names, solved.flatten().clamp(min=0.0).tolist(), strict=True)
+    return replace(speeds, overheads=overheads)
 
 
 def _collective_point(kind: str, size_bytes: int) -> Point:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
+from shoal.costs.machine import Machine
 from shoal.planner.quantity_text import seconds_text
 from shoal.planner.strategy_search import Plan
 from shoal.trace.breakdown import Spans, compute_breakdown
@@ -33,6 +35,36 @@ def comparison_lines(plan: Plan, spans: Spans) -> Iterator[str]:
     yield (
         f"most off: {worst}, by {seconds_text(abs(measured[worst] - predicted[worst]))} a step; "
         f"from shoal calibrate: {CONSTANTS.get(worst, f'the collective {worst}')}"
+    )
+
+
+def recalibrated(machine: Machine, ranks: int, plan: Plan, spans: Spans) -> Machine:
+    """Return the machine with the constants that a traced run has shown: those of computing, and of
+    each kind of message that it predicts.
+
+    Args: ranks: of the host. plan: by `machine`, of the run that was traced.
+    """
+    predicted, measured = _predicted(plan), _measured(spans)
+    ratios = {
+        name: measured[name] / predicted[name]
+        for name in predicted.keys() & measured.keys()
+        if predicted[name] > 0 and measured[name] > 0
+    }
+    measured_with = next(
+        (count for count, speeds in machine.compute.items() if speeds is machine.compute_of(ranks)),
+        ranks,
+    )
+    speeds = machine.compute[measured_with]
+    ratio = ratios.get("compute", 1.0)
+    shown = replace(speeds, whole_step=speeds.whole_step * ratio, step_s=speeds.step_s * ratio)
+    collectives = {
+        key: curve.scaled(ratios.get(key.split("/")[1], 1.0))
+        for key, curve in machine.collectives.items()
+    }
+    return replace(
+        machine,
+        compute={**machine.compute, measured_with: shown},
+        collectives=collectives,
     )
 
 

@@ -64,10 +64,13 @@ def test_a_bad_machine_file_names_all_of_its_problems(tmp_path: Path) -> None:
     assert "server_rate=-1: must be greater than 0" in text
 
 
-def test_a_curve_with_a_negative_speed_is_refused(tmp_path: Path) -> None:
+def test_negative_speeds_and_seconds_are_refused(tmp_path: Path) -> None:
     PRESETS["h100"].save(tmp_path / "machine.json")
     read = json.loads((tmp_path / "machine.json").read_text())
     read["compute"]["1"]["matmul"]["points"][0][1] = -5.0
+    read["compute"]["1"]["overheads"] = {"pipeline pass": -1e-3}
     (tmp_path / "machine.json").write_text(json.dumps(read))
-    with pytest.raises(ConfigError, match="sizes and values must be greater than 0"):
+    with pytest.raises(ConfigError) as error:
         machine.load(tmp_path / "machine.json")
+    assert "sizes and values must be greater than 0" in str(error.value)
+    assert "overheads: seconds must not be negative" in str(error.value)

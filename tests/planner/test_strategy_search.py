@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from torch import nn
 
 from shoal.costs.cluster import one_host
 from shoal.costs.machine import UNKNOWN_CPU
+from shoal.errors import ConfigError, StrategyRefused
+from shoal.planner.calibration import ENGINES
 from shoal.planner.plan_report import as_json, explain, report
 from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import COMPARED, Planner, Workload, candidate_lines
@@ -67,6 +71,28 @@ def test_plans_are_sorted_by_time_and_best_is_exact(workload: Workload) -> None:
     assert plans.best is not None
     assert plans.best.step.is_exact
     assert plans.best.seconds <= 1.05 * min(p.seconds for p in plans.fitting if p.step.is_exact)
+
+
+def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: Workload) -> None:
+    used: set[str] = set()
+    for line in candidate_lines(4):
+        with contextlib.suppress(StrategyRefused, ConfigError):
+            step = planner(workload, 4).step_cost(line)
+            messages = (m for s in step.segments for m in (*s.before_forward, *s.after_backward))
+            used |= {name for m in messages for name, _ in m.around}
+            used |= {name for name, _ in step.around_pass}
+    assert used == {name for names in ENGINES for name in names}
+
+
+def test_a_pass_of_a_pipeline_takes_what_its_engine_does_around_it(workload: Workload) -> None:
+    def seconds(**overheads: float) -> float:
+        speeds = {1: replace(UNKNOWN_CPU.compute[1], overheads=overheads)}
+        machine = replace(UNKNOWN_CPU, compute=speeds, cores=0)
+        plan = Planner(workload, machine, one_host(2, 2.0**40)).plan("pipeline=2,microbatches=4")
+        return plan.seconds
+
+    # The last stage waits for one pass, makes 4 forward and 4 backward ones, and the first has one.
+    assert seconds(**{"pipeline pass": 1.0}) - seconds() == pytest.approx(10.0, abs=0.01)
 
 
 def test_a_search_gives_the_same_plans_twice(workload: Workload) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.cli import program
 from shoal.config import read, to_yaml
+from shoal.costs.machine import UNKNOWN_CPU, Point, SpeedCurve, default_path, load
 from shoal.trace import chrome
 from shoal.trace.recorder import BACKWARD, EXCHANGE, FORWARD, OPTIMIZER, STEP, Span
 from shoal.train.run_directory import CONFIG
@@ -83,3 +84,27 @@ def test_a_directory_without_a_trace_is_refused(
     (run / chrome.NAME).unlink()
     assert shoal_plan(run) == 2
     assert "It is made by `shoal train ... --trace`" in capsys.readouterr().err
+
+
+def test_a_recalibrated_machine_predicts_what_the_run_took(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    curve = SpeedCurve((Point(1.0, 1e-3),))
+    collectives = {"shoal/all_reduce/2": curve, "shoal/all_gather/2": curve}
+    replace(UNKNOWN_CPU, calibrated=True, collectives=collectives).save(default_path())
+    assert shoal_plan(run, "--recalibrate") == 0
+    assert "are now those of" in capsys.readouterr().out
+    assert shoal_plan(run) == 0
+    rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["compute"][1:5] == ["60", "ms", "60", "ms"]
+    assert rows["all_reduce"][1:5] == ["20", "ms", "20", "ms"]
+    assert load(default_path()).collectives["shoal/all_gather/2"] == curve
+
+
+def test_without_a_calibration_or_a_run_there_is_nothing_to_recalibrate(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shoal_plan(run, "--recalibrate") == 2
+    assert "Run `shoal calibrate` first" in capsys.readouterr().err
+    assert shoal_plan("digits", "--recalibrate") == 2
+    assert "takes a traced run" in capsys.readouterr().err

@@ -47,7 +47,13 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
     crossing = {stage: sent[call] for stage, call in enumerate(first_calls, 1)}
     drawn = (options.schedule, options.ranks, microbatches, options.stages)
     passes = step.once(drawn, lambda: table(*drawn))
-    step = replace(step, segments=tuple(_with_sends(segments, crossing)), passes=passes)
+    step = replace(
+        step,
+        segments=tuple(_with_sends(segments, crossing)),
+        passes=passes,
+        # Units of other stages are called too, and return absent tensors.
+        around_pass=(("pipeline pass", 1), ("pipeline unit", len(calls))),
+    )
     ranks = range(options.ranks)
     shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in ranks]
     share = max(shares) / max(step.model.numel, 1)

@@ -92,7 +92,7 @@ def _regions(made: TensorPlan, segments_of: SegmentsOf, segments: int) -> Iterat
 
 
 def _with_sum(segment: LocalSegment, size_bytes: float, backward: bool) -> LocalSegment:
-    message = SentMessage("all_reduce", size_bytes, "tensor")
+    message = SentMessage("all_reduce", size_bytes, "tensor", around=(("tensor sum", 1),))
     if backward:
         return segment._replace(after_backward=(*segment.after_backward, message))
     return segment._replace(after_forward=(*segment.after_forward, message))

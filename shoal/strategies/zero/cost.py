@@ -175,9 +175,10 @@ def _with_messages(
 
     Args: scale: bytes of what is gathered, as a multiple of `size`.
     """
-    gather = (SentMessage("all_gather", scale * size, "shard", packed=tensors),)
+    around = (("fsdp message", 1), ("fsdp tensor", tensors))
+    gather = (SentMessage("all_gather", scale * size, "shard", around=around),)
     reduce = (
-        SentMessage("reduce_scatter", size, "shard", packed=tensors),
+        SentMessage("reduce_scatter", size, "shard", around=around),
         SentMessage("all_reduce", size, "replicate"),
     )
     if begins:
