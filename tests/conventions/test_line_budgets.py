@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_660,
-    "shoal/comm": 3_150,
+    "shoal/comm": 3_160,
     "shoal/config": 2_000,
     "shoal/costs": 2_000,
     "shoal/data": 3_490,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_750,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 67_520,
+    "tests": 67_560,
     "benchmarks": 11_690,
 }
 SLACK = 0.03
