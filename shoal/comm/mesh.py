@@ -7,7 +7,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -67,6 +67,22 @@ class Mesh(Axis):
     """Records the work of strategies while a trace is taken."""
     axes: Axes | None = None
     """None if there is only the data axis, which then is the world."""
+
+    def divided(self, degrees: ParallelDims, helpers: bool) -> Mesh:
+        """Return a mesh of the same ranks with axes of other sizes. Collective.
+
+        Args: helpers: False to end what starts helper processes.
+        """
+        _check_sizes(self.place, degrees)
+        if self.helper_spawner is not None and not helpers:
+            self.helper_spawner.close()
+        is_divided = degrees.data(self.size) < self.size
+        return replace(
+            self,
+            helper_spawner=self.helper_spawner if helpers else None,
+            degrees=degrees,
+            axes=_axes(self.place, self.device, degrees) if is_divided else None,
+        )
 
     @property
     def data(self) -> Axis:
@@ -135,16 +151,10 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
         _init_default_group(place, device)
-    axes = _axes(place, device, degrees) if degrees.data(place.world) < place.world else None
-    return Mesh(
-        rank=place.rank,
-        size=place.world,
-        device=device,
-        place=place,
-        helper_spawner=spawner,
-        degrees=degrees,
-        axes=axes,
+    mesh = Mesh(
+        rank=place.rank, size=place.world, device=device, place=place, helper_spawner=spawner
     )
+    return mesh.divided(degrees, helpers)
 
 
 def register_cleanup(holder: Closeable) -> None:

@@ -248,7 +248,7 @@ def _weight(op: OpWork) -> float:
     return op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
 
 
-class _Block(nn.Module):
+class _TinyBlock(nn.Module):
     """Layers of eight numbers. Two of them are a pair for tensor parallelism."""
 
     def __init__(self, layers: int) -> None:
@@ -274,7 +274,7 @@ class EngineCase(NamedTuple):
     layers: int = 1
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(_Block(self.layers) for _ in range(self.blocks)))
+        return nn.Sequential(*(_TinyBlock(self.layers) for _ in range(self.blocks)))
 
     def strategy(self, ranks: int) -> str:
         return f"{self.line}{ranks}" if self.line.endswith("=") else self.line

@@ -13,12 +13,13 @@ from typing import Any, Literal, get_args
 import numpy as np
 import torch
 
-from shoal.comm.mesh import init_mesh
+from shoal.comm.mesh import Mesh, init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
 from shoal.errors import ConfigError
-from shoal.launch.environment import STARTED_BY_RANK, own_place
+from shoal.launch.environment import STARTED_BY_RANK, RankInfo, own_place
 from shoal.platform.torch_versions import untested
+from shoal.run.chosen_strategy import AUTO, choose_strategy
 from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.preparation import Draws, RunSettings
@@ -64,7 +65,8 @@ def init(
 
     Args:
         strategy: the way to train one model on several ranks, such as "tensor=2,zero1", or as a
-            dict {"tensor": 2, "zero": 1}; `shoal launch --strategy` overrides it.
+            dict {"tensor": 2, "zero": 1}; `shoal launch --strategy` overrides it. "auto": the one
+            that `shoal plan` recommends for this script, on the ranks of one machine.
         seed: decides the order of samples, augmentation and dropout.
         accumulate: micro-batches of each rank's share of a batch; more of them save memory.
         precision: "bf16" and "fp16" run the forward pass under autocast.
@@ -115,15 +117,17 @@ def init(
         draws=draws,
     )
     window = None if trace is None else parse_window(trace, "trace")
-    chosen = build_strategies(parse_line(strategy))
-    # Helper processes are forked from a process that starts before the mesh does.
-    helpers = any(strategy.needs_helper_processes for strategy in chosen)
+    # So is the line, but for that of the planner, which takes ranks that are connected.
+    chosen = [] if strategy == AUTO else _build(strategy)
     place = own_place()
     if place.reason.startswith(STARTED_BY_RANK):
         announce(f"note: {place.describe()}")
     if place.rank == 0 and (untested_torch := untested(torch.__version__)):
         announce(f"note: {untested_torch}")
-    mesh = init_mesh(place, helpers, ParallelDims(**mesh_sizes(chosen)))
+    if strategy == AUTO:
+        mesh, strategy, chosen = _join_and_choose(place, announce)
+    else:
+        mesh = init_mesh(place, _needs_helpers(chosen), ParallelDims(**mesh_sizes(chosen)))
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]
@@ -146,6 +150,30 @@ def init(
 
 init_with_place = partial(init, overrides=False)
 """`init` for `shoal train` and `shoal verify`: nothing may override their settings."""
+
+
+def _join_and_choose(
+    place: RankInfo, announce: Callable[[str], None]
+) -> tuple[Mesh, str, list[base.Strategy]]:
+    """Return the mesh for the planner's choice, and the choice. Collective."""
+    mesh = init_mesh(place, True, ParallelDims())
+    line, reason = choose_strategy(mesh)
+    chosen = _build(line)
+    if mesh.rank == 0:
+        announce(reason)
+    return mesh.divided(ParallelDims(**mesh_sizes(chosen)), _needs_helpers(chosen)), line, chosen
+
+
+def _build(line: str) -> list[base.Strategy]:
+    return build_strategies(parse_line(line))
+
+
+def _needs_helpers(chosen: Sequence[base.Strategy]) -> bool:
+    """Return True if there must be a process from which helper processes are forked.
+
+    It must start before there are threads and connections.
+    """
+    return any(strategy.needs_helper_processes for strategy in chosen)
 
 
 def seed_generators(seed: int) -> None:

@@ -48,7 +48,8 @@ class OptimizerWatch:
         for optimizer in optimizers:
             if optimizer not in self.seen:
                 self.seen.add(optimizer)
-                step_local_shards(optimizer)
+                if local_model.has_sharded_params:
+                    step_local_shards(optimizer)
                 optimizer.register_step_pre_hook(self._begin)
                 optimizer.register_step_post_hook(self._gather_params)
 

@@ -137,8 +137,8 @@ def _parse_specs(text: str) -> list[StrategySpec]:
             specs.append(StrategySpec(name, value, ()))
         elif name == "auto":
             problems.append(
-                "auto stands alone, and `shoal train -n` and `shoal launch -n` choose for it; in a "
-                "script, write the line that `shoal plan train.py -n N` tells"
+                "auto stands alone: the planner chooses the whole line, for shoal.init, "
+                "`shoal train -n` and `shoal launch -n`"
             )
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")

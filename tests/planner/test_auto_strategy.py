@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +78,41 @@ def test_the_launcher_chooses_for_a_script_and_starts_it_once(
     assert printed.err.count("strategy auto: ") == 1
     assert "a step predicted" in printed.err
     assert printed.out.count("trained 2") == 1
+
+
+@pytest.mark.slow
+def test_a_script_that_asks_for_auto_gets_one_choice_for_all_of_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "train.py").write_text(SCRIPT.replace("shoal.init()", 'shoal.init("auto")'))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a directory there
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("strategy auto: ") == 1
+    assert "not calibrated" in done.stdout
+    assert done.stdout.endswith("trained 2\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("import shoal; shoal.init('auto')", "it follows a script from its file"),
+        pytest.param(
+            "import sys; sys.argv = ['ends.py']; import shoal; shoal.init('auto')",
+            "backward pass",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_what_cannot_be_followed_is_told_by_auto(tmp_path: Path, script: str, error: str) -> None:
+    (tmp_path / "ends.py").write_text("import torch\n")
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert error in done.stderr
 
 
 @pytest.mark.parametrize(

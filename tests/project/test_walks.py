@@ -18,7 +18,8 @@ PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py"),
-    *("run/prepared.py", "run/parameter_hooks.py", "run/optimizer_watch.py"),
+    *("run/prepared.py", "run/parameter_hooks.py"),
+    *("run/optimizer_watch.py", "run/local_shard_step.py"),
     "strategies/model_traits.py",
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/rank_agreement.py", "run/guards/shard_functions.py"),
