@@ -28,5 +28,5 @@ def one_machine(machine: Machine, ranks: int) -> Cluster:
     """Return a cluster of one host. Ranks on a CPU share its memory; each GPU has its own."""
     if machine.device == "cpu":
         return one_host(ranks, machine.memory_bytes)
-    inside = Link(machine.server_rate)
+    inside = Link(machine.link_rate)
     return Cluster((Host("one", ranks, machine.memory_bytes, inside, inside),), {})

@@ -123,7 +123,9 @@ class Machine:
         calibrated: measured here; else from datasheets.
         compute: ranks on the host -> speeds of each.
         collectives: backend/kind/ranks -> seconds over bytes of the whole tensor.
-        server_rate: bytes/s that one parameter server receives, sums and steps.
+        server_rate: bytes/s that one parameter server receives, sums and steps, on a core of the
+            host.
+        link_rate: bytes/s between devices of the host, one way.
         overlap_slowdown: factor of computing while a message is under way.
         cores: that ranks on CPUs share; 0 where each rank has a device.
     """
@@ -135,6 +137,7 @@ class Machine:
     compute: Mapping[int, Compute]
     collectives: Mapping[str, SpeedCurve] = field(default_factory=dict)
     server_rate: float = 1e9
+    link_rate: float = 1e10
     overlap_slowdown: float = 1.0
     note: str = ""
     cores: int = 0
@@ -192,7 +195,7 @@ def _machine(read: dict[str, Any], problems: list[str]) -> Machine | None:
     known = set(Machine.__dataclass_fields__)
     problems += [f"unknown key '{key}'" for key in read.keys() - known]
     problems += [f"no '{key}'" for key in ("name", "device", "compute") if key not in read]
-    for key in ("memory_bytes", "server_rate", "overlap_slowdown"):
+    for key in ("memory_bytes", "server_rate", "link_rate", "overlap_slowdown"):
         value = read.get(key, 1.0)
         if not isinstance(value, int | float) or not value > 0:
             problems.append(f"{key}={value}: must be greater than 0")
@@ -235,6 +238,10 @@ def _curve(read: dict[str, Any], where: str, problems: list[str]) -> SpeedCurve:
     return SpeedCurve(points)
 
 
+UNKNOWN_SERVER_RATE = 2e9
+"""A ninth of the 18 GB/s that one core reads from memory: see `planner.calibration`."""
+
+
 def flat(value: float) -> SpeedCurve:
     """Return a curve of one value at every size."""
     return SpeedCurve((Point(1.0, value),))
@@ -267,7 +274,8 @@ def _gpu(
         calibrated=False,
         compute={1: speed},
         overlap_slowdown=1.13,
-        server_rate=link,
+        server_rate=UNKNOWN_SERVER_RATE,
+        link_rate=link,
         note=f"from the datasheet of {name}, not measured: bf16, {efficiency:.0%} of peak",
     )
 
@@ -292,7 +300,7 @@ UNKNOWN_CPU = Machine(
     compute={
         1: Compute(flat(50e9), flat(30e9), flat(10e9), 1.5e-5, 1e-5, 3e-6, 5e-4),
     },
-    server_rate=2e9,
+    server_rate=UNKNOWN_SERVER_RATE,
     cores=os.cpu_count() or 1,
     note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine in a minute",
 )
