@@ -44,10 +44,6 @@ class Network:
         link = self.cluster.link_of(ranks, stride)
         return message.share * ring_s(message.kind, message.size_bytes, ranks, link)
 
-    def links(self, message: SentMessage, rank: int) -> tuple[str, ...]:
-        """Return the links that a message of a rank of the pipeline uses."""
-        return (f"{message.axis} link",) if message.kind == "send" else (f"rank {rank} link",)
-
     def server_crowding(self, step: StepCost) -> float:
         """Return how much servers and ranks slow each other down where they share cores."""
         if not step.servers or len(self.cluster.hosts) > 1:

@@ -277,8 +277,9 @@ class _TaskBuilder:
     def _message(self, rank: int, message: SentMessage, after: tuple[int, ...]) -> int:
         queue = f"rank {rank} sends" if message.kind == "send" else f"rank {rank} messages"
         label = f"{message.kind} ({message.axis})"
-        links = self.network.links(message, rank)
-        return self._add(StepTask(queue, self._seconds(message), after, links, label))
+        # What a stage sends to the next one leaves by its own link, beside its other messages.
+        link = f"rank {rank} link"
+        return self._add(StepTask(queue, self._seconds(message), after, (link,), label))
 
     def _seconds(self, message: SentMessage) -> float:
         """Return the seconds of a message alone, with what an engine does around it."""

@@ -97,7 +97,7 @@ SETTINGS: dict[str, Setting] = {
     "turkish": Setting("`LC_ALL=tr_TR.UTF-8`", TEXTS, {"LC_ALL": "tr_TR.UTF-8"}),
     "c-locale": Setting("`LC_ALL=C`", TEXTS, {"LC_ALL": "C"}),
     "kathmandu": Setting("`TZ=Asia/Kathmandu`", TEXTS, {"TZ": "Asia/Kathmandu"}),
-    "tmpdir": Setting("`TMPDIR` with a blank and an umlaut", TEXTS, {"TMPDIR": "a größer place"}),
+    "tmpdir": Setting("`TMPDIR` with a blank and an umlaut", TEXTS, {"TMPDIR": "ä b"}),
     "small-shm": Setting(
         "64 MiB of /dev/shm",
         (*WAITS, "data", "train"),
@@ -119,8 +119,12 @@ SETTINGS: dict[str, Setting] = {
 
 @contextmanager
 def places(setting: Setting) -> Iterator[dict[str, str]]:
-    """Make the directories and the locale that a setting needs. Yields all variables."""
-    with tempfile.TemporaryDirectory(prefix="shoal-anywhere-") as directory:
+    """Make the directories and the locale that a setting needs. Yields all variables.
+
+    Names are short: those of sockets in the directories end at 107 bytes, and torch's own workers
+    wait for ever where they do not fit.
+    """
+    with tempfile.TemporaryDirectory(prefix="any-") as directory:
         os.chmod(directory, 0o755)
         variables = {**os.environ, **setting.environment}
         own = Path(directory) / setting.environment.get("TMPDIR", "tmp")

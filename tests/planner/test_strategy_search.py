@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.costs.cluster import one_host
+from shoal.costs.cluster import Cluster, Host, Link, one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.planner.calibration import ENGINES
@@ -93,6 +93,17 @@ def test_a_pass_of_a_pipeline_takes_what_its_engine_does_around_it(workload: Wor
 
     # The last stage waits for one pass, makes 4 forward and 4 backward ones, and the first has one.
     assert seconds(**{"pipeline pass": 1.0}) - seconds() == pytest.approx(10.0, abs=0.01)
+
+
+def test_stages_send_at_once_each_over_its_own_link(workload: Workload) -> None:
+    send_s, stages, microbatches = 1.0, 4, 16
+    size = 32 / microbatches * 64 * 4  # samples x numbers x bytes
+    link = Link(size / send_s, latency_s=0.0)
+    hosts = tuple(Host(f"h{n}", 1, 2.0**40, link, link) for n in range(stages))
+    planner = Planner(workload, UNKNOWN_CPU, Cluster(hosts, {}))
+    plan = planner.plan(f"pipeline={stages},microbatches={microbatches},schedule=gpipe")
+    # There and back: the first stage sends all, and the last message passes the other links.
+    assert plan.seconds == pytest.approx(2 * send_s * (microbatches + stages - 2), rel=0.05)
 
 
 def test_a_search_gives_the_same_plans_twice(workload: Workload) -> None:
