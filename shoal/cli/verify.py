@@ -42,9 +42,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
         "--precision",
-        choices=("fp64", "fp32", "bf16", "fp16", "script"),
-        help="fp64 promotes the script (default); for the others each tensor's tolerance is "
-        "measured; script: what it computes in by itself",
+        action=argument_types.OptionInstead,
+        const="scripts are compared in float64, where rounding hides nothing. Leave it out",
+        help=argparse.SUPPRESS,
     )
     script.add_argument(
         "--plot",
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verdict(options: argparse.Namespace) -> int:
-    for name in ("precision", "keep", "script_arguments"):
+    for name in ("keep", "script_arguments"):
         if getattr(options, name):
             word = "words after --" if name == "script_arguments" else f"--{name}"
             raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
@@ -118,7 +118,6 @@ def _script_verdict(options: argparse.Namespace) -> int:
         ranks=2 if options.processes is None else options.processes,
         strategy=strategy,
         steps=SCRIPT_STEPS if options.steps is None else options.steps,
-        precision=options.precision or "fp64",
         tolerance=options.tolerance,
         keep=options.keep,
     )

@@ -80,6 +80,7 @@ REFUSED = [
     ("help", "it is `shoal --help`"),
     ("eval", "one run directory is needed, as in `shoal eval runs/digits`"),
     ("verify missing.py", "there is no script missing.py"),
+    ("verify t.py --precision bf16", "--precision: scripts are compared in float64"),
 ]
 """Commands that end with status 2, and a part of the sentence."""
 

@@ -53,18 +53,15 @@ class Loop:
     Args:
         peers: the ranks that train together.
         seed: of the weights and of the data.
-        precision: "fp64", or "bf16" and "fp16" by autocast.
     """
 
     micro_batches = 1
     shares = (4, 3)
     """Rows of each rank in a micro-batch."""
 
-    def __init__(self, peers: Peers, seed: int = 0, precision: str = "fp64") -> None:
+    def __init__(self, peers: Peers, seed: int = 0) -> None:
         self.peers = peers
         self.seed = seed
-        self.precision = precision
-        self.autocast = precision != "fp64"
 
     def train(self) -> None:
         """Train; every rank calls it."""
@@ -127,13 +124,7 @@ class Loop:
 
     def call(self, tokens: Tensor) -> Tensor:
         """Return what the model gives for tokens."""
-        with self.casting():
-            return self.model(tokens)
-
-    def casting(self) -> torch.autocast:
-        """Return the context in which the model computes."""
-        dtype = torch.float16 if self.precision == "fp16" else torch.bfloat16
-        return torch.autocast("cpu", dtype, enabled=self.autocast)
+        return self.model(tokens)
 
     def reduce(self) -> None:
         """Average the gradients over the ranks."""
@@ -153,8 +144,7 @@ class Loop:
 
 def token_losses(output: Tensor, labels: Tensor) -> Tensor:
     """Return the sum of the losses of all labels that count."""
-    output = output.flatten(0, 1).float()  # as autocast does on a GPU
-    return F.cross_entropy(output, labels.flatten(), reduction="sum")
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
 def count(batches: list[Batch]) -> Tensor:

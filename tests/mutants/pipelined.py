@@ -58,10 +58,9 @@ class Pipelined(Loop):
 
     def compute(self, layers: list[Layer], x: Tensor) -> Tensor:
         """Return what the layers of a stage give."""
-        with self.casting():
-            for layer in layers:
-                x = layer(x)
-            return x
+        for layer in layers:
+            x = layer(x)
+        return x
 
     def as_first(self, batches: list[Batch]) -> None:
         """Compute the first stage; the reported loss is that of the last one."""

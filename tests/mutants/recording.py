@@ -10,7 +10,6 @@ from pathlib import Path
 
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
-from shoal.verification.script.perturbation import perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
 from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
@@ -18,49 +17,33 @@ from tests.mutants.loop import STEPS, Loop
 from tests.mutants.peers import Peers
 
 
-def record_candidate(
-    loop: type[Loop], folder: Path, peers: Peers, seed: int, precision: str
-) -> None:
-    """Train on all ranks, and write the record. Collective.
-
-    Args: precision: "fp64", or "bf16" and "fp16" by autocast.
-    """
+def record_candidate(loop: type[Loop], folder: Path, peers: Peers, seed: int) -> None:
+    """Train on all ranks, and write the record. Collective."""
     record = RankRecord(peers.rank, peers.size)
     writer = RecordWriter(folder, peers.rank)
     with ExitStack() as stack:
-        _prepare(stack, record, precision)
+        _prepare(stack, record)
         BatchTape(writer, record).start(stack)
-        _train(stack, loop(peers, seed, precision), ScriptRecorder(writer, record, STEPS))
+        _train(stack, loop(peers, seed), ScriptRecorder(writer, record, STEPS))
 
 
-def record_reference(
-    loop: type[Loop],
-    folder: Path,
-    like: Path,
-    seed: int,
-    precision: str,
-    perturb: tuple[Path, int] | None = None,
-) -> None:
+def record_reference(loop: type[Loop], folder: Path, like: Path, seed: int) -> None:
     """Train in this process alone, on the batches of all ranks, and write the record.
 
-    Args:
-        like: the record of the ranks.
-        perturb: the record by whose rounding units weights are moved, and a seed.
+    Args: like: the record of the ranks.
     """
     record, ranks = RankRecord(0, 1), read_run(like)
     writer = RecordWriter(folder, 0)
     with ExitStack() as stack:
-        _prepare(stack, record, precision)
+        _prepare(stack, record)
         JoinedBatches(like, ranks).start(stack)
-        moved = None if perturb is None else perturbation(*perturb)
         start = SameStart(like, ranks, record)
-        recorder = ScriptRecorder(writer, record, STEPS, start, moved)
-        _train(stack, loop(Peers(0, 1), seed, precision), recorder)
+        recorder = ScriptRecorder(writer, record, STEPS, start)
+        _train(stack, loop(Peers(0, 1), seed), recorder)
 
 
-def _prepare(stack: ExitStack, record: RankRecord, precision: str) -> None:
-    if precision == "fp64":
-        stack.enter_context(Float64Everywhere())
+def _prepare(stack: ExitStack, record: RankRecord) -> None:
+    stack.enter_context(Float64Everywhere())
     turn_dropout_off(stack, record, under_shoal=False)
 
 

@@ -20,14 +20,11 @@ from tests.mutants.mutant import OF_LOSS, Mutant, mutants
 from tests.mutants.runner import CURVE, Case, Found, as_json, judge
 
 PAGE = Path(__file__).parents[2] / "docs" / "proof.md"
-PRECISIONS = ("fp64", "bf16", "fp16")
-EVERY = {"fp64": 1, "bf16": 1, "fp16": 3}
-"""fp16: every third bug, and those of scalers."""
 AT_ONCE = 54
 """Mutants of one world, after which the results are written."""
 BEGIN, END = "<!-- planted bugs: begin -->", "<!-- planted bugs: end -->"
 
-Results = Mapping[str, Mapping[str, Found]]
+Results = Mapping[str, Found]
 
 TEXT = """\
 {bugs} bugs were planted in right hand-written loops of two ranks, in
@@ -37,10 +34,8 @@ and the comparison of `shoal.verify_script`. No bug acts where there is one proc
 
 {summary}
 
-*Curve*: the losses of a step differ by more than {curve:g}, which one may see in a plot. *1e-3*: as
-before, at a tolerance of 1e-3 in float64. *bf16*, *fp16*: computed under autocast, with a measured
-tolerance for each tensor; in fp16 every third bug, and those of loss scaling. A module or cause in
-brackets is not the expected one.
+*Curve*: the losses of a step differ by more than {curve:g}, which one may see in a plot. *1e-3*:
+caught at a tolerance of 1e-3 too. A module or cause in brackets is not the expected one.
 
 {table}
 
@@ -55,22 +50,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
     parser.add_argument("--healthy", type=int, default=0, help="runs of right loops, by seeds")
-    parser.add_argument("--precision", nargs="*", choices=PRECISIONS, help="default: both")
     parser.add_argument("--more", action="store_true", help="keep what is measured")
     parser.add_argument("--table", action="store_true", help="measure nothing")
     options = parser.parse_args()
     data = read(options.data)
-    precisions = options.precision or PRECISIONS
-    for precision in () if options.table or options.healthy else precisions:
-        if not options.more:
-            data.pop(precision, None)
-        known = data.setdefault(precision, {})
-        names = [name for name in chosen(mutants(), precision) if name not in known]
+    if options.healthy:
+        write(options.data, {"healthy": healthy(options.healthy)})
+    elif not options.table:
+        found = data.get("found", {}) if options.more else {}
+        names = [name for name in mutants() if name not in found]
         for start in range(0, len(names), AT_ONCE):
-            data[precision] |= measured(names[start : start + AT_ONCE], precision)
-            write(options.data, {precision: data[precision]})
-    for precision in precisions if options.healthy else ():
-        write(options.data, {f"healthy {precision}": healthy(options.healthy, precision)})
+            found |= measured(names[start : start + AT_ONCE])
+            write(options.data, {"found": found})
     write(options.data, {})
     print(summary(mutants(), results(read(options.data))))
 
@@ -88,33 +79,21 @@ def write(file: Path, more: Mapping[str, Any]) -> None:
 
 
 def results(data: Mapping[str, Any]) -> Results:
-    """Return what was found in each precision, by name."""
+    """Return what was found, by name."""
     known = mutants()
-    return {
-        precision: {n: Found(**v) for n, v in data.get(precision, {}).items() if n in known}
-        for precision in PRECISIONS
-    }
+    return {n: Found(**value) for n, value in data.get("found", {}).items() if n in known}
 
 
-def chosen(known: Mapping[str, Mutant], precision: str) -> list[str]:
-    """Return the names of the mutants that are run in a precision."""
-    bugs = [mutant.name for mutant in known.values() if mutant.is_bug]
-    left_out = {n for i, n in enumerate(bugs) if i % EVERY[precision] and "Scal" not in n}
-    if precision == "fp16":  # which Shoal's servers refuse
-        left_out |= {name for name in bugs if name.startswith("Server")}
-    return [name for name in known if name not in left_out]
-
-
-def measured(names: Sequence[str], precision: str) -> dict[str, Any]:
-    """Return the results of some mutants in a precision."""
-    found = judge([Case(name, 0, precision) for name in names], timeout_s=600.0)
+def measured(names: Sequence[str]) -> dict[str, Any]:
+    """Return the results of some mutants."""
+    found = judge([Case(name) for name in names], timeout_s=600.0)
     return {case.name: as_json(value) for case, value in found.items()}
 
 
-def healthy(count: int, precision: str) -> dict[str, Any]:
+def healthy(count: int) -> dict[str, Any]:
     """Return which runs of right loops, each with a seed of its own, raised an alarm."""
     names = [name for name, mutant in mutants().items() if not mutant.is_bug]
-    cases = [Case(names[i % len(names)], 1 + i // len(names), precision) for i in range(count)]
+    cases = [Case(names[i % len(names)], 1 + i // len(names)) for i in range(count)]
     found = judge(cases, timeout_s=1800.0)
     errors = [value.largest for value in found.values() if value.largest is not None]
     alarms = [f"{c.name} {c.seed}" for c, value in found.items() if value.verdict != "exact"]
@@ -125,7 +104,7 @@ def as_text(data: Mapping[str, Any]) -> str:
     """Return JSON with one line for each mutant."""
     parts = []
     for key, value in data.items():
-        if key in PRECISIONS:
+        if key == "found":
             lines = ",\n".join(f"  {json.dumps(n)}: {json.dumps(v)}" for n, v in value.items())
             parts.append(f" {json.dumps(key)}: {{\n{lines}\n }}")
         else:
@@ -152,22 +131,17 @@ def page(known: Mapping[str, Mutant], found: Results, data: Mapping[str, Any]) -
 
 def summary(known: Mapping[str, Mutant], found: Results) -> str:
     """Return a small table of shares."""
-    bugs = [m for m in known.values() if m.is_bug]
-    rows = ["| of planted bugs | float64 | bf16 | fp16 |", "|---|---|---|---|"]
+    bugs = [m for m in known.values() if m.is_bug and m.name in found]
+    rows = ["| of planted bugs | |", "|---|---|"]
 
     def row(title: str, test: Callable[[Mutant, Found], bool]) -> None:
-        cells = [
-            share(test(m, found[p][m.name]) for m in bugs if m.name in found[p]) for p in PRECISIONS
-        ]
-        rows.append(f"| {title} | {' | '.join(cells)} |")
+        rows.append(f"| {title} | {share(test(m, found[m.name]) for m in bugs)} |")
 
     row("caught", lambda m, f: f.is_caught)
     row("caught, and the right module named first", lambda m, f: f.names_module(m))
     row("caught, and the right class of cause", lambda m, f: f.names_cause(m))
     row("seen in the losses of these steps", lambda m, f: f.curve > CURVE)
-    tried = [found["fp64"][m.name] for m in bugs if m.name in found["fp64"]]
-    loose = share(f.loose.startswith("differs") for f in tried)
-    rows.append(f"| caught at a tolerance of 1e-3 | {loose} | | |")
+    row("caught at a tolerance of 1e-3", lambda m, f: f.loose.startswith("differs"))
     return "\n".join(rows)
 
 
@@ -182,12 +156,11 @@ def share(values: Iterable[bool]) -> str:
 def table(bugs: Iterable[Mutant], found: Results) -> str:
     """Return a row for each bug."""
     rows = [
-        "| planted | reported as | first in float64 | cause | curve | 1e-3 | bf16 | fp16 |",
-        "|---|---|---|---|---|---|---|---|",
+        "| planted | reported as | first | cause | curve | 1e-3 |",
+        "|---|---|---|---|---|---|",
     ]
     for mutant in bugs:
-        result = found["fp64"].get(mutant.name)
-        low = [found[precision].get(mutant.name) for precision in PRECISIONS[1:]]
+        result = found.get(mutant.name)
         if result is None:
             continue
         first, cause = "in a note alone" if result.noted else "**missed**", ""
@@ -203,7 +176,6 @@ def table(bugs: Iterable[Mutant], found: Results) -> str:
             cause,
             "yes" if result.curve > CURVE else "no",
             "yes" if result.loose.startswith("differs") else "no",
-            *("" if f is None else "yes" if f.is_caught else "no" for f in low),
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -218,23 +190,17 @@ def link(reference: str) -> str:
 def harmless_text(silent: list[Mutant], found: Results, data: Mapping[str, Any]) -> str:
     """Return which changes stayed silent, and the number of false alarms."""
     changes = [m for m in silent if not m.change.startswith("none")]
-    alarms = {
-        p: [m.name for m in silent if m.name in found[p] and found[p][m.name].verdict != "exact"]
-        for p in PRECISIONS
-    }
+    alarms = [m.name for m in silent if m.name in found and found[m.name].verdict != "exact"]
     text = (
         f"{len(silent) - len(changes)} right loops and {len(changes)} harmless changes must stay "
-        f"silent; alarms in float64: {', '.join(alarms['fp64']) or 'none'}; in bf16: "
-        f"{', '.join(alarms['bf16']) or 'none'}; in fp16: {', '.join(alarms['fp16']) or 'none'}. "
+        f"silent; alarms: {', '.join(alarms) or 'none'}. "
         "The changes: " + "; ".join(m.change for m in changes) + "."
     )
-    for precision in PRECISIONS:
-        if runs := data.get(f"healthy {precision}"):
-            text += (
-                f"\n\nOf {runs['runs']} runs of these with other seeds in {precision}, "
-                f"{len(runs['alarms'])} raised an alarm; the largest error of the others is "
-                f"{runs['largest']:.1e}."
-            )
+    if runs := data.get("healthy"):
+        text += (
+            f"\n\nOf {runs['runs']} runs of these with other seeds {len(runs['alarms'])} raised an "
+            f"alarm; the largest error of the others is {runs['largest']:.1e}."
+        )
     return text
 
 

@@ -11,10 +11,8 @@ import torch
 from torch import distributed
 
 from shoal.testing import world
-from shoal.verification.script.perturbation import RUNS, measured
 from shoal.verification.script.run_comparison import SAME_DRAWS, compare_runs
 from shoal.verification.script.run_record import read_run
-from shoal.verification.script.step_comparison import EXACT, Tolerances
 from tests.mutants.mutant import OF_LOSS, OF_SAMPLES, Mutant, mutants
 from tests.mutants.peers import Peers
 from tests.mutants.recording import record_candidate, record_reference
@@ -27,11 +25,10 @@ LOOSE = 1e-3
 
 
 class Case(NamedTuple):
-    """A loop to run: its name, the seed, and the precision of its computation."""
+    """A loop to run: its name, and the seed."""
 
     name: str
     seed: int = 0
-    precision: str = "fp64"
 
 
 class Found(NamedTuple):
@@ -89,7 +86,7 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
     known = mutants()
     for index, case in enumerate(cases):
         place = Path(folder, str(index), "candidate")
-        record_candidate(known[case.name].loop, place, peers, case.seed, case.precision)
+        record_candidate(known[case.name].loop, place, peers, case.seed)
     peers.barrier()
     return {
         case: _compared(known[case.name], case, Path(folder, str(index)))
@@ -100,8 +97,8 @@ def _judge_in_rank(cases: Sequence[Case], folder: str) -> dict[Case, Found]:
 
 def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
     many, one = folder / "candidate", folder / "reference"
-    record_reference(mutant.loop, one, many, case.seed, case.precision)
-    report = compare_runs(one, many, _tolerances(mutant, case, folder))
+    record_reference(mutant.loop, one, many, case.seed)
+    report = compare_runs(one, many)
     first = report.first
     module, what, error = None, "", None
     if first is not None:
@@ -120,18 +117,6 @@ def _compared(mutant: Mutant, case: Case, folder: Path) -> Found:
         compare_runs(one, many, LOOSE).verdict,
         SAME_DRAWS in report.notes,
     )
-
-
-def _tolerances(mutant: Mutant, case: Case, folder: Path) -> Tolerances:
-    """Return the tolerances that `verify_script` has: fixed in float64, else measured."""
-    if case.precision == "fp64":
-        return Tolerances(EXACT)
-    one = folder / "reference"
-    moved = [folder / f"perturbed-{seed}" for seed in range(RUNS)]
-    for seed, place in enumerate(moved):
-        like = folder / "candidate"
-        record_reference(mutant.loop, place, like, case.seed, case.precision, (one, seed))
-    return measured(one, moved)
 
 
 def _curve(one: Path, many: Path) -> float:

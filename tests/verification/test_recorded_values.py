@@ -8,7 +8,6 @@ from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.joined_ranks import _versions
 from shoal.verification.script.likely_cause import common_factor, in_words, ratios, row_factors
 from shoal.verification.script.model_names import ModelNames, plain_name
-from shoal.verification.script.step_comparison import Tolerances
 
 
 def test_rows_of_data_ranks_and_micro_batches_are_joined_in_order() -> None:
@@ -50,11 +49,9 @@ def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
 def test_one_factor_is_told_from_several_and_from_another_direction() -> None:
     one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
     halved = {name: value / 2 for name, value in one.items()}
-    assert common_factor(ratios(one, halved), lambda _: 1e-6) == pytest.approx(0.5)
-    assert common_factor(ratios(one, {**one, "b": one["b"] * 2}), lambda _: 1e-6) is None
-    assert (
-        common_factor(ratios(one, {**one, "a": torch.tensor([2.0, 1.0])}), lambda _: 1e-6) is None
-    )
+    assert common_factor(ratios(one, halved).values(), 1e-6) == pytest.approx(0.5)
+    for other in ({"b": one["b"] * 2}, {"a": torch.tensor([2.0, 1.0])}):
+        assert common_factor(ratios(one, {**one, **other}).values(), 1e-6) is None
 
 
 def test_rows_have_factors_of_their_own() -> None:
@@ -90,9 +87,3 @@ def test_a_script_that_means_float32_computes_in_float64() -> None:
         assert from_numpy.to(torch.float32).dtype == torch.float64
         assert torch.ones(2).float().dtype == torch.float64
     assert torch.ones(2).dtype == torch.float32
-
-
-def test_a_tensor_without_a_measured_tolerance_has_the_default_one() -> None:
-    tolerances = Tolerances(1e-3, {1: {"loss": 1e-2}})
-    assert tolerances.of(1, "loss") == 1e-2
-    assert tolerances.of(2, "loss") == tolerances.of(1, "weight/a") == 1e-3

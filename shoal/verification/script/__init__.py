@@ -8,7 +8,6 @@
 - `float64_everywhere` lets it compute in float64;
 - `run_record` is the record, in JSON and safetensors;
 - `joined_ranks` joins what ranks hold into the tensors of one process;
-- `step_comparison` and `run_comparison` find the first difference, `likely_cause` names its class,
-  `perturbation` measures rounding;
+- `step_comparison` and `run_comparison` find the first difference, `likely_cause` names its class;
 - `script_verdict` has the function that a user calls.
 """

@@ -14,11 +14,10 @@ rest     |h - factor g| / |h|        0: h is a multiple of g; else another direc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from shoal.verification.script.script_report import Phase, ScriptCause, ScriptDifference
@@ -67,7 +66,7 @@ def likely_cause(
                 "reported is not: it is computed or averaged over ranks in another way.",
             )
         case "loss" | "backward":
-            return _backward(first, gradients, steps, ranks)
+            return _backward(first, gradients, step, ranks)
         case "update":
             return _update(first, _names_in("update", found), steps)
         case "files":
@@ -121,14 +120,14 @@ def _buffer(first: ScriptDifference, step: StepComparison) -> ScriptCause:
 
 
 def _backward(
-    first: ScriptDifference, wrong: tuple[str, ...], steps: list[StepComparison], ranks: int
+    first: ScriptDifference, wrong: tuple[str, ...], step: StepComparison, ranks: int
 ) -> ScriptCause:
     """Return the cause of wrong gradients. Args: wrong: names of their parameters."""
-    step = steps[-1]
     known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
-    if cause := _of_parameters(wrong, steps, known):
+    if cause := _of_parameters(wrong, step, known):
         return cause
-    factor = common_factor(known, step.direction)
+    are_known = all(name in known for name in wrong)
+    factor = common_factor(known.values(), step.direction) if are_known else None
     if factor is not None and len(wrong) > 1:
         where = (
             "divided once too often" if factor < 1 else "not divided, or added up once too often"
@@ -140,12 +139,10 @@ def _backward(
             "norm.",
             factor,
         )
-    if _holds_earlier(steps, wrong):
-        return _not_zeroed(wrong)
     if cause := _weights_of_rows(step):
         return cause
     is_part = len(wrong) < len(known)
-    factor = common_factor({n: known[n] for n in wrong if n in known}, step.direction)
+    factor = common_factor([known[n] for n in wrong], step.direction) if are_known else None
     if is_part and factor is not None:
         return ScriptCause(
             "scale",
@@ -159,17 +156,16 @@ def _backward(
     return ScriptCause(
         "wrong gradient",
         f"the backward pass is right after {module or 'the model'} and wrong from there on: look "
-        "at the gradients that it, or what stands between it and the layer after it, computes or "
-        "reduces.",
+        "at the gradients that it, or what stands between it and the layer after it, computes, "
+        "reduces, or keeps of an earlier step.",
         parameters=wrong if is_part else (),
     )
 
 
 def _of_parameters(
-    wrong: tuple[str, ...], steps: list[StepComparison], known: Mapping[str, GradientRatio]
+    wrong: tuple[str, ...], step: StepComparison, known: Mapping[str, GradientRatio]
 ) -> ScriptCause | None:
     """Return the cause that some wrong parameters show by themselves; None if none does."""
-    step = steps[-1]
     unknown = tuple(name for name in wrong if name not in step.index.gradients)
     if unknown and step.index.gradients:
         return ScriptCause(
@@ -177,8 +173,6 @@ def _of_parameters(
             f"the optimizer does not hold {_listed(unknown)}, as it does on one process.",
             parameters=unknown,
         )
-    if kept := tuple(name for name in wrong if _is_earlier(steps, name)):
-        return _not_zeroed(kept)
     if missing := tuple(name for name in wrong if _has_none(step, name)):
         return ScriptCause(
             "missing gradient",
@@ -205,42 +199,9 @@ def _has_none(step: StepComparison, name: str) -> bool:
     return name in expected and (name not in given or not given[name].any())
 
 
-def _not_zeroed(names: tuple[str, ...]) -> ScriptCause:
-    return ScriptCause(
-        "not zeroed",
-        f"the gradients of {_listed(names)} hold those of earlier steps: nothing has set them to "
-        "zero in between.",
-        parameters=names,
-    )
-
-
-def _is_earlier(steps: list[StepComparison], name: str) -> bool:
-    """Return True for a gradient of an earlier step where one process has none."""
-    step, key = steps[-1], f"gradient/{name}"
-    if key in step.expected or key not in step.given or not step.given[key].any():
-        return False
-    return any(key in s.given and s.given[key].equal(step.given[key]) for s in steps[:-1])
-
-
-def _holds_earlier(steps: list[StepComparison], wrong: tuple[str, ...]) -> bool:
-    """Return True if all wrong gradients are sums of those of this step and of earlier ones."""
-    given = steps[-1].given.below("gradient")
-    of_steps = [step.expected.below("gradient") for step in steps]
-
-    def is_sum_from(start: int) -> bool:
-        terms = of_steps[start:]
-        names = [n for n in wrong if n in given and all(n in of_step for of_step in terms)]
-        totals = {n: torch.stack([of_step[n].double() for of_step in terms]).sum(0) for n in names}
-        return bool(names) and all(
-            ratio(totals[n], given[n]).distance <= steps[-1].direction(n) for n in names
-        )
-
-    return any(is_sum_from(start) for start in range(len(steps) - 1))
-
-
 def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
     """Return the cause where rows of the last output have other weights in the loss."""
-    pair, tolerance = step.last_output_gradient(), step.direction_of_rows()
+    pair, tolerance = step.last_output_gradient(), step.direction
     if pair is None:
         return None
     factors = row_factors(*pair, tolerance)
@@ -311,11 +272,6 @@ class GradientRatio(NamedTuple):
     size: float
     """Norm of the gradient on one process."""
 
-    @property
-    def distance(self) -> float:
-        """How far it is from being the same gradient."""
-        return max(self.rest, abs(self.factor - 1))
-
 
 def ratio(expected: Tensor, given: Tensor) -> GradientRatio:
     """Return the ratio of two tensors of one shape."""
@@ -343,24 +299,13 @@ def ratios(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[
     return {name: value for name, value in found.items() if value.size > 1e-8 * largest}
 
 
-def common_factor(
-    values: Mapping[str, GradientRatio], tolerance: Callable[[str], float]
-) -> float | None:
-    """Return the one factor of all gradients; None where they have several, or no multiple.
-
-    Args: tolerance: of a gradient, by its name.
-    """
-    allowed = {name: tolerance(name) for name in values}
-    if not values or not all(value.rest <= allowed[name] for name, value in values.items()):
+def common_factor(values: Collection[GradientRatio], tolerance: float) -> float | None:
+    """Return the one factor of all gradients; None where they have several, or no multiple."""
+    if not values or not all(value.rest <= tolerance for value in values):
         return None
-    surest = min(allowed, key=lambda name: allowed[name])
-    middle = values[surest].factor
-    size = max(abs(middle), 1e-12)
-    is_one = all(
-        abs(value.factor - middle) <= (allowed[name] + allowed[surest]) * size
-        for name, value in values.items()
-    )
-    return middle if is_one else None
+    first = next(iter(values)).factor
+    allowed = 2 * tolerance * max(abs(first), 1e-12)
+    return first if all(abs(value.factor - first) <= allowed for value in values) else None
 
 
 def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> Sequence[float] | None:

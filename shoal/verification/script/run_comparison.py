@@ -15,7 +15,7 @@ from shoal.verification.script.script_report import (
     ScriptDifference,
     ScriptReport,
 )
-from shoal.verification.script.step_comparison import EXACT, RecordedRun, StepComparison, Tolerances
+from shoal.verification.script.step_comparison import EXACT, RecordedRun, StepComparison
 from shoal.verification.script.written_files import compare_files
 
 OWN_STEPS = ScriptCause(
@@ -62,7 +62,7 @@ def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
 def compare_runs(
     reference_dir: str | Path,
     candidate_dir: str | Path,
-    tolerance: float | Tolerances = EXACT,
+    tolerance: float = EXACT,
 ) -> ScriptReport:
     """Compare the record of a run on many ranks with that of one process.
 
@@ -76,7 +76,6 @@ def compare_runs(
 
     Raises: RecordError: a folder holds no complete record.
     """
-    tolerances = tolerance if isinstance(tolerance, Tolerances) else Tolerances(tolerance)
     reference = RecordedRun(Path(reference_dir), read_run(Path(reference_dir)))
     candidate = RecordedRun(Path(candidate_dir), read_run(Path(candidate_dir)))
     ranks = candidate.ranks
@@ -90,7 +89,7 @@ def compare_runs(
     count = min(reference.steps, candidate.steps)
     if count == 0:
         return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
-    found, steps = _until_difference(reference, candidate, count, tolerances)
+    found, steps = _until_difference(reference, candidate, count, tolerance)
     largest = max((error for step in steps for error in step.errors.values()), default=None)
     layers = list(_layers(steps[-1]))
     if not found:
@@ -123,7 +122,7 @@ def _cause(
 
 
 def _until_difference(
-    reference: RecordedRun, candidate: RecordedRun, count: int, tolerances: Tolerances
+    reference: RecordedRun, candidate: RecordedRun, count: int, tolerance: float
 ) -> tuple[list[ScriptDifference], list[StepComparison]]:
     """Return the differences of the first step that has any, and all steps up to it.
 
@@ -133,36 +132,25 @@ def _until_difference(
     if not ranks[0].by_shoal and repeat_samples(candidate.folder, ranks):
         line = ranks[0].steps[0].calls[-1].line
         repeated = ScriptDifference(1, "batches", None, None, 1 - 1 / len(ranks), 0.0, line)
-        return [repeated], [StepComparison(reference, candidate, 1, tolerances)]
-    if found := _at_start(candidate.ranks, tolerances):
-        return found, [StepComparison(reference, candidate, 1, tolerances)]
+        return [repeated], [StepComparison(reference, candidate, 1, tolerance)]
+    if found := _at_start(candidate.ranks, tolerance):
+        return found, [StepComparison(reference, candidate, 1, tolerance)]
     steps: list[StepComparison] = []
     buffers: list[ScriptDifference] = []
     for number in range(1, count + 1):
-        step = StepComparison(reference, candidate, number, tolerances)
+        step = StepComparison(reference, candidate, number, tolerance)
         steps.append(step)
         found = step.compare()
         others = [difference for difference in found if difference.phase != "buffers"]
         if others:
-            return [b for b in buffers if _is_read(b, others[0], step, tolerances)] + others, steps
+            return [b for b in buffers if _is_read(b, others[0])] + others, steps
         buffers += found
-    return buffers or _files(reference, candidate, count, tolerances), steps
+    return buffers or _files(reference, candidate, count, tolerance), steps
 
 
-def _is_read(
-    buffer: ScriptDifference,
-    output: ScriptDifference,
-    step: StepComparison,
-    tolerances: Tolerances,
-) -> bool:
-    """Return True if a wrong buffer is why a later step's output is wrong.
-
-    Where tolerances are measured, the output of the module that reads it may be within its own.
-    """
-    if output.phase != "forward" or not tolerances.measured:
-        return output.phase == "forward" and buffer.module == output.module
-    order = [call.module for call in step.calls]
-    return buffer.module in order and order.index(buffer.module) <= order.index(output.module or "")
+def _is_read(buffer: ScriptDifference, output: ScriptDifference) -> bool:
+    """Return True if a wrong buffer is why a later step's output is wrong."""
+    return output.phase == "forward" and buffer.module == output.module
 
 
 def _draw_the_same(ranks: list[RankRecord]) -> bool:
@@ -172,19 +160,18 @@ def _draw_the_same(ranks: list[RankRecord]) -> bool:
 
 
 def _files(
-    reference: RecordedRun, candidate: RecordedRun, step: int, tolerances: Tolerances
+    reference: RecordedRun, candidate: RecordedRun, step: int, tolerance: float
 ) -> list[ScriptDifference]:
     """Return the files of rank 0 that differ, after runs in which nothing else does."""
     one, many = (Path(run.folder, "rank-0", "files") for run in (reference, candidate))
-    allowed = tolerances.of(step, "files")
     return [
-        ScriptDifference(step, "files", None, name, error, allowed)
+        ScriptDifference(step, "files", None, name, error, tolerance)
         for name, error in compare_files(one, many).items()
-        if not error <= allowed
+        if not error <= tolerance
     ]
 
 
-def _at_start(ranks: list[RankRecord], tolerances: Tolerances) -> list[ScriptDifference]:
+def _at_start(ranks: list[RankRecord], tolerance: float) -> list[ScriptDifference]:
     """Return the weights that differ between the ranks before the first step."""
     first = ranks[0].steps[0].digests
     found: dict[str, ScriptDifference] = {}
@@ -195,9 +182,9 @@ def _at_start(ranks: list[RankRecord], tolerances: Tolerances) -> list[ScriptDif
             error = max(abs(a - b) for a, b in zip(values, first[key], strict=True))
             error /= max(abs(first[key][0]), 1e-300)
             name = key.removeprefix("start/")
-            if not error <= tolerances.default:
+            if not error <= tolerance:
                 module = name.rpartition(".")[0]
-                found[name] = ScriptDifference(1, "start", module, name, error, tolerances.default)
+                found[name] = ScriptDifference(1, "start", module, name, error, tolerance)
     return list(found.values())
 
 

@@ -14,7 +14,7 @@ import threading
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.module_calls import ModuleCalls, user_line
-from shoal.verification.script.perturbation import Perturbation, perturbation
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord, read_run
 from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.watched_calls import watch
@@ -56,7 +55,6 @@ class ScriptRecorder:
         record: the index of this rank, to be completed.
         steps: the script ends after so many.
         start: gives one process the weights and rates of many; None on many.
-        perturbation: moves the weights for the passes of each step; None leaves them.
     """
 
     def __init__(
@@ -65,14 +63,12 @@ class ScriptRecorder:
         record: RankRecord,
         steps: int,
         start: SameStart | None = None,
-        perturbation: Perturbation | None = None,
     ) -> None:
         self.record = record
         self.names = ModelNames()
         self._writer = writer
         self._steps = steps
         self._start = start
-        self._perturbation = perturbation
         self._calls = ModuleCalls(self.names, self._before_model)
         self._run: ShoalValues | None = None
         self._step = StepRecord(1)
@@ -156,8 +152,6 @@ class ScriptRecorder:
         if not self._started:
             self._started = True
             self._begin()
-        if self._perturbation is not None:
-            self._perturbation.begin(self.names)
 
     def _begin(self) -> None:
         """Give the models the weights of many ranks, or record those that they begin with."""
@@ -184,8 +178,6 @@ class ScriptRecorder:
             return
         step = self._step
         step.lines.setdefault("step", user_line())
-        if self._perturbation is not None:
-            self._perturbation.end()
         if self._start is not None:
             self._start.set_rates(step.number, optimizer)
         step.settings = group_settings(optimizer)
@@ -244,9 +236,6 @@ class ScriptRecorder:
         return {name: whole(buffer) for name, buffer in self.names.buffers()}
 
 
-Arithmetic = Literal["fp64", "fp32", "bf16", "fp16", "script"]
-
-
 @dataclass(frozen=True)
 class RecordingPlan:
     """All that a process needs to know to record its part of a run.
@@ -254,19 +243,14 @@ class RecordingPlan:
     Attributes:
         folder: of the record.
         steps: the script ends after so many optimizer steps.
-        precision: "fp64" promotes the script; "script" leaves it as it is; the others tell
-            `shoal.init` what to compute in, and leave scripts without Shoal as they are.
         like: the record of the run on many ranks, whose batches and weights this one process
             gets; None for that run itself.
         without_dropout: dropout is off under Shoal too, not only in other scripts.
-        perturb: (record of one process, seed): weights are moved by its rounding units.
     """
 
     folder: str
     steps: int
-    precision: Arithmetic = "fp64"
     like: str | None = None
-    perturb: tuple[str, int] | None = None
     without_dropout: bool = False
 
 
@@ -277,8 +261,7 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     record = RankRecord(rank, world)
     writer = RecordWriter(Path(plan.folder), rank)
     with ExitStack() as stack:
-        if plan.precision == "fp64":
-            stack.enter_context(Float64Everywhere())
+        stack.enter_context(Float64Everywhere())
         WrittenFiles(writer.folder / "files").start(stack)
         turn_dropout_off(stack, record, plan.without_dropout)
         recorder = _recorder(writer, record, plan, stack)
@@ -306,7 +289,4 @@ def _recorder(
     folder = Path(plan.like)
     ranks = read_run(folder)
     JoinedBatches(folder, ranks).start(stack)
-    moved = None
-    if plan.perturb is not None:
-        moved = perturbation(Path(plan.perturb[0]), plan.perturb[1])
-    return ScriptRecorder(writer, record, plan.steps, SameStart(folder, ranks, record), moved)
+    return ScriptRecorder(writer, record, plan.steps, SameStart(folder, ranks, record))

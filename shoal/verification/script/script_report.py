@@ -17,7 +17,6 @@ CauseClass = Literal[
     "same samples",  # all ranks compute the same ones, each on its own
     "wrong gradient",  # a module's backward pass, or what becomes of its gradient
     "missing gradient",  # a parameter has none, or zeros
-    "not zeroed",  # gradients of earlier steps are in it
     "wrong output",  # a module's forward pass
     "loss",  # outputs are right and the loss is not
     "update",  # gradients are right and the new weights are not

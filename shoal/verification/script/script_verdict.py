@@ -17,16 +17,11 @@ from shoal.strategies.precheck import check
 from shoal.testing.world import World
 from shoal.verification.script.likely_cause import NO_CAUSE
 from shoal.verification.script.loader_batches import axes_of_batches
-from shoal.verification.script.perturbation import RUNS, measured
 from shoal.verification.script.run_comparison import compare_runs
 from shoal.verification.script.run_record import RankRecord, read_run
-from shoal.verification.script.script_recorder import (
-    Arithmetic,
-    RecordingPlan,
-    record_script,
-)
+from shoal.verification.script.script_recorder import RecordingPlan, record_script
 from shoal.verification.script.script_report import ScriptReport
-from shoal.verification.script.step_comparison import EXACT, Tolerances
+from shoal.verification.script.step_comparison import EXACT
 from shoal.verification.verdict import draws_of
 
 TIMEOUT_S = 600.0
@@ -50,13 +45,13 @@ def verify_script(
     ranks: int = 2,
     strategy: str | None = None,
     steps: int = 3,
-    precision: Arithmetic = "fp64",
     tolerance: float = EXACT,
     keep: str | Path | None = None,
 ) -> ScriptReport:
     """Run a script on `ranks` processes of this machine and alone, and compare step by step.
 
-    The script is not changed, and nothing that it prints is shown. It is ended after `steps` steps.
+    The script is not changed, and nothing that it prints is shown. It computes in float64, and is
+    ended after `steps` steps.
 
     Args:
         script: a Python file.
@@ -64,9 +59,7 @@ def verify_script(
         ranks: the number of processes that train together.
         strategy: in place of the one that the script gives to `shoal.init`.
         steps: optimizer steps to compare.
-        precision: "fp64" lets the script compute in float64. For others the tolerance of each
-            tensor is measured: how far a rounding unit in the weights moves it.
-        tolerance: the largest relative error that counts as rounding in float64.
+        tolerance: the largest relative error that counts as rounding.
         keep: folder for the records, `reference` and `candidate`; they are deleted otherwise.
 
     Raises:
@@ -86,13 +79,13 @@ def verify_script(
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
     with _folder(keep) as folder:
-        recording = _Recording(Path(script), arguments, Path(folder), steps, precision, draws)
+        recording = _Recording(Path(script), arguments, Path(folder), steps, draws)
         many = recording.candidate(ranks, variables)
         if any(record.refusal is not None for record in many):
             return compare_runs(recording.many, recording.many)
         _check_record(Path(script), recording.many, many)
-        recording.reference("reference")
-        return compare_runs(recording.one, recording.many, recording.tolerances(tolerance))
+        recording.reference()
+        return compare_runs(recording.one, recording.many, tolerance)
 
 
 def _folder(keep: str | Path | None) -> AbstractContextManager[str]:
@@ -110,7 +103,6 @@ class _Recording:
     arguments: Sequence[str]
     folder: Path
     steps: int
-    precision: Arithmetic
     draws: str
 
     @property
@@ -132,25 +124,13 @@ class _Recording:
             records = read_run(self.many)
         return records
 
-    def reference(self, name: str, seed: int | None = None) -> Path:
-        """Run alone; return the folder of the record. Args: seed: of the perturbation, if any."""
-        folder = self.folder / name
-        perturb = None if seed is None else (str(self.one), seed)
-        plan = replace(self._plan(folder), like=str(self.many), perturb=perturb)
+    def reference(self) -> None:
+        """Run alone."""
+        plan = replace(self._plan(self.one), like=str(self.many))
         self._run(1, plan, {"SHOAL_STRATEGY": "single"})
-        return folder
-
-    def tolerances(self, tolerance: float) -> Tolerances:
-        """Return the given tolerance in float64, else measured ones."""
-        if self.precision == "fp64":
-            return Tolerances(tolerance)
-        moved = [self.reference(f"perturbed-{seed}", seed) for seed in range(RUNS)]
-        return measured(self.one, moved, tolerance)
 
     def _plan(self, folder: Path) -> RecordingPlan:
-        return RecordingPlan(
-            str(folder), self.steps, self.precision, without_dropout=self.draws == "rank"
-        )
+        return RecordingPlan(str(folder), self.steps, without_dropout=self.draws == "rank")
 
     def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
         for rank in Path(plan.folder).glob("rank-*"):
@@ -158,11 +138,10 @@ class _Recording:
         settings = {
             "OMP_NUM_THREADS": "1",
             "SHOAL_DRAWS": self.draws,
+            "SHOAL_PRECISION": "fp64",
             "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
             **variables,
         }
-        if self.precision != "script":
-            settings["SHOAL_PRECISION"] = self.precision
         processes = start(
             record_script,
             (str(self.script), list(self.arguments), plan),

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
@@ -28,24 +27,6 @@ from shoal.verification.script.script_report import Phase, ScriptDifference
 
 EXACT = 1e-10
 """For float64: far above the rounding of sums in another order, far below any error."""
-
-
-@dataclass(frozen=True)
-class Tolerances:
-    """Tolerances of a comparison.
-
-    Attributes:
-        default: of every tensor that has none of its own.
-        measured: step -> name of a tensor, as in `StepComparison.errors` -> its own tolerance;
-            "files" are those that the script writes.
-    """
-
-    default: float = EXACT
-    measured: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
-
-    def of(self, step: int, name: str) -> float:
-        """Return the tolerance of a tensor in a step."""
-        return self.measured.get(step, {}).get(name, self.default)
 
 
 class RecordedRun:
@@ -67,7 +48,7 @@ class StepComparison:
     Args:
         reference, candidate: the run of one process, and that of many ranks.
         step: from 1.
-        tolerances: of each tensor.
+        tolerance: the relative error that counts as rounding.
 
     Attributes:
         calls: of the reference.
@@ -77,7 +58,7 @@ class StepComparison:
     """
 
     def __init__(
-        self, reference: RecordedRun, candidate: RecordedRun, step: int, tolerances: Tolerances
+        self, reference: RecordedRun, candidate: RecordedRun, step: int, tolerance: float
     ) -> None:
         self.step = step
         self.reference: StepRecord = reference.ranks[0].steps[step - 1]
@@ -90,7 +71,7 @@ class StepComparison:
         self._files = files
         self._records = candidate.ranks
         self.joined = RanksOfStep(candidate.ranks, files, step)
-        self._tolerances = tolerances
+        self._tolerance = tolerance
         self.errors: dict[str, float] = {}
         self._last_call: dict[str, int] = {c.module: i for i, c in enumerate(self.calls)}
 
@@ -127,14 +108,10 @@ class StepComparison:
                     return pair[0], pair[1][0]
         return None
 
-    def direction(self, parameter: str) -> float:
-        """Return how far a parameter's gradient may be from a multiple of that of one process."""
-        measured = self._tolerances.measured.get(self.step, {})
-        return max(1e-6, measured.get(f"gradient/{parameter}", 10 * self._tolerances.default))
-
-    def direction_of_rows(self) -> float:
-        """Return the same for rows of the gradient of an output."""
-        return max(1e-6, 10 * self._tolerances.default)
+    @property
+    def direction(self) -> float:
+        """How far a gradient may be from a multiple of that of one process."""
+        return max(1e-6, 10 * self._tolerance)
 
     def _forward(self) -> list[ScriptDifference]:
         places = [(i, o) for i, call in enumerate(self.calls) for o in range(call.outputs)]
@@ -242,7 +219,7 @@ class StepComparison:
         return {
             name: error
             for name, error in self._apart("gradient").items()
-            if not error <= self._tolerances.of(self.step, f"gradient/{name}")
+            if not error <= self._tolerance
         }
 
     def depends_on_rows(self, buffer: str) -> bool:
@@ -279,7 +256,6 @@ class StepComparison:
     ) -> list[ScriptDifference]:
         error = math.inf if math.isnan(error) else error
         self.errors[key] = max(error, self.errors.get(key, 0.0))
-        allowed = self._tolerances.of(self.step, key)
-        if error <= allowed:
+        if error <= self._tolerance:
             return []
-        return [ScriptDifference(self.step, phase, module, parameter, error, allowed, line)]
+        return [ScriptDifference(self.step, phase, module, parameter, error, self._tolerance, line)]

@@ -90,7 +90,7 @@ class CountOfLastMicroBatch(Accumulating):
 @planted(
     "the flat bucket of messages is not set to zero between steps",
     module="head",
-    cause="not zeroed",
+    cause="wrong gradient",
 )
 class BucketNotZeroed(Accumulating):
     bucket: Tensor | None = None
@@ -106,7 +106,7 @@ class BucketNotZeroed(Accumulating):
 @planted(
     "zero_grad leaves out the parameters of which another rank is the owner",
     module="head",
-    cause="not zeroed",
+    cause="wrong gradient",
 )
 class OthersNotZeroed(Accumulating):
     def zero(self) -> None:

@@ -41,10 +41,9 @@ class WithShoal(Loop):
         run = init_with_place(
             self.strategy,
             accumulate=self.accumulate,
-            precision=self.precision,
+            precision="fp64",
             announce=lambda _: None,
         )
-        self.autocast = False  # the run does it
         self.model, self.optimizer, loader = run.prepare(self.model, self.optimizer, loader)
         for tokens, labels in loader:
             self.optimizer.zero_grad()
@@ -53,8 +52,7 @@ class WithShoal(Loop):
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """Return the mean over rows."""
-        output = self.call(tokens).flatten(0, 1).float()
-        return F.cross_entropy(output, labels.flatten())
+        return F.cross_entropy(self.call(tokens).flatten(0, 1), labels.flatten())
 
 
 @harmless("none: Shoal's ddp")

@@ -242,7 +242,7 @@ class BranchedTagger(Tagger):
 @planted(
     "parameters that a step does not use keep the gradient of the last one",
     module=("blocks.1.down", "blocks.1.norm", "blocks.1.up"),
-    cause="not zeroed",
+    cause="wrong gradient",
     links=("pytorch/pytorch#112152", "NVIDIA-NeMo/Automodel#2995"),
 )
 class UnusedKeepGradient(DataParallel):
