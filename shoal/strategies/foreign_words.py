@@ -45,6 +45,8 @@ INSTEAD = {
     "gpipe": "a schedule belongs to a pipeline: pipeline=2,schedule=gpipe",
     "1f1b": "a schedule belongs to a pipeline: pipeline=2,schedule=1f1b",
     "cut_by": "tensor finds by itself what it cuts; tensor=T,whole=PATTERN leaves modules whole",
+    "budget_mb": "recompute=K computes every K-th unit again; `shoal plan` tells what memory "
+    "each K takes",
     "bf16": "mixed precision is no strategy: shoal.init(precision=...), --train.precision",
     "fp16": "mixed precision is no strategy: shoal.init(precision=...), --train.precision",
     "ga": "gradient accumulation is no strategy: shoal.init(accumulate=...), --train.accumulate",

@@ -66,22 +66,16 @@ class RecomputeOptions(StrategyOptions):
 
     Args:
         every: recompute each k-th unit; 1 for all units.
-        budget_mb: MiB of activations that one micro-batch may keep, over all units. 0 for no
-            budget: all units that `every` names are recomputed. Sizes are measured in the first
-            step, which keeps activations in CPU memory.
         unit: class name of the modules that are recomputed; empty for the rule in `units`.
     """
 
     value: ClassVar[str] = "every"
     every: int = 1
-    budget_mb: float = 0.0
     unit: str = ""
 
     def __post_init__(self) -> None:
-        if self.every < 1 or not self.budget_mb >= 0:
-            given = f"recompute={self.every},budget_mb={self.budget_mb:g}"
-            valid = "every k-th unit with k from 1 on, and a budget that is not negative"
-            raise ConfigError([f"{given}: {valid}"])
+        if self.every < 1:
+            raise ConfigError([f"recompute={self.every}: every k-th unit, with k from 1 on"])
 
 
 @dataclass(frozen=True)

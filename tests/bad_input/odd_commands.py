@@ -144,11 +144,11 @@ STRATEGIES = [
     *("server=1,compress=x", "ddp,compress=topk=2", "ddp,compress=topk=nan", "ddp,bucket_mb=0"),
     *("ddp,bucket_mb=nan", "ddp,allreduce=x", "ddp,unused=3", "ddp,nonsense=3", "local=0"),
     *("local=-1", "local=x", f"local={HUGE}", "diloco=2,outer_lr=0", "diloco=2,outer_lr=nan"),
-    *("diloco=2,outer_momentum=1", "recompute=0", "recompute=-1", "recompute=1,budget_mb=-1"),
-    *("recompute=1,budget_mb=nan", "zero3,hybrid=-1", "zero3,hybrid=3", "zero3,offload=maybe"),
+    *("diloco=2,outer_momentum=1", "recompute=0", "recompute=-1", "recompute=1,budget_mb=9"),
+    *("recompute=nan", "zero3,hybrid=-1", "zero3,hybrid=3", "zero3,offload=maybe"),
     *("missing_module:Class", "os.path:a b", ":", "a:", ":B", "ddp;zero1", "é"),
     *("=", "==", "ddp,", ",ddp", "ddp,,zero1", LONG, CONTROL, "single", f"recompute={HUGE}"),
-    *("recompute=1,budget_mb=.nan", "server=1,part_mb=.inf", f"server=1,staleness={HUGE}"),
+    *("recompute=.nan", "server=1,part_mb=.inf", f"server=1,staleness={HUGE}"),
     *("tensor=2,whole=", "tensor=2,sequence=3"),
 ]
 

@@ -26,8 +26,7 @@ BAD = [
     ("tensor=0", "tensor=0: must be 1 or more"),
     ("tensor=2,cut_by=up:column", "tensor=T,whole=PATTERN leaves modules whole"),
     ("recompute=0", "k from 1 on"),
-    ("recompute,budget_mb=-1", "a budget that is not negative"),
-    ("recompute,budget_mb=.nan", "a budget that is not negative"),
+    ("recompute,budget_mb=100", "recompute=K computes every K-th unit again"),
     ("ddp,bucket_mb=0", "bucket_mb=0: must be greater than 0"),
     ("ddp,allreduce=rnig", "allreduce=rnig: not known; did you mean 'ring'"),
     (

@@ -9,9 +9,6 @@ It costs a third more computing, and needs the activations of one unit instead o
 2016). The numbers stay the same: recomputing draws random masks from the same generator state,
 reads buffers as the forward pass found them, and does not update running statistics again.
 
-With a budget, the first step measures the activations of each unit. From then on, the last units
-keep their activations, as many as fit in the budget.
-
 Numbers of a unit as its forward pass found them, for when it is computed again.
 
       self.temperature *= 0.99      forward: 1.0 -> 0.99      recompute: 1.0 again, then 0.99 stays
@@ -23,7 +20,7 @@ compute other values than those that were differentiated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from types import MethodType
@@ -38,11 +35,9 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
-from shoal.platform.tensors import MIB
 from shoal.platform.torch_private.module_state import own_buffers
-from shoal.platform.torch_private.subclasses import DeviceMode, function_modes, is_made_of_tensors
+from shoal.platform.torch_private.subclasses import DeviceMode, function_modes
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
-from shoal.strategies.module_snapshot import is_trial_running
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.transforms.recompute_cost import cost
 from shoal.strategies.wrap_units import innermost, units
@@ -70,11 +65,10 @@ class Recompute(RecomputeOptions, Strategy):
                 "recompute: the model has no Sequential, ModuleList or ModuleDict with blocks in "
                 "it. Name the class of its blocks: recompute,unit=CLASS."
             )
-        budget = _MemoryBudget(len(chosen), int(self.budget_mb * MIB)) if self.budget_mb else None
         own_forwards = [vars(module).get("forward") for module in chosen]
-        for index, module in enumerate(chosen):
+        for module in chosen:
             # A method, so that a copy of the module gets one that is bound to the copy.
-            module.forward = MethodType(_recomputed(module, index, budget), module)
+            module.forward = MethodType(_recomputed(module), module)
 
         def close() -> None:
             for module, own_forward in zip(chosen, own_forwards, strict=True):
@@ -116,11 +110,8 @@ def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
     return units(model.module, class_name)  # raises if no stage has one
 
 
-def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> Callable[..., Any]:
-    """Return a forward method for `module` that checkpoints its present one.
-
-    Args: index: position of the unit among those of `budget`.
-    """
+def _recomputed(module: nn.Module) -> Callable[..., Any]:
+    """Return a forward method for `module` that checkpoints its present one."""
     # None for a plain function that was assigned to module.forward.
     method = getattr(module.forward, "__func__", None)
     forward = method or (
@@ -133,10 +124,6 @@ def _recomputed(module: nn.Module, index: int, budget: _MemoryBudget | None) -> 
     def run(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *inputs, **options)
-        keeping = None if budget is None else budget.context_for(index, self)
-        if keeping is not None:
-            with keeping:
-                return forward(self, *inputs, **options)
         modes = _torch_function_modes()
         extra: dict[str, Any] = {}
         if has_buffers or modes:  # else without contexts, which torch.compile does not take
@@ -279,84 +266,6 @@ def _may_have_changed(slots: Sequence[BufferSlot], buffer: Tensor, copy: Tensor)
     if any(own_buffers(slot.owner)[slot.key] is not buffer for slot in slots):
         return True
     return buffer.device.type != "cpu" or not torch.equal(to_local(buffer), to_local(copy))
-
-
-class _MemoryBudget:
-    """Decides which units keep their activations, after each has run once.
-
-    Args:
-        count: number of units.
-        limit_bytes: bytes of activations of one micro-batch that units may keep.
-    """
-
-    def __init__(self, count: int, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
-        self.activation_bytes: list[int | None] = [None] * count  # None: not measured yet
-        self.keeps: list[bool] | None = None
-
-    def context_for(self, index: int, module: nn.Module) -> AbstractContextManager[Any] | None:
-        """Return a context for the forward pass of unit `index`, or None to recompute it.
-
-        Units run in order, so all are measured when the first one runs for the second time. The
-        few samples of a trial are no measure, and are computed twice.
-        """
-        if self.keeps is None and is_trial_running():
-            return None
-        if self.keeps is None and None not in self.activation_bytes:
-            self.keeps = self._last_that_fit()
-        if self.keeps is not None:
-            return nullcontext() if self.keeps[index] else None
-        return self._measuring(index, module)
-
-    def _last_that_fit(self) -> list[bool]:
-        """Choose the last units, whose activations live for the shortest time."""
-        keeps = [False] * len(self.activation_bytes)
-        remaining_bytes = self.limit_bytes
-        for index in reversed(range(len(keeps))):
-            size_bytes = self.activation_bytes[index] or 0
-            if size_bytes > remaining_bytes:
-                break
-            keeps[index] = True
-            remaining_bytes -= size_bytes
-        return keeps
-
-    @contextmanager
-    def _measuring(self, index: int, module: nn.Module) -> Iterator[None]:
-        """Measure the activations that the unit keeps, each storage once.
-
-        They are kept in CPU memory until the backward pass, because they may not fit on the device.
-        """
-        parameters = {
-            to_local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()
-        }
-        sizes: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-            for inner in _inner_tensors(tensor):
-                storage = inner.untyped_storage()
-                if storage.data_ptr() not in parameters:
-                    sizes[storage.data_ptr()] = storage.nbytes()
-            # A wrapper of other tensors, such as a shard of a sequence, stays on its device.
-            return tensor.device, tensor if _is_tensor_wrapper(tensor) else tensor.detach().cpu()
-
-        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
-            device, tensor = packed
-            return tensor if _is_tensor_wrapper(tensor) else tensor.to(device)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            yield
-        self.activation_bytes[index] = sum(sizes.values())
-
-
-def _is_tensor_wrapper(tensor: Any) -> bool:
-    return bool(is_made_of_tensors(tensor))
-
-
-def _inner_tensors(tensor: Any) -> list[Tensor]:
-    """Return the tensor itself, or the tensors that it wraps on this rank."""
-    if not _is_tensor_wrapper(tensor):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 Numbers = dict[tuple[int, str], int | float]

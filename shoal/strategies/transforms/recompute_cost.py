@@ -19,14 +19,8 @@ from shoal.strategies.wrap_units import innermost, units
 def cost(options: RecomputeOptions, step: StepCost) -> StepCost:
     """Return a step in which every k-th unit is computed again.
 
-    Raises: StrategyRefused: the model has no units; there is a budget, whose units are chosen in
-        the first step.
+    Raises: StrategyRefused: the model has no units.
     """
-    if options.budget_mb:
-        raise StrategyRefused(
-            f"budget_mb={options.budget_mb:g}: which units it keeps is measured in the first step. "
-            "Plan recompute=K, and use what fits."
-        )
     found = step.once(
         ("units", options.unit), lambda: [*innermost(units(step.module, options.unit))]
     )

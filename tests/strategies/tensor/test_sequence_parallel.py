@@ -43,7 +43,6 @@ def test_slices_of_the_sequence_are_one_device(name: str) -> None:
         pytest.param("tensor=2,sequence=true,zero1", 4, 2, "gpt", marks=SLOW),
         pytest.param("tensor=2,sequence=true,zero3", 4, 1, "between, without dropout", marks=SLOW),
         pytest.param("tensor=2,sequence=true,recompute", 2, 1, "gpt with dropout", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,recompute=1,budget_mb=0.01", 2, 1, "gpt", marks=SLOW),
         pytest.param("tensor=2,sequence=true,recompute,unit=Core", 2, 1, "rows", marks=SLOW),
         pytest.param("tensor=2,sequence=true,recompute,zero3", 4, 1, "gpt", marks=SLOW),
         pytest.param(

@@ -45,7 +45,6 @@ def test_two_slices_are_one_device(name: str) -> None:
         pytest.param("tensor=2,recompute,zero3", 4, 1, "gpt", marks=SLOW),
         pytest.param("tensor=3,ddp", 3, 1, "gated", marks=SLOW),
         pytest.param("tensor=4", 4, 1, "mlp", marks=SLOW),
-        pytest.param("tensor=2,recompute=1,budget_mb=0.01", 2, 1, "gpt", marks=SLOW),
         pytest.param("recompute,tensor=2", 2, 1, "cnn with BatchNorm", marks=SLOW),
     ],
 )

@@ -62,7 +62,6 @@ def trained(strategy: str, steps: int = 3) -> tuple[Model, list[list[int]]]:
     [
         "recompute,ddp",
         pytest.param("recompute=2,ddp", marks=pytest.mark.slow),
-        pytest.param("recompute,budget_mb=0.01,ddp", marks=pytest.mark.slow),
     ],
 )
 def test_weights_masks_and_running_statistics_are_the_same(strategy: str) -> None:
@@ -141,12 +140,6 @@ def test_a_copy_computes_with_its_own_weights() -> None:
 def test_every_kth_unit_is_computed_twice() -> None:
     assert trained("recompute,single")[1] == [[2, 2, 2, 2]] * 3
     assert trained("recompute=3,single")[1] == [[2, 1, 1, 2]] * 3
-
-
-def test_a_budget_is_measured_in_the_first_step_and_spent_on_the_last_units() -> None:
-    _, calls = trained("recompute,budget_mb=0.01,single")
-    assert calls == [[1, 1, 1, 1], [2, 2, 1, 1], [2, 2, 1, 1]]
-    assert trained("recompute,budget_mb=1,single")[1] == [[1, 1, 1, 1]] * 3
 
 
 def test_an_evaluation_computes_once() -> None:
