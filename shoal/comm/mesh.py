@@ -162,11 +162,6 @@ def register_cleanup(holder: Closeable) -> None:
     _cleanups.add(holder)
 
 
-def unregister_cleanup(holder: Closeable) -> None:
-    """Leave `holder` alone from now on: it was closed by other means."""
-    _cleanups.discard(holder)
-
-
 def ensure_group(device: torch.device) -> None:
     """Make a process group for a world of one, because torch's engines need one in any world.
 

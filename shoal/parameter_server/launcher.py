@@ -303,15 +303,8 @@ class ClusterLauncher:
                 self._announced.append(directory / admin_client.ADDRESS_FILE)
 
     def close(self) -> None:
-        """End the processes that this rank has started, and what starts them."""
-        self.end_processes()
-        if self.mesh.helper_spawner is not None:
-            self.mesh.helper_spawner.close()
-
-    def end_processes(self) -> None:
-        """End the processes that this rank has started, once all their workers have left.
-
-        Another launcher of the same rank may start others afterwards.
+        """End the processes that this rank has started once all their workers have left, and what
+        starts them.
         """
         if self.pool is not None:
             self.pool.close(CLOSE_LIMIT_S)
@@ -320,6 +313,8 @@ class ClusterLauncher:
             self._announced.pop().unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self.mesh.helper_spawner is not None:
+            self.mesh.helper_spawner.close()
 
     def share_key(self, encrypt: bool) -> tuple[Transport, Path]:
         """Make the job's name and key on rank 0, for all ranks. Collective.

@@ -291,7 +291,7 @@ def check_can_apply_again(strategies: Iterable[Strategy]) -> None:
             "strategy has divided or sent away those of the first. Give all models to the "
             "first prepare, with all layers trainable that any phase trains, and a learning "
             "rate of 0 for those that rest; or save with run.save(path) and train the next "
-            "phase in a run of its own; or use ddp, zero or tensor."
+            "phase in a run of its own; or use ddp."
         )
 
 

@@ -24,12 +24,10 @@ class OptimizerWatch:
     """Watches the steps of optimizers, each from its first call of `watch` on.
 
     Args: has_stand_ins: `.grad` holds stand-ins where gradients are elsewhere.
-
-    Attributes: seen: the optimizers that it watches.
     """
 
     def __init__(self, mesh: Mesh, nonfinite_steps: NonfiniteSteps, has_stand_ins: bool) -> None:
-        self.seen: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
+        self._seen: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
         self._mesh = mesh
         self._nonfinite_steps = nonfinite_steps
         self._has_stand_ins = has_stand_ins
@@ -46,8 +44,8 @@ class OptimizerWatch:
             parameters = local_model.trainable_params
             local_model.remote_optimizer.removed = partial(removed_gradients, parameters)
         for optimizer in optimizers:
-            if optimizer not in self.seen:
-                self.seen.add(optimizer)
+            if optimizer not in self._seen:
+                self._seen.add(optimizer)
                 if local_model.has_sharded_params:
                     step_local_shards(optimizer)
                 optimizer.register_step_pre_hook(self._begin)

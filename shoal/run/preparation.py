@@ -3,29 +3,22 @@
 loader      ──> shard_loader     ──> this rank's shares of each global batch
 optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
 torch       ──> seed_this_rank   ──> other random numbers where samples differ
-
-Before the strategies are applied anew, models and optimizers are made whole again on every rank:
-
-state of the strategy ──> state of optimizers, by name ──> OutsideStep.close ──> optimizers are
-comes out                 whole                            whole models          bound to these
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, register_cleanup
-from shoal.comm.norm import full_tensor
 from shoal.data.fingerprint import fingerprint
 from shoal.data.loader import shard_batches
 from shoal.data.seeds import derive_seed
@@ -35,10 +28,9 @@ from shoal.run import optimizer_binding
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.checks import check_one_optimizer, check_takes_scaled
 from shoal.run.nonfinite_steps import Nonfinite
-from shoal.run.optimizer_binding import bind_optimizer, check_keeps_no_tensors
-from shoal.run.optimizer_groups import owned_by, params_of
+from shoal.run.optimizer_binding import check_keeps_no_tensors
+from shoal.run.optimizer_groups import owned_by
 from shoal.strategies import base
-from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
 
@@ -159,49 +151,3 @@ def pacing_of(mesh: Mesh, local_model: base.LocalModel) -> tuple[str, int]:
     if mesh.pipeline.size > 1:
         return "pipeline", mesh.pipeline.rank
     return "together" if local_model.strategy_state.is_synchronous else "alone", 0
-
-
-Names = Sequence[list[list[str]]]
-"""For each optimizer and group the names of its parameters, the same on every rank."""
-
-
-def make_whole(
-    local_model: LocalModel,
-    root: nn.Module,
-    optimizers: Sequence[Optimizer],
-    names: Names,
-    stepping: Collection[Optimizer],
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Make the models and the optimizers what they would be on one device. Collective.
-
-    Args:
-        root: the models as they are shown, new ones too.
-        names: of the parameters in `root`.
-        stepping: optimizers that have stepped the local model.
-
-    Returns: the state of the strategy, as its `state_dict` and `rank_state_dict` have it.
-    """
-    # State comes out before `close`, which ends the servers that hold it.
-    state = local_model.strategy_state
-    state.synchronize()
-    for optimizer in optimizers:
-        if optimizer in stepping:  # it goes on, so its state does too
-            state.pull_state(optimizer)
-    saved = state.state_dict(), state.rank_state_dict()
-    local_model.outside_step.close()
-    whole = dict(root.named_parameters())
-    for optimizer, groups in zip(optimizers, names, strict=True):
-        _bind_to_whole(optimizer, groups, whole)
-    return saved
-
-
-def _bind_to_whole(
-    optimizer: Optimizer, groups: list[list[str]], whole: Mapping[str, nn.Parameter]
-) -> None:
-    """Bind an optimizer to whole parameters again, and make its state whole. Collective."""
-    for parameter in params_of(optimizer):
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, DTensor):
-                state[key] = full_tensor(value)
-    bind_optimizer(optimizer, groups, whole)

@@ -3,8 +3,8 @@
 prepare(...)                    models, optimizers and loaders are collected
 apply                           strategies replace the models by this rank's piece of them:
                                 in `prepare`, or in the first step if a strategy needs a batch
-prepare(...) again              a new optimizer, a new loader, a frozen model; trained models
-                                and thawed layers, for which all is made whole and applied anew
+prepare(...) again              a new optimizer, a new loader, a frozen model; where every rank has
+                                whole models trained ones and thawed layers too
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
     bind_optimizers,
-    make_whole,
     seed_this_rank,
     shard_loader,
 )
@@ -296,21 +295,16 @@ class Prepared:
         self._guards.install(models, self.optimizers, local_model, self.mesh)
 
     def _apply_again(self) -> None:
-        """Apply the strategies anew, where they can make all parameters whole again; those that
-        need a batch wait for the next one. Collective.
-        """
+        """Apply the strategies anew, where every rank has whole parameters. Collective."""
         check_can_apply_again(self._strategies)
         root = as_one_module(self.models)
-        groups = group_names(self.optimizers, root, self._bound)
+        group_names(self.optimizers, root, self._bound)  # raises where one is missing
         assert self._local_model is not None
         self._guards.remove()
-        self._state_to_load = make_whole(
-            self._local_model,
-            root,
-            self.optimizers,
-            groups,
-            self._optimizer_watch.seen,
-        )
+        state = self._local_model.strategy_state
+        state.synchronize()
+        self._state_to_load = state.state_dict(), state.rank_state_dict()
+        self._local_model.outside_step.close()
         self._bound.forget()
         self._optimizer_watch.rest()
         self.step = None

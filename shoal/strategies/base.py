@@ -284,8 +284,8 @@ class Strategy(StrategyOptions, ABC):
         needs_helper_processes: it starts processes beside the ranks.
         needs_example_batch: it needs `Planning.example`: it applies before all others, when the
             first batch is there.
-        can_apply_again: after `OutsideStep.close` every parameter is whole and in its place, so
-            that it can be applied anew.
+        can_apply_again: it leaves whole parameters in their places on every rank, so that it can be
+            applied anew after `OutsideStep.close`.
         takes_empty_weights: it may be applied to weights that have no memory yet: it reads no
             values, or fills what this rank needs by `Planning.weights`. Others find all filled.
     """

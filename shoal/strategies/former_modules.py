@@ -1,8 +1,7 @@
-"""Modules as they were before a strategy divided them, so that strategies can be applied anew.
+"""Modules as they were before a strategy divided them, as a trial of the loss needs them.
 
 apply      Linear (8, 6) ──> ColumnParallelLinear, its weight a DTensor, of which (4, 6) lie here
-restore    Linear (8, 6), whole on every rank, with the values of all steps since
-whole      the same for a while, as a trial of the loss needs it
+whole      Linear (8, 6), whole on every rank, with the values of all steps since
 """
 
 from __future__ import annotations
@@ -82,10 +81,6 @@ class FormerModules:
                 self._changes.append(_Change(module, kind, replaced, added))
         self._seen = []  # holds values that the script may replace
 
-    def restore(self) -> None:
-        """Make all tensors whole, and undo the changes that were noted. Collective."""
-        self._restore([])
-
     @contextmanager
     def whole(self, axis: Axis) -> Iterator[bool]:
         """Let this rank run the models alone inside, and yield True; False if they do not fit.
@@ -115,7 +110,10 @@ class FormerModules:
                 table[key] = shard
 
     def _restore(self, shards: list[tuple[Table, str, DTensor]]) -> None:
-        """Do what `restore` does, and add the shards to the list. Collective."""
+        """Make all tensors whole, undo the changes that were noted, and add the shards to the list.
+
+        Collective.
+        """
         modules = [*self._model.modules()]
         tables = (table for each in modules for table in (own_parameters(each), own_buffers(each)))
         put_whole(tables, shards)

@@ -150,30 +150,3 @@ def test_an_optimizer_that_declares_it_is_stepped_as_often_as_the_script_does(
         assert (refusal, steps) == ("", 3)
         for name, value in expected.items():
             assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
-
-
-def steps_of_thawed_layers() -> list[float]:
-    run = shoal.init("tensor=2", precision="fp64", announce=lambda _: None)
-    torch.manual_seed(0)
-    layers = nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3)
-    model: Any = nn.Sequential(*layers).double()
-    model[:3].requires_grad_(False)
-    optimizer: Any = torch.optim.AdamW(model[4].parameters(), lr=0.01)
-    model, optimizer = run.prepare(model, optimizer)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    x = torch.arange(96.0, dtype=torch.float64).sin().reshape(12, 8)
-    counts = []
-    for step in range(4):
-        if step == 2:
-            model[:3].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model[:3].parameters())})
-            optimizer = run.prepare(optimizer)
-        optimizer.zero_grad()
-        run.forward_backward(lambda x: model(x).square().mean(), x, rows=12)
-        optimizer.step()
-        counts.append(float(optimizer.state[optimizer.param_groups[0]["params"][0]]["step"]))
-    return counts
-
-
-def test_thawed_layers_under_a_schedule_cost_the_optimizer_no_steps() -> None:
-    assert world.run(2, steps_of_thawed_layers) == [[1.0, 2.0, 3.0, 4.0]] * 2

@@ -151,23 +151,6 @@ def _is_gathered_until_reset() -> bool:
     return (before, during, is_gathered(model[0])) == (False, True, False)
 
 
-def _takes_a_module_twice() -> bool:
-    from shoal.platform.torch_private.fsdp import forget_module
-    from shoal.platform.torch_private.module_state import HOOKS, own_parameters
-
-    model = nn.Linear(2, 2)
-    attributes = {*vars(model)}
-    mesh = init_device_mesh("cpu", (2,))
-    fully_shard(model, mesh=mesh)
-    forget_module(model, nn.Linear, attributes)
-    is_plain = type(model) is nn.Linear
-    own_parameters(model).update({k: nn.Parameter(torch.ones(2)) for k in ("weight", "bias")})
-    for name in HOOKS:
-        vars(model)[name].clear()
-    fully_shard(model, mesh=mesh)
-    return is_plain and isinstance(model.weight, DTensor)
-
-
 def _cuts_in_strides(placement: Any) -> bool:
     made = placement(0, split_factor=2)
     return (made.dim, made.split_factor) == (0, 2) and all(world.run(4, _whole_of_strides))
@@ -269,7 +252,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "fsdp.post_forward": _over(2, _runs_a_unit_without_calling_it),
     "fsdp.is_gathered": _over(2, _is_gathered_until_reset),
     "fsdp.reset_after_error": _over(2, _is_gathered_until_reset),
-    "fsdp.forget_module": _over(2, _takes_a_module_twice),
     "fsdp._reset": _over(2, _is_gathered_until_reset),  # where torch has none of its own
     "pipelining.stage_backward_input": _halves,
 }

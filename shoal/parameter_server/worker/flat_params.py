@@ -60,13 +60,6 @@ class FlatParams:
             for name, parameter in parameters.items():
                 parameter.data = self.windows[name]
 
-    def give_back(self) -> None:
-        """Give parameters memory of their own again, with the values that they have."""
-        if self.on_device:
-            return
-        for name, parameter in self.parameters.items():
-            parameter.data = self.windows[name].clone()
-
     @torch.no_grad()
     def store(self) -> None:
         """Copy the parameters to the values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -86,21 +85,3 @@ def _reset(root: Any) -> None:
             group._to_sharded()
     shared.iter_forward_root = None
     shared.post_backward_final_callback_queued = False
-
-
-def forget_module(module: nn.Module, kind: type[nn.Module], attributes: set[str]) -> None:
-    """Let a module be what it was before it was given to FSDP2, but for its parameters and hooks.
-
-    Args:
-        kind: its class before.
-        attributes: names in its `__dict__` before.
-
-    Why: FSDP2 takes a module once, and has no way back. Without: no layer could be thawed under
-    zero, since it decides with the first step which parameters have gradients.
-    Checked: 2.11, 2.13, 2.15.
-    """
-    module.__class__ = kind
-    for name in vars(module).keys() - attributes:
-        del vars(module)[name]
-    if module in _module_state_mapping:
-        del _module_state_mapping[module]

@@ -16,7 +16,6 @@ A parameter's gradient is freed when its last partition has been pushed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -57,16 +56,10 @@ class GradientPusher:
         self._encoded: dict[int, Tensor] = {}
         self._is_last_backward = False
 
-    def register_hooks(self) -> ExitStack:
-        """Register a hook on every parameter, to push gradients from now on.
-
-        Returns: its `close` removes the hooks.
-        """
-        hooks = ExitStack()
+    def register_hooks(self) -> None:
+        """Register a hook on every parameter, to push gradients from now on."""
         for name, parameter in self.flat.parameters.items():
-            hook = partial(self._on_grad_ready, name)
-            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
-        return hooks
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, name))
 
     def begin(self, is_last: bool) -> None:
         """Begin a backward pass. The last one of a step completes gradients, and pushes them."""

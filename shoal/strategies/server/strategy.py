@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from shoal.comm.mesh import Mesh, register_cleanup, unregister_cleanup
+from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.costs.step_cost import SentMessage, StepCost
 from shoal.errors import StrategyRefused
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
@@ -49,7 +49,6 @@ class Server(ServerOptions, Strategy):
     """Sharded parameter servers beside the workers, started and stopped with them."""
 
     needs_helper_processes: ClassVar[bool] = True
-    can_apply_again: ClassVar[bool] = True
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `forward`, `run`, `gather_params` and `strategy_state`.
@@ -88,19 +87,12 @@ class Server(ServerOptions, Strategy):
         mesh.broadcast_module(model.module)
         engine = WorkerEngine(self, model, mesh, start_servers)
         register_cleanup(engine)
-
-        def close() -> None:
-            engine.detach()
-            # Its `close` would end the processes of the next engine.
-            unregister_cleanup(engine)
-
         return replace(
             model,
             forward=engine.forward,
             run=engine.run,
             gather_params=engine.gather,
             strategy_state=engine,
-            outside_step=replace(model.outside_step, close=close),
         )
 
     def cost(self, step: StepCost) -> StepCost:

@@ -11,7 +11,7 @@ by a function. In a step, such a parameter has a class of its own until its valu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,12 +48,8 @@ class ValueWaits:
         self._classes: dict[str, type] = {}  # of parameters that wait for a first read: their own
         self._waiting_classes: dict[type, type] = {}
 
-    def register_hooks(self) -> ExitStack:
-        """Let each wrap unit, and each model, wait when it is called.
-
-        Returns: its `close` removes the hooks.
-        """
-        hooks = ExitStack()
+    def register_hooks(self) -> None:
+        """Let each wrap unit, and each model, wait when it is called."""
         is_container = type(self._module).forward is nn.Module.forward
         models = [*self._module.children()] if is_container else [self._module]
         remaining = set(self._flat.parameters)
@@ -63,8 +59,7 @@ class ValueWaits:
             remaining -= set(inside)
             hook: Any = torch.compiler.disable(partial(self._on_call, inside))
             hook.__module__ = __name__  # a guard looks for hooks of Shoal's when a model is saved
-            hooks.callback(unit.register_forward_pre_hook(hook).remove)
-        return hooks
+            unit.register_forward_pre_hook(hook)
 
     @contextmanager
     def at_first_read(self) -> Iterator[None]:

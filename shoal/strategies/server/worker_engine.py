@@ -93,7 +93,6 @@ class WorkerEngine(StrategyState):
         self.removed: Callable[[], list[str]] = list
         self._without: list[str] = []
         self._is_connected = False
-        self._on_detach: list[Callable[[], object]] = []
         self.launcher = ClusterLauncher(mesh)
         self.client: WorkerClient
         self.flat: FlatParams
@@ -170,7 +169,6 @@ class WorkerEngine(StrategyState):
             zero_grad(*args, **kwargs)
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
-        self._on_detach.append(lambda: vars(optimizer).pop("zero_grad", None))
 
     def _note_removed(self, *_: Any) -> None:
         """Note which gradients the step is to be without, before anything changes `.grad`."""
@@ -193,7 +191,7 @@ class WorkerEngine(StrategyState):
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
         self._watch_zero_grad(optimizer)
-        self._on_detach.append(optimizer.register_step_pre_hook(self._note_removed).remove)
+        optimizer.register_step_pre_hook(self._note_removed)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
         metas = param_metas(parameters, optimizer)
@@ -209,9 +207,9 @@ class WorkerEngine(StrategyState):
             self.client, self.flat, self.compression, self.model.finite_check
         )
         self.push_state(optimizer)
-        self._on_detach.append(self.pusher.register_hooks().close)
+        self.pusher.register_hooks()
         self.waits = ValueWaits(self.model.module, self.client, self.flat, self.pusher.parts_of)
-        self._on_detach.append(self.waits.register_hooks().close)
+        self.waits.register_hooks()
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradients that the servers have summed, by name. Collective.
@@ -329,29 +327,12 @@ class WorkerEngine(StrategyState):
         self.mesh.barrier()
         optimizer.state.clear()
 
-    def detach(self) -> None:
-        """Make the models and the optimizer what they were, and end the servers. Collective.
-
-        The parameters keep the values that they have now: call `synchronize` before.
-        """
-        for undo in self._on_detach:
-            undo()
-        self._on_detach.clear()
-        self.flat.give_back()
-        self._disconnect()
-        self.launcher.end_processes()
-        self.mesh.barrier()  # no rank starts servers while another one's are ending
-        self.model.outside_step.close()
-
     def close(self) -> None:
         """Close connections, and stop the servers that this rank has started."""
-        self._disconnect()
-        self.launcher.close()
-
-    def _disconnect(self) -> None:
         if self._is_connected:
             self._is_connected = False
             self.client.close()
+        self.launcher.close()
 
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:

@@ -77,7 +77,6 @@ GPU_CHECKSUM_TOLERANCE = 1e-4
 class TensorParallel(TensorOptions, Strategy):
     """Divides layers over the ranks of the tensor axis."""
 
-    can_apply_again: ClassVar[bool] = True
     takes_empty_weights: ClassVar[bool] = True
 
     def colocations(self, full_model: FullModel) -> list[Colocation]:
@@ -136,17 +135,9 @@ class TensorParallel(TensorOptions, Strategy):
         plan_here = made.within(dict(module.named_modules()))
         apply(plan_here, module, mesh, self.sequence, model.planning.weights)
         former.note_changes()
-        hooks = []
         if self.sequence:
             # The script, or the next stage, takes whole sequences.
-            hooks.append(module.register_forward_hook(_gather_output))
-
-        def close() -> None:
-            for hook in hooks:
-                hook.remove()
-            former.restore()
-            model.outside_step.close()
-
+            module.register_forward_hook(_gather_output)
         if full_model is not None:
             # The full parameters that were divided just now.
             free_other_params(full_model.model, module)
@@ -156,9 +147,7 @@ class TensorParallel(TensorOptions, Strategy):
         params = model.replace_params({name: named[name] for name in model.trainable_params})
         step = TensorParallelStep(model, mesh)
         whole_models = partial(former.whole, mesh.tensor) if full_model is None else None
-        outside = replace(
-            model.outside_step, call=step.call, whole_models=whole_models, close=close
-        )
+        outside = replace(model.outside_step, call=step.call, whole_models=whole_models)
         return replace(
             model,
             forward=step.forward,

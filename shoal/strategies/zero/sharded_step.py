@@ -154,23 +154,6 @@ class ShardedStep:
             with inner() if fits and inner is not None else nullcontext(fits) as is_whole:
                 yield is_whole
 
-    def close(self) -> None:
-        """Make the models whole again, so that they can be sharded anew. Collective.
-
-        Raises: StrategyRefused: parameters are offloaded.
-        """
-        if self._offloads:
-            raise StrategyRefused(
-                f"zero{self.stage} with offload cannot train other parameters than at first: whole "
-                "ones may not fit the device. Save with run.save(path) and train the next phase in "
-                "a run of its own, or leave out offload."
-            )
-        self.release()
-        if self.lockstep is not None:
-            self.lockstep.close()
-        self._whole_models.restore()
-        self.model.outside_step.close()
-
     def hold(self, holds: bool) -> None:
         """Keep the forward pass of a loop open for its loss, or end it with each call."""
         if not holds:
@@ -286,9 +269,7 @@ class ShardedStep:
         Every rank sends a value for each, 0 if it did not use the scalar.
         """
         gradients = [torch.zeros_like(s) if s.grad is None else s.grad for s in used.values()]
-        check = self.model.finite_check
-        if check.enabled and check.look(gradients):
-            check.names += nonfinite_names(dict(zip(used, gradients, strict=True)))
+        self.model.finite_check.look(dict(zip(used, gradients, strict=True)))
         dtype = max((gradient.dtype for gradient in gradients), key=lambda kind: kind.itemsize)
         means = self.data.all_reduce(
             torch.stack([gradient.to(dtype) for gradient in gradients])

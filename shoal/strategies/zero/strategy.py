@@ -40,7 +40,6 @@ from shoal.weights.deferred_weights import broadcast_filled
 class Zero1(ZeroOptions, Strategy):
     """ZeRO-1: shard optimizer states."""
 
-    can_apply_again: ClassVar[bool] = True
     takes_empty_weights: ClassVar[bool] = True
     stage: ClassVar[int] = 1
 
@@ -81,7 +80,6 @@ class Zero1(ZeroOptions, Strategy):
                 whole_models=engine.whole_models,
                 hold=engine.hold,
                 is_held=engine.root.is_held,
-                close=engine.close,
             ),
             pass_traits=replace(model.pass_traits, collective_forward=True),
         )
