@@ -48,10 +48,18 @@ class FiniteCheck:
         self.names.clear()
         self.losses.clear()
 
-    def look(self, tensors: Iterable[Tensor]) -> bool:
-        """Look at gradients of this rank. Return True if one is not finite, or their sum."""
-        if not seem_finite(tensors):
-            self.found = True
+    def look(self, gradients: Mapping[str, Tensor | None], joined: Tensor | None = None) -> bool:
+        """Look at gradients of this rank before they are sent. Return True if one was not finite.
+
+        Args: joined: all of them in one tensor, where there is one.
+        """
+        if not self.enabled:
+            return False
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        if not seem_finite(present if joined is None else [joined]):
+            names = nonfinite_names(gradients)
+            self.found = self.found or bool(names)
+            self.names += names
         return self.found
 
 

@@ -36,7 +36,6 @@ from shoal.strategies.base import (
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_bucket import BucketWorker, GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
-from shoal.strategies.finite_check import nonfinite_names, seem_finite
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 
 
@@ -137,17 +136,9 @@ class OverlappedBuckets(GradientLayout):
     def _look_at(self, bucket: GradientBucket) -> None:
         """Look for gradients of this rank that are not finite, before they are sent."""
         check = self.model.finite_check
-        if not check.enabled:
-            return
         check.has_looked = True
-        gradients = {
-            member.name: parameter.grad
-            for member, parameter in zip(bucket.members, bucket.parameters, strict=True)
-        }
-        if not seem_finite([g for g in gradients.values() if g is not None]):
-            names = nonfinite_names(gradients)
-            check.found = check.found or bool(names)
-            check.names += names
+        pairs = zip(bucket.members, bucket.parameters, strict=True)
+        check.look({member.name: parameter.grad for member, parameter in pairs})
 
     def _finish_buckets(self, used: list[bool]) -> None:
         """Replace gradients by their means.

@@ -24,7 +24,6 @@ from shoal.strategies.base import NONFINITE, TOTALS_LENGTH, LocalModel
 from shoal.strategies.ddp.buffer_sync import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.strategies.finite_check import nonfinite_names
 
 
 class SingleMessage(GradientLayout):
@@ -44,6 +43,7 @@ class SingleMessage(GradientLayout):
         self._totals = pieces.pop()
         pairs = zip(self._parameters, pieces, strict=True)
         self._means = [_view_as(parameter, piece) for parameter, piece in pairs]
+        self._named_means = dict(zip(model.trainable_params, self._means, strict=True))
         self._known_flags: list[float] = []  # content of `_flags` after the last step
         self._buffers = BufferSync(model.module, axis)
 
@@ -79,16 +79,9 @@ class SingleMessage(GradientLayout):
             targets.append(self._flags)
         foreach_copy_([*targets, *places], [*sources, *gradients])
         check = self.model.finite_check
-        if check.enabled:
-            check.has_looked = True
-            if check.look([self._gradients]):
-                self._totals[NONFINITE] = 1.0
-                check.names += self._nonfinite_names()
-
-    def _nonfinite_names(self) -> list[str]:
-        """Return the names of this rank's gradients in the message that are not finite."""
-        names = self.model.trainable_params
-        return nonfinite_names(dict(zip(names, self._means, strict=True)))
+        check.has_looked = True
+        if check.look(self._named_means, self._gradients):
+            self._totals[NONFINITE] = 1.0
 
 
 def _view_as(parameter: Tensor, piece: Tensor) -> Tensor:

@@ -36,7 +36,6 @@ from shoal.strategies.base import (
 from shoal.strategies.buffer_versions import changed_since, snapshot
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
 
@@ -97,9 +96,7 @@ class TorchEngine(GradientLayout):
     def _finish_first_step(self) -> DistributedDataParallel:
         """Average the first step's gradients, and build the engine from its probe. Collective."""
         gradients = {name: p.grad for name, p in self.model.trainable_params.items()}
-        check = self.model.finite_check
-        if check.enabled and check.look(g for g in gradients.values() if g is not None):
-            check.names += nonfinite_names(gradients)
+        self.model.finite_check.look(gradients)
         used, changes_buffers = self._probe.result()
         *ranks_using, ranks_changing = self._axis.sum_of_host_numbers([*used, changes_buffers])
         for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
@@ -114,8 +111,7 @@ class TorchEngine(GradientLayout):
 
     def _look_at(self, bucket: Tensor) -> None:
         """Look for gradients of this rank that are not finite, before they are sent."""
-        if self.model.finite_check.enabled:
-            self.model.finite_check.look([bucket])
+        self.model.finite_check.look({"": bucket})  # whose gradients it has, the engine knows
 
     def _average(self, parameter: Tensor) -> None:
         if parameter.grad is None:

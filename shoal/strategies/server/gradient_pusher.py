@@ -25,7 +25,7 @@ from shoal.comm.compression.base import Compression
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.tensors import dense
-from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, seem_finite
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.grad_checks import accumulated_twice_error
 
 
@@ -132,20 +132,14 @@ class GradientPusher:
 
     def _look_at(self, number: int) -> None:
         """Look for gradients of this rank that are not finite, before they are pushed."""
-        check = self.finite_check
-        if not check.enabled:
-            return
-        check.has_looked = True
+        self.finite_check.has_looked = True
         # A parameter in several partitions is looked at with the first.
         gradients = {
             segment.name: self.flat.parameters[segment.name].grad
             for segment in self.client.parts[number].segments
             if segment.start == 0
         }
-        if not seem_finite([g for g in gradients.values() if g is not None]):
-            names = nonfinite_names(gradients)
-            check.found = check.found or bool(names)
-            check.names += names
+        self.finite_check.look(gradients)
 
     def _copy_to_send_buffer(self, number: int) -> None:
         """Copy gradients to the send buffer, zeros for missing ones.

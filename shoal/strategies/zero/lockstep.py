@@ -53,7 +53,7 @@ from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered
 from shoal.platform.torch_private.tensor_state import in_backward_pass
-from shoal.strategies.finite_check import FiniteCheck, nonfinite_names, seem_finite
+from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.grad_checks import accumulated_twice_error
 from shoal.strategies.zero.gradient_callbacks import (
     call_on_gradients,
@@ -421,16 +421,5 @@ class UnitHooks:
                 step.had.add(name)
                 if parameter.grad.layout != torch.strided:  # rows of an embedding
                     parameter.grad = parameter.grad.to_dense()
-        self._look_at_gradients()
-
-    def _look_at_gradients(self) -> None:
-        """Look for gradients of this rank that are not finite, before the engine reduces them."""
-        check = self.step.finite_check
-        if not check.enabled:
-            return
-        check.has_looked = True
-        gradients = {name: getattr(owner, key).grad for name, owner, key in self.owners}
-        if not seem_finite(gradients.values()):
-            names = nonfinite_names(gradients)
-            check.found = check.found or bool(names)
-            check.names += names
+        step.finite_check.has_looked = True
+        step.finite_check.look({name: getattr(owner, key).grad for name, owner, key in self.owners})

@@ -34,7 +34,6 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
-from shoal.strategies.finite_check import nonfinite_names
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
 from shoal.strategies.zero.lockstep import Lockstep
