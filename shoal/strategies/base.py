@@ -20,7 +20,7 @@ strategies there are. Facts that it must know about earlier ones are fields too,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,7 +31,6 @@ from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.finite_check import FiniteCheck
-from shoal.strategies.full_model import Colocation, ColocationRequest, FullModel
 from shoal.strategies.model_traits import (
     NEEDS_NOTHING,
     OutsideStep,
@@ -204,8 +203,6 @@ class Planning:
 
     example: ExampleBatch | None = None
     """The first batch; None for strategies that are applied before there is one."""
-    colocations: tuple[ColocationRequest, ...] = ()
-    """Requests of later strategies for modules that must lie in one pipeline stage."""
     weights: DeferredWeights | None = None
     """Weights of the model that have no memory yet; None if all have."""
 
@@ -318,21 +315,9 @@ class Strategy(StrategyOptions, ABC):
         """Sentences for the beginning of a run: how numbers differ from those of one device."""
         return []
 
-    def colocations(self, full_model: FullModel) -> Sequence[Colocation]:
-        """Return modules that must lie in one stage of a pipeline. Called on one rank.
-
-        Args: full_model: a model that is still one stage.
-
-        Raises: StrategyRefused: the options of this strategy do not fit the model.
-        """
-        return []
-
 
 def apply_strategies(model: LocalModel, strategies: Iterable[Strategy], mesh: Mesh) -> LocalModel:
     """Apply strategies to a local model, one after the other. Collective."""
-    strategies = list(strategies)
-    requests = tuple(strategy.colocations for strategy in strategies)
-    model = replace(model, planning=replace(model.planning, colocations=requests))
     for strategy in strategies:
         if not strategy.takes_empty_weights:
             model = _with_all_weights(model)

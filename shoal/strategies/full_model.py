@@ -4,18 +4,14 @@
       stage 1   blocks.1  norm  head          elsewhere: names, shapes and ties, tensors on `meta`
 
 Every rank has the same description, so decisions that follow from it are the same on all ranks.
-
-`Colocation` is a request of such a strategy for modules that must lie in one stage. Tensor
-parallelism divides a pair of layers only if no stage begins between them. The pipeline applies
-first, so it receives these requests, and begins its stages elsewhere as far as possible.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -40,12 +36,6 @@ class FullModel:
     stages_by_unit: Mapping[str, Set[int]]
     output_stage: int
     directly_read: Sequence[str]
-
-    def as_one_stage(self) -> FullModel:
-        """Return the same model as one stage."""
-        return FullModel(
-            self.model, {unit: {0} for unit in self.stages_by_unit}, 0, self.directly_read
-        )
 
     def stages_in(self, graph: fx.Graph, root: str = "") -> dict[fx.Node, int]:
         """Map each node of a forward pass to its stage.
@@ -128,20 +118,3 @@ def given_up_params(parameter: nn.Parameter) -> Iterator[nn.Parameter]:
     while old is not None:
         yield old
         old = getattr(old, "shoal_given_up", None)
-
-
-class Colocation(NamedTuple):
-    """Modules that must lie in one stage.
-
-    Attributes:
-        names: paths of modules. Each is a module that a node of the graph calls, or a module inside
-            such a one. All nodes between them belong to the colocation.
-        through_output: all nodes after them belong to it too.
-    """
-
-    names: Set[str]
-    through_output: bool = False
-
-
-ColocationRequest = Callable[[FullModel], Sequence[Colocation]]
-"""Takes a model that is still one stage; called on one rank. May raise StrategyRefused."""

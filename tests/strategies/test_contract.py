@@ -33,14 +33,14 @@ STATE_CLASSES = [ErrorFeedbackState, LocalSgdStep, WorkerEngine, Stateless]
 MISSPELLED = """
 from shoal.comm.mesh import Mesh
 from shoal.strategies.base import LocalModel, Strategy
-from shoal.strategies.full_model import FullModel
 
 class Mine(Strategy):
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         return model
 
-    def colocations(self, full_model: FullModel) -> list[str]:
-        return []
+    @property
+    def deviations(self) -> str:
+        return ""
 
 def notes_of(strategy: Strategy) -> list[str]:
     return strategy.remarks
@@ -104,5 +104,5 @@ def test_mypy_finds_a_misspelled_member_of_a_strategy(tmp_path: Path) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "mypy", "--strict", str(file)], capture_output=True, text=True
     )
-    assert 'Return type "list[str]" of "colocations" incompatible' in found.stdout
+    assert 'Signature of "deviations" incompatible' in found.stdout
     assert 'has no attribute "remarks"' in found.stdout

@@ -10,7 +10,6 @@ from torch import nn
 
 from shoal.data.seeds import HostGenerators, preserve_rng_state
 from shoal.errors import did_you_mean
-from shoal.strategies.full_model import ColocationRequest
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.meta_call import OutputForms
@@ -28,13 +27,11 @@ class PlanRequest(NamedTuple):
         by: "time" or "parameters".
         cuts: names of the modules that begin stages 1, 2, ..., with / between them; empty to
             balance.
-        colocations: modules that must lie in one stage. They have no effect on cuts by name.
     """
 
     num_stages: int
     by: str
     cuts: str
-    colocations: Sequence[ColocationRequest] = ()
 
     @property
     def cut_names(self) -> list[str]:
@@ -127,10 +124,7 @@ def observed_run(
 
 
 def open_places(profile: UnitProfile, request: PlanRequest) -> list[int]:
-    """Return the indices of calls with which a stage may begin.
-
-    A stage without units is of use only where modules must lie in one stage.
-    """
+    """Return the indices of calls with which a stage may begin; a named one may have no units."""
     closed = {place for way in profile.side_ways for place in range(way.made + 1, way.used + 1)}
     first = 0 if request.cuts else 1
     return [place for place in range(first, len(profile.calls)) if place not in closed]

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
-from shoal.strategies.full_model import Colocation, FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal, absence_explained
 from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.observed_units import (
@@ -29,7 +28,6 @@ from shoal.strategies.pipeline.observed_units import (
 )
 from shoal.strategies.pipeline.stage_map import StageMap
 from shoal.strategies.pipeline.unit_profile import UnitProfile
-from shoal.strategies.pipeline.units import UnitCall
 
 REPEATS = 3
 """Measured runs; the shortest time of each call counts, for the first one warms up."""
@@ -56,19 +54,15 @@ def plan(
     observed: ObservedUnits,
     request: PlanRequest,
     function: Callable[[], Any],
-    full_model: FullModel,
 ) -> StagePlan:
     """Choose the cuts on rank 0 and return them on every rank. Collective over the world.
 
-    Args: full_model: the model as one stage, for the colocations.
-
-    Raises: StrategyRefused, on every rank: a name is no place to cut, there are too few places, or
-        a colocation cannot be found.
+    Raises: StrategyRefused, on every rank: a name is no place to cut, or there are too few places.
     """
     sent = ""
     if world.rank == 0:
         try:
-            sent = json.dumps(_plan(observed, request, function, full_model)._asdict())
+            sent = json.dumps(_plan(observed, request, function)._asdict())
         except (WalkRefusal, Exception) as refusal:  # noqa: BLE001 - of the user's function
             sent = json.dumps({"refusal": str(refusal) or repr(refusal)})
     received = json.loads(world.broadcast_str(sent))
@@ -88,48 +82,16 @@ def parameter_users(
     return dry.parameter_users
 
 
-def split_counts(calls: Sequence[UnitCall], colocations: Sequence[Colocation]) -> list[int]:
-    """Count for each place how many colocations a cut there would separate.
-
-          calls         up │ down │ norm │ head ──> output
-          colocations   └─ pair ─┘        └── through output ──
-          places      0    1      2      3      4       counts: 0 1 0 0 0
-
-    Returns: len(calls) + 1 counts, from the place before call 0 to that after the last call.
-    """
-    counts = [0] * (len(calls) + 1)
-    for names, through_output in colocations:
-        indices = [index for index, call in enumerate(calls) if _touches(call.unit, names)]
-        if not indices:
-            continue
-        last = len(calls) - 1 if through_output else max(indices)
-        for place in range(min(indices) + 1, last + 1):
-            counts[place] += 1
-    return counts
-
-
-def _plan(
-    observed: ObservedUnits,
-    request: PlanRequest,
-    function: Callable[[], Any],
-    full_model: FullModel,
-) -> StagePlan:
+def _plan(observed: ObservedUnits, request: PlanRequest, function: Callable[[], Any]) -> StagePlan:
     profile = observed.profile
-    colocations: list[Colocation] = []
-    if not request.cuts:
-        for find in request.colocations:
-            colocations += find(full_model)
-    separations = split_counts(profile.calls, colocations)
     places = open_places(profile, request)
-    if colocations:
-        places = [0, *places]
     measured = request.by == "time"
     costs = _costs(observed, function, measured)
     if request.cuts:
         starts = _named_starts(profile, request, places)
     else:
         crossing = _crossing_bytes(observed, function)
-        starts = balanced(costs, crossing, places, request.num_stages, separations)
+        starts = balanced(costs, crossing, places, request.num_stages)
     return StagePlan(
         stage_starts=starts,
         names=[profile.calls[start].unit for start in starts],
@@ -203,9 +165,9 @@ def _touches(unit: str, names: Set[str]) -> bool:
 SLACK = 1.05
 """The longest stage may be 5 % longer than in the best partition if less is sent that way."""
 
-Value = tuple[float, float, float]
-"""Minimised in this order: separations; longest stage or bytes sent; sum of squared costs."""
-UNREACHED: Value = (float("inf"), float("inf"), float("inf"))
+Value = tuple[float, float]
+"""Minimised in this order: longest stage or bytes sent; sum of squared costs."""
+UNREACHED: Value = (float("inf"), float("inf"))
 
 
 class _BalanceProblem(NamedTuple):
@@ -213,13 +175,12 @@ class _BalanceProblem(NamedTuple):
 
     Attributes:
         prefix: prefix[i] is the cost of all steps before step i.
-        crossing, separations: for each place, as in `balanced`.
+        crossing: for each place, as in `balanced`.
         boundaries: 0, the places, the number of steps.
     """
 
     prefix: Sequence[float]
     crossing: Sequence[float]
-    separations: Sequence[int]
     boundaries: Sequence[int]
     num_stages: int
 
@@ -229,7 +190,6 @@ def balanced(
     crossing: Sequence[float],
     places: Sequence[int],
     num_stages: int,
-    separations: Sequence[int] | None = None,
 ) -> list[int]:
     """Return the first steps of stages 1, 2, ...
 
@@ -246,8 +206,6 @@ def balanced(
         crossing: for each place, the amount that a cut there sends; any unit.
         places: steps that may begin a stage, ascending.
         num_stages: at most len(places) + 1.
-        separations: for each place, how many colocations a cut there would separate. Fewest
-            separations come first, whatever that does to the length of stages.
 
     Returns: num_stages - 1 of `places`, ascending.
     """
@@ -256,9 +214,7 @@ def balanced(
     for cost in costs:
         prefix.append(prefix[-1] + cost)
     boundaries = [0, *places, len(costs)]
-    problem = _BalanceProblem(
-        prefix, crossing, separations or [0] * len(crossing), boundaries, num_stages
-    )
+    problem = _BalanceProblem(prefix, crossing, boundaries, num_stages)
     unsent = problem._replace(crossing=[0.0] * len(crossing))
     shortest = _partition(unsent, float("inf"), minimize_longest=True)
     longest = max(
@@ -271,15 +227,15 @@ def balanced(
 def _partition(problem: _BalanceProblem, limit: float, minimize_longest: bool) -> list[int]:
     """Return the first steps of stages 1, 2, ... of the best partition.
 
-    Minimise, in this order: (1) separations; (2) the cost of the longest stage, or else the amount
-    sent, where no stage costs more than `limit`; (3) the sum of squared stage costs, so that the
-    other stages are even too.
+    Minimise, in this order: (1) the cost of the longest stage, or else the amount sent, where no
+    stage costs more than `limit`; (2) the sum of squared stage costs, so that the other stages are
+    even too.
     """
     boundaries = problem.boundaries
     count = len(boundaries)
     best: list[list[Value]] = [[UNREACHED] * count for _ in range(problem.num_stages + 1)]
     previous: list[list[int]] = [[0] * count for _ in range(problem.num_stages + 1)]
-    best[0][0] = (0.0, 0.0, 0.0)
+    best[0][0] = (0.0, 0.0)
     for stage in range(1, problem.num_stages + 1):
         for right in range(stage, count):
             best[stage][right], previous[stage][right] = _best_last_stage(
@@ -311,16 +267,15 @@ def _best_last_stage(
     stop = problem.boundaries[right]
     ends_with_cut = right < len(problem.boundaries) - 1
     sent = problem.crossing[stop] if ends_with_cut else 0.0
-    separated = problem.separations[stop] if ends_with_cut else 0
     best = UNREACHED
     best_left = 0
     for left in range(stage - 1, right):
         length = problem.prefix[stop] - problem.prefix[problem.boundaries[left]]
-        separations, longest_or_sent, squares = before[left]
+        longest_or_sent, squares = before[left]
         if length > limit or longest_or_sent == float("inf"):
             continue
-        second = max(longest_or_sent, length) if minimize_longest else longest_or_sent + sent
-        value = (separations + separated, second, squares + length**2)
+        first = max(longest_or_sent, length) if minimize_longest else longest_or_sent + sent
+        value = (first, squares + length**2)
         if value < best:
             best = value
             best_left = left

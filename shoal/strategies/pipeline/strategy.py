@@ -131,16 +131,14 @@ class Pipeline(PipelineOptions, Strategy):
         schedule = self._table(example, module)
         # What has no memory yet takes no time that could be measured.
         balance = self.balance if model.planning.weights is None else "parameters"
-        request = PlanRequest(schedule.num_stages, balance, self.cuts, model.planning.colocations)
+        request = PlanRequest(schedule.num_stages, balance, self.cuts)
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         # Ranks see other samples, so they may find other units, or one of them a refusal. After
         # each look they agree (`agreement.py`): else one would raise while the others wait for it.
         observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
         observed = units_of_first_rank(mesh, observed, function)
         agreed(mesh, partial(self._check_halves, schedule, observed, module))
-        # Other strategies say which modules must stay together, and know no stages yet.
-        one_stage = describe_stages(observed, [], {})
-        stage_plan = plan(mesh, observed, request, function, one_stage)
+        stage_plan = plan(mesh, observed, request, function)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
         users = agreed(mesh, partial(parameter_users, observed, stage_map, function))

@@ -55,12 +55,12 @@ from shoal.strategies.base import (
     Strategy,
 )
 from shoal.strategies.former_modules import FormerModules
-from shoal.strategies.full_model import Colocation, FullModel, free_other_params
+from shoal.strategies.full_model import FullModel, free_other_params
 from shoal.strategies.model_parallel_options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.cost import cost
 from shoal.strategies.tensor.graph import Trace, forward_graphs
-from shoal.strategies.tensor.plan import NO_PAIR, TensorPlan, plan
+from shoal.strategies.tensor.plan import TensorPlan, plan
 from shoal.strategies.tensor.sequence import gather_all
 from shoal.strategies.tensor.sliced_parameters import RefuseSlices, is_tensor_sharded
 from shoal.weights.deferred_weights import broadcast_filled
@@ -69,7 +69,6 @@ PER_STAGE_MESSAGE = (
     "A pair of layers must lie in one stage of the pipeline: put its cuts elsewhere with "
     "cuts=NAME, or leave cuts out; or use fewer stages. "
 )
-SEPARATED_MESSAGE = "a stage of the pipeline begins between it and what makes a pair with it"
 GPU_CHECKSUM_TOLERANCE = 1e-4
 """Largest relative difference of replicated gradients on GPUs, whose kernels add in any order."""
 
@@ -78,21 +77,6 @@ class TensorParallel(TensorOptions, Strategy):
     """Divides layers over the ranks of the tensor axis."""
 
     takes_empty_weights: ClassVar[bool] = True
-
-    def colocations(self, full_model: FullModel) -> list[Colocation]:
-        """Return pairs of layers, each of which must lie in one stage, and the heads.
-
-        Args:
-            full_model: a model that is one stage as yet.
-
-        Raises:
-            StrategyRefused: an option names a module that the model does not have.
-        """
-        if self.degree == 1:
-            return []
-        made = _plan_with_options(full_model.model, self, full_model)
-        pairs = [Colocation({*pair.columns, pair.row}) for pair in made.pairs]
-        return pairs + [Colocation({head}, through_output=True) for head in made.vocabulary_heads]
 
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of slices and their sums: `tensor/cost.py`.
@@ -175,18 +159,12 @@ def tensor_plan(
         StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
     made = _plan_with_options(model, options, full_model, trace)
-    separated = _separated_layers(made, model, options, full_model)
-    replicated = {
-        name: SEPARATED_MESSAGE if name in separated else reason
-        for name, reason in made.replicated.items()
-    }
-    made = replace(made, replicated=replicated)
     if not made:
-        reasons = "\n".join(f"  {name}: {reason}" for name, reason in replicated.items())
+        reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.replicated.items())
+        per_stage = "" if full_model is None else PER_STAGE_MESSAGE
         raise StrategyRefused(
             f"tensor={options.degree}: nothing of this model can be cut, so every rank would hold "
-            f"and compute all of it.\n{reasons}\n{PER_STAGE_MESSAGE if separated else ''}Use ddp, "
-            "or zero3 for less memory."
+            f"and compute all of it.\n{reasons}\n{per_stage}Use ddp, or zero3 for less memory."
         )
     if options.sequence and not (made.heads or made.multihead):
         raise StrategyRefused(
@@ -214,21 +192,6 @@ def _plan_with_options(
     if problems:
         raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
     return plan(model, options.degree, tuple(keep), full_model, trace)
-
-
-def _separated_layers(
-    made: TensorPlan, model: nn.Module, options: TensorParallel, full_model: FullModel | None
-) -> set[str]:
-    """Return layers that are replicated only because a stage begins inside their pair."""
-    if full_model is None or NO_PAIR not in made.replicated.values():
-        return set()
-    one_stage = full_model.as_one_stage()
-    divided_in_one_stage = _plan_with_options(model, options, one_stage).parallel_styles()
-    return {
-        name
-        for name, reason in made.replicated.items()
-        if reason == NO_PAIR and name in divided_in_one_stage
-    }
 
 
 def _gather_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:

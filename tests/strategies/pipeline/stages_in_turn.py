@@ -43,14 +43,10 @@ def full_model(
     function: Callable[..., Any],
     args: Any,
     cuts: Sequence[str] = (),
-    begins: Sequence[int] | None = None,
 ) -> FullModel:
-    """Describe a model whose stages begin with these modules, or with these calls."""
-    request, found = observed(model, function, args, len(begins or cuts) + 1, "/".join(cuts))
-    if begins is None:
-        one = describe_stages(found, [], {})
-        made = plan(OneRank(), found, request, lambda: function(*args), one)
-        begins = made.stage_starts
+    """Describe a model whose stages begin with these modules."""
+    request, found = observed(model, function, args, len(cuts) + 1, "/".join(cuts))
+    begins = plan(OneRank(), found, request, lambda: function(*args)).stage_starts
     stage_map = found.stage_map(begins)
     users = parameter_users(found, stage_map, lambda: function(*args))
     return describe_stages(found, begins, users)
@@ -71,7 +67,7 @@ def divided(
         return function(*args)
 
     observed = observe_units(model, call, request, DEVICE)
-    made = plan(OneRank(), observed, request, call, FullModel(model, {}, 0, []))
+    made = plan(OneRank(), observed, request, call)
     stage_map = observed.stage_map(made.stage_starts)
     users = parameter_users(observed, stage_map, call)
     return DividedModel(observed.units, observed.forms, stage_map, users)

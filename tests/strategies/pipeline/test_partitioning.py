@@ -198,14 +198,6 @@ def test_stages_are_as_equal_as_can_be() -> None:
     assert balanced([1, 1, 1, 9], [0] * 5, [1, 2, 3], 3) in ([1, 3], [2, 3])
 
 
-def test_what_belongs_together_is_parted_as_little_as_can_be_whatever_the_balance() -> None:
-    assert balanced([1, 1, 1, 1], [0] * 5, [1, 2, 3], 2, [0, 0, 1, 1, 0]) == [1]
-    assert balanced([1, 1, 1, 1, 1], [0] * 6, [1, 2, 3, 4], 3, [0, 2, 1, 0, 1, 0]) in (
-        [2, 3],
-        [3, 4],
-    )
-
-
 def test_of_cuts_that_are_nearly_as_good_the_one_that_sends_less_is_taken() -> None:
     costs = [1.0, 1.0, 0.02, 1.0, 1.0]
     assert balanced(costs, [0, 9, 9, 1, 9, 0], [1, 2, 3, 4], 2) == [3]

@@ -7,15 +7,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from stages_in_turn import full_model, observed
+from stages_in_turn import full_model
 from tensor_parallel_models import Apart, gpt, mlp
 from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
-from shoal.strategies.pipeline.observed_units import open_places
-from shoal.strategies.pipeline.plan import balanced, split_counts
-from shoal.strategies.tensor.strategy import SEPARATED_MESSAGE, TensorParallel, tensor_plan
+from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from tests.matrix import cases
 
 IMAGES, TOKENS = torch.zeros(2, 1, 8, 8), torch.zeros(2, 13, dtype=torch.int64)
@@ -46,53 +44,6 @@ def test_what_one_device_would_cut_is_cut_where_no_stage_begins_inside() -> None
     assert (
         cuts(model, TOKENS, "blocks.1") == tensor_plan(model, TensorParallel(2)).parallel_styles()
     )
-
-
-def wanted(model: nn.Module, sample: Tensor, num_stages: int) -> tuple[list[int], FullModel]:
-    """How much each place would part, and the model in stages of like size that part as little
-    as can be.
-    """
-    request, found = observed(model, lambda x: model(x).mean(), (sample,), num_stages)
-    calls = found.profile.calls
-    parts = split_counts(calls, TensorParallel(2).colocations(uncut(model, sample)))
-    places = [0, *open_places(found.profile, request)]
-    begins = balanced([1.0] * len(calls), [0.0] * (len(calls) + 1), places, num_stages, parts)
-    return parts, full_model(model, lambda x: model(x).mean(), (sample,), begins=begins)
-
-
-def test_stages_begin_where_no_pair_is_parted() -> None:
-    model = mlp()  # four linear layers with an activation between two of them: two pairs
-    parts, cut = wanted(model, IMAGES, 2)
-    assert parts == [0, 1, 0, 1, 0]
-    assert cut.stages_by_unit["layers.5"] == {1}
-    assert cut.stages_by_unit["layers.3"] == {0}
-    assert (
-        tensor_plan(model, TensorParallel(2), cut).parallel_styles()
-        == tensor_plan(model, TensorParallel(2)).parallel_styles()
-    )
-
-
-def test_a_stage_without_parameters_is_better_than_a_parted_pair() -> None:
-    parts, cut = wanted(cases.mlp(), IMAGES, 2)
-    assert parts == [0, 1, 0]
-    assert all(stages == {1} for stages in cut.stages_by_unit.values())
-
-
-def test_where_not_all_pairs_can_stay_whole_one_is_parted_and_the_other_is_cut() -> None:
-    _, cut = wanted(mlp(), IMAGES, 4)  # two places part nothing
-    found = tensor_plan(mlp(), TensorParallel(2), cut)
-    assert len(found.pairs) == 1
-    assert list(found.replicated.values()) == [SEPARATED_MESSAGE, SEPARATED_MESSAGE]
-
-
-def test_the_head_of_a_vocabulary_and_what_follows_it_stay_in_one_stage() -> None:
-    parts, cut = wanted(Scaled(), TOKENS, 2)
-    assert parts[-2] == 1  # before `after`
-    assert "gpt.head" in tensor_plan(Scaled(), TensorParallel(2), cut).parallel_styles()
-
-
-def test_a_block_that_a_stage_calls_is_never_parted() -> None:
-    assert not any(wanted(gpt(), TOKENS, 2)[0])
 
 
 def test_the_vocabulary_is_cut_though_its_two_ends_are_in_different_stages() -> None:

@@ -51,7 +51,7 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
         ),
         # Where the stage begins is for the pipeline to find: of five steps one place parts no pair
         # of layers.
-        ("tensor=2,pipeline=2,ddp", 4, 1, EXPERIMENTS["mlp"]),
+        ("tensor=2,pipeline=2,cuts=layers.5", 4, 1, CUT["mlp"]),
         pytest.param("tensor=2,pipeline=2,zero2", 8, 2, EXPERIMENTS["gpt"], marks=SLOW),
         # One matrix for query, key and value is regrouped by messages in the half of the backward
         # pass for weights.
@@ -79,7 +79,6 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
             CUT["transformer decoder"],
             marks=SLOW,
         ),
-        pytest.param("tensor=2,pipeline=2,cuts=layers.5", 4, 1, CUT["mlp"], marks=SLOW),
         pytest.param("tensor=2,pipeline=4,schedule=1f1b", 8, 1, EXPERIMENTS["gpt"], marks=SLOW),
         pytest.param("tensor=2,recompute", 2, 1, CUT["mlp"], marks=SLOW),
     ],
