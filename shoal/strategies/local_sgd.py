@@ -39,13 +39,12 @@ from shoal.comm.buckets import apply_flattened, bucketize
 from shoal.comm.compression.base import uncompressed_bytes
 from shoal.comm.deterministic import mean
 from shoal.comm.mesh import Mesh
-from shoal.costs.step_cost import StepCost
+from shoal.costs.step_cost import SentMessage, StepCost, total
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB, accumulation_dtype
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.strategies.base import STOP, Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
-from shoal.strategies.local_cost import cost
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.options import DilocoOptions, LocalOptions
 from shoal.strategies.state import StrategyState
@@ -54,6 +53,10 @@ BUCKET_BYTES = 25 * MIB
 WORLD_CHANGED_MESSAGE = (
     "the number of ranks has changed, and each rank's optimizer state was its own: all ranks go on "
     "from the first one's"
+)
+PARTIAL_MESSAGE = (
+    "strategy {name} averages whole models, and beside tensor and pipeline a rank has a part of "
+    "one. Use ddp."
 )
 VELOCITY_PREFIX = "velocity."
 """Prefix of a parameter's name in checkpoints, for the outer optimizer's momentum."""
@@ -72,8 +75,8 @@ class LocalSgd(LocalOptions, Strategy):
         return _apply_local_steps(model, mesh, self, None)
 
     def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of local steps: `local_cost.py`."""
-        return cost(self, step)
+        """Return the cost of local steps."""
+        return _cost(self, step)
 
     @property
     def deviations(self) -> list[str]:
@@ -94,8 +97,8 @@ class Diloco(DilocoOptions, Strategy):
         return _apply_local_steps(model, mesh, self, outer)
 
     def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of local steps, and of two models more: `local_cost.py`."""
-        return cost(self, step)
+        """Return the cost of local steps, and of two models more."""
+        return _cost(self, step)
 
     @property
     def deviations(self) -> list[str]:
@@ -128,6 +131,18 @@ def _deviations(options: LocalOptions, action: str) -> list[str]:
     ]
 
 
+def _cost(options: LocalOptions, step: StepCost) -> StepCost:
+    """Return a step with 1/H of a sync round. DiLoCo holds two models more."""
+    if step.layout.data < step.layout.world:
+        raise StrategyRefused(PARTIAL_MESSAGE.format(name=options.name))
+    size = total(step.parameters_of_rank(0))
+    held = 2 * size if isinstance(options, DilocoOptions) else 0.0
+    if step.layout.data == 1:
+        return replace(step, always_held={0: held}, is_exact=False)
+    sync_round = SentMessage("all_reduce", size, share=1 / options.every)
+    return replace(step, always_held={0: held}, after_step={0: (sync_round,)}, is_exact=False)
+
+
 def _apply_local_steps(
     model: LocalModel, mesh: Mesh, options: LocalOptions, outer: OuterOptimizer | None
 ) -> LocalModel:
@@ -137,10 +152,7 @@ def _apply_local_steps(
             f"strategy {name} averages what was trained; the model has no trainable parameter."
         )
     if model.is_partial or model.has_sharded_params:
-        raise StrategyRefused(
-            f"strategy {name} averages whole models, and beside tensor and pipeline a rank has a "
-            "part of one. Use ddp."
-        )
+        raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
     mesh.data.broadcast_module(model.module)
     engine = LocalSgdStep(model, mesh.data, every, outer)
     round_mb = engine.bytes_per_sync() / 1e6

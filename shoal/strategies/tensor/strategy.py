@@ -158,7 +158,17 @@ def tensor_plan(
     Raises:
         StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
-    made = _plan_with_options(model, options, full_model, trace)
+    problems: list[str] = []
+    patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
+    keep: list[str] = []
+    for pattern in patterns:
+        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        keep += names
+        if not names:
+            problems.append(f"'{pattern}' matches no module of the model")
+    if problems:
+        raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
+    made = plan(model, options.degree, tuple(keep), full_model, trace)
     if not made:
         reasons = "\n".join(f"  {name}: {reason}" for name, reason in made.replicated.items())
         per_stage = "" if full_model is None else PER_STAGE_MESSAGE
@@ -172,26 +182,6 @@ def tensor_plan(
             "says that its stream is a sequence of tokens. Leave out sequence."
         )
     return made
-
-
-def _plan_with_options(
-    model: nn.Module,
-    options: TensorParallel,
-    full_model: FullModel | None,
-    trace: Trace = forward_graphs,
-) -> TensorPlan:
-    """Make the plan, with the names that the option `whole` matches."""
-    problems: list[str] = []
-    patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
-    keep: list[str] = []
-    for pattern in patterns:
-        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-        keep += names
-        if not names:
-            problems.append(f"'{pattern}' matches no module of the model")
-    if problems:
-        raise StrategyRefused("tensor: whole: " + "\n  ".join(problems))
-    return plan(model, options.degree, tuple(keep), full_model, trace)
 
 
 def _gather_output(_module: nn.Module, _inputs: Any, output: Any) -> Any:

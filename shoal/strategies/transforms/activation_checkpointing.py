@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
+from itertools import groupby
 from types import MethodType
 from typing import Any, ClassVar, NamedTuple
 
@@ -33,13 +34,13 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
-from shoal.costs.step_cost import StepCost
+from shoal.costs.step_cost import LocalSegment, StepCost
+from shoal.costs.work import NOTHING
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
 from shoal.strategies.options import RecomputeOptions
-from shoal.strategies.transforms.recompute_cost import cost
 from shoal.strategies.wrap_units import innermost, units
 
 
@@ -50,8 +51,19 @@ class Recompute(RecomputeOptions, Strategy):
     takes_empty_weights: ClassVar[bool] = True
 
     def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of units that are computed again: `recompute_cost.py`."""
-        return cost(self, step)
+        """Return the cost of units that are computed again: they keep no more than their outputs.
+
+        Raises: StrategyRefused: the model has no units.
+        """
+        found = step.once(("units", self.unit), lambda: [*innermost(units(step.module, self.unit))])
+        names = found[:: self.every]
+        if not names:
+            raise StrategyRefused("recompute: the model has no Sequential or ModuleList of blocks.")
+        segments: list[LocalSegment] = []
+        for name, run in groupby(step.segments, lambda segment: _unit_of(segment, names)):
+            group = [*run]
+            segments += _segments_again(group) if name else group
+        return replace(step, segments=tuple(segments))
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace the forward functions of units, in place.
@@ -93,6 +105,36 @@ class Recompute(RecomputeOptions, Strategy):
             pass_traits=replace(model.pass_traits, recomputes=True),
             outside_step=replace(model.outside_step, close=close),
         )
+
+
+def _segments_again(run: list[LocalSegment]) -> list[LocalSegment]:
+    """Return the segments of one unit, which keeps its output for the unit behind it.
+
+    The forward pass runs without a graph, so it keeps nothing inside the unit. The output is not
+    computed again: a checkpoint stops when it has found what the backward pass needs.
+    """
+    output = run[-1].work.output_bytes
+    result = []
+    again = NOTHING
+    for index, segment in enumerate(run):
+        is_last = index == len(run) - 1
+        again = again + segment.kept
+        if is_last:
+            again = again + output.scaled(-1)
+        result.append(
+            segment._replace(
+                again=segment.again + 1,
+                kept=output if is_last else NOTHING,
+                backward_extra=again + segment.backward_extra,
+                gradient_extra=again + segment.gradient_extra,
+            )
+        )
+    return result
+
+
+def _unit_of(segment: LocalSegment, names: list[str]) -> str:
+    path = segment.work.path
+    return next((name for name in names if path == name or path.startswith(f"{name}.")), "")
 
 
 def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:
