@@ -44,8 +44,8 @@ test-anywhere: $(VENV)/.test  ## Run the everyday tests as on other machines, an
 test-real: $(VENV)/.test  ## Run the tests on real ssh servers, Slurm and Open MPI. As root.
 	.ci/run-real
 
-test-hf: $(VENV)/.test  ## Run the tests with transformers, peft and accelerate. Installs them.
-	$(BIN)/pip install -q -e ".[test,hf]" -c constraints.txt
+test-hf: $(VENV)/.test  ## Run the tests with transformers, peft, accelerate and Lightning. Installs them.
+	$(BIN)/pip install -q -e ".[test,hf,lightning]" -c constraints.txt
 	$(BIN)/python -m pytest tests/integrations tests/examples/test_hugging_face.py
 
 affected: $(VENV)/.test  ## Name the slow suites that guard what differs from main.

@@ -16,6 +16,7 @@ EXTRAS = {
     "tensorboard": ("tensorboard", "tensorboard"),
     "timm": ("timm", "timm"),
     "transformers": ("hf", "transformers"),
+    "lightning": ("lightning", "lightning"),
     "wandb": ("loggers", "wandb"),
     "mlflow": ("loggers", "mlflow"),
     "trackio": ("loggers", "trackio"),

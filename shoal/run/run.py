@@ -391,6 +391,23 @@ class Run(StatefulRun):
         with self._gathering.evaluation(), self._calls.during("run.predict"):
             return self._evaluation(loader, models).predict(compute)
 
+    def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that calls the prepared models, outside of a step. Collective.
+
+        A pipeline needs it, as the layers are on several ranks. Under any other strategy, and
+        within `evaluate` and `predict`, the models may be called without it.
+
+        Args: function, args, kwargs: the same on all ranks. It computes no gradients.
+
+        Returns: what the function returns, on every rank.
+        """
+        outside_step = self._local_model().outside_step
+        with self._calls.during("run.call"), torch.no_grad():
+            try:
+                return outside_step.call(function, *args, **kwargs)
+            finally:
+                outside_step.reshard()
+
     def _evaluation(self, loader: Any, models: tuple[nn.Module, ...]) -> OneEvaluation:
         local_model = self._local_model() if self._prepared.models else None
         models = (*self._prepared.models, *models)

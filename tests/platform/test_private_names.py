@@ -24,6 +24,7 @@ PRIVATE_OF_OTHERS = {
     *("_run_exitfuncs", "_actions", "_Pointer"),  # atexit, argparse, ctypes
     *("_forkserver", "_forkserver_pid", "_resource_tracker", "_pid", "_fd"),  # multiprocessing
     "_registry",  # weakref.finalize
+    *("_after_closure", "_make_zero_grad_fn", "_training_step"),  # Lightning
 }
 
 

@@ -113,3 +113,21 @@ def pads_by_batch() -> None:
 def test_a_shape_that_one_rank_alone_finds_ends_all_ranks_with_the_cure() -> None:
     with pytest.raises(LaunchError, match=r"rows of one shape: pad them"):
         world.run(2, pads_by_batch, timeout_s=30)
+
+
+def calls() -> tuple[Tensor, Tensor]:
+    """Return what trained models compute in `run.call`, and what their whole weights do."""
+    run, model = shoal.init("pipeline=2", announce=str), net().eval()
+    x = samples().tensors[0]
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.forward_backward(lambda x: model(x).square().mean(), x)
+    optimizer.step()
+    whole = net().eval()
+    whole.load_state_dict(run.weights())
+    return run.call(lambda rows: model(rows), x), whole(x).detach()
+
+
+def test_a_pipeline_is_called_outside_of_a_step() -> None:
+    for found, expected in world.run(2, calls):
+        assert not found.requires_grad
+        assert torch.allclose(found, expected, rtol=1e-10)

@@ -31,6 +31,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
     public = [name for name in dir(shoal.Run) if not name.startswith("_")]
     names = [
         "backward",
+        "call",
         "check_replicas",
         "checkpoint",
         "clip_grad_norm_",

@@ -1,0 +1,124 @@
+"""Lightning's first example, an autoencoder, as ranks of a test run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from shoal.integrations.lightning import ShoalStrategy
+
+
+class LitAutoEncoder(lightning.LightningModule):
+    """The module of Lightning's documentation, with a validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 3))
+        self.decoder = nn.Sequential(nn.Linear(3, 24), nn.ReLU(), nn.Linear(24, 16))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, _ = batch
+        loss = functional.mse_loss(self.decoder(self.encoder(x)), x)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, _ = batch
+        self.log("val_loss", functional.mse_loss(self.decoder(self.encoder(x)), x))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class TwoOptimizers(LitAutoEncoder):
+    """The same with an optimizer for each part, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x, _ = batch
+        loss = functional.mse_loss(self.decoder(self.encoder(x)), x)
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.5) for part in self.children()]
+
+
+class OwnBackward(LitAutoEncoder):
+    """A module with a backward pass of its own."""
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+class LossHistory(lightning.Callback):
+    """Keeps the losses that Lightning's loggers see."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss_step"]))
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["val_loss"]))
+
+
+def train(
+    strategy: str,
+    folder: Path,
+    settings: dict[str, Any],
+    module: str = "LitAutoEncoder",
+    resume: Path | None = None,
+    shuffle: bool = False,
+) -> list[float]:
+    """Train three epochs, the last batch of each smaller; return all losses and test sums.
+
+    Args: strategy: empty for Lightning's own strategy.
+    """
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(45, 16, dtype=torch.float64), torch.zeros(45))
+    model = globals()[module]()
+    chosen: dict[str, Any] = {}
+    if strategy:
+        chosen["strategy"] = ShoalStrategy(strategy, announce=lambda _: None)
+    history = LossHistory()
+    callbacks: list[Any] = [history]
+    if settings.get("callbacks"):
+        callbacks.append(ModelCheckpoint(every_n_train_steps=4, save_top_k=-1))
+    trainer = lightning.Trainer(
+        **{"max_epochs": 3, "precision": "64-true", "accelerator": "cpu", "devices": 1}
+        | {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        | {"default_root_dir": str(folder), "enable_checkpointing": True}
+        | chosen
+        | settings
+        | {"callbacks": callbacks}
+    )
+    train_loader = DataLoader(data, batch_size=8, shuffle=shuffle)
+    trainer.fit(model, train_loader, DataLoader(data, batch_size=8), ckpt_path=resume)
+    return history.losses
+
+
+def refusal(strategy: str, *arguments: Any, **options: Any) -> str:
+    """Return the error of `train`."""
+    try:
+        train(strategy, *arguments, **options)
+    except Exception as error:  # noqa: BLE001 - Lightning's own too
+        return f"{type(error).__name__}: {error}"
+    return ""
