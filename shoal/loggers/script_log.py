@@ -18,12 +18,16 @@ from shoal.loggers.metrics_file import NAME
 
 
 class ScriptLog:
-    """The loggers of a run. On other ranks than 0 it has none, and takes part in the means."""
+    """The loggers of a run. On other ranks than 0 it has none, and takes part in the means.
+
+    Attributes: last: the newest means by name; empty before the first.
+    """
 
     def __init__(self, mesh: Mesh, note: Callable[[str], None]) -> None:
         self._mesh = mesh
         self._group = LoggerGroup(note)
         self._is_open = False
+        self.last: dict[str, float] = {}
 
     def open(
         self,
@@ -70,6 +74,7 @@ class ScriptLog:
         sums = self._mesh.sum_of_host_numbers(numbers)
         record = {name: s / self._mesh.size for name, s in zip(values, sums, strict=True)}
         self._group.write(kind, {"step": step, **record})
+        self.last = record
         return record
 
 

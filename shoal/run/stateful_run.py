@@ -5,7 +5,7 @@ These are methods of `Run`, which computes steps beside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from shoal.run.checks import check_path, check_state
 from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema
 from shoal.run.guards import Guards
+from shoal.run.loop_progress import LoopProgress
+from shoal.run.prepare_arguments import is_loader
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.run.this_rank import ThisRank
@@ -282,6 +284,23 @@ class StatefulRun(ThisRank):
         """
         with self._calls.during("run.log"):
             return self._script_log.write(values, step, kind)
+
+    def progress(self, loader: Iterable[Any]) -> Iterable[Any]:
+        """Return the loader, with the progress of a loop over it shown on rank 0.
+
+        for x, y in run.progress(loader):
+
+        A bar on a terminal, and a line now and then elsewhere: the step, the loss that `log` was
+        given last, and samples a second of all ranks.
+
+        Raises: UsageError: it is no loader.
+        """
+        if not is_loader(loader):
+            raise UsageError(
+                f"run.progress takes a loader, and was given {type(loader).__name__}: for x, y in "
+                "run.progress(loader)."
+            )
+        return LoopProgress(loader, lambda: self._script_log.last) if self.rank == 0 else loader
 
     def report(self) -> list[str]:
         """Return lines for the end of a run, such as the staleness that servers have measured."""

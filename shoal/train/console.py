@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shoal.platform.terminal import REFRESH_S, line_interval_s, on_terminal, open_live
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.live import Live
 
 Record = Mapping[str, float | int]
 MIN_BAR = 8
 MAX_BAR = 40
 """Columns of the bar."""
-REFRESH_S = 0.25
 
 
 def print_rank_zero(text: str) -> None:
@@ -85,18 +85,6 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     print_rank_zero("\n".join(f"{label:<{width}}  {value}" for label, value in rows))
 
 
-def on_terminal(stream: TextIO) -> bool:
-    """Return True if text on this stream can be replaced later.
-
-    It cannot in a Slurm log, a pipe or a dumb terminal.
-    """
-    if not stream.isatty():
-        return False
-    from rich.console import Console
-
-    return not Console(file=stream).is_dumb_terminal
-
-
 def _row(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, Mapping):
         step = f"  (step {value['step']})" if "step" in value else ""
@@ -145,7 +133,7 @@ class Progress:
         self._next_redraw_s = 0.0
         # Steps and time at the end of the first step, which compiles and allocates.
         self._measured_from: tuple[int, float] | None = None
-        self._live = _open_live() if active and on_terminal(sys.stdout) else None
+        self._live = open_live() if active and on_terminal(sys.stdout) else None
 
     def epoch(self, epoch: int, steps: int, done: int = 0) -> None:
         """Begin an epoch, counted from 1, after `done` of its `steps`."""
@@ -182,7 +170,7 @@ class Progress:
             self._speed = [f"{speed} samples/s", f"ETA {duration(remaining_s)}"]
         passed_s = self._clock() - self._start_s
         if self._live is None and passed_s >= self._next_line_s:
-            self._next_line_s = passed_s + min(60.0, max(1.0, passed_s / 100))
+            self._next_line_s = passed_s + line_interval_s(passed_s)
             print_rank_zero("  ".join([self._position(), *self._results, *self._speed]))
 
     def evaluation(self, record: Record) -> None:
@@ -245,17 +233,3 @@ class Progress:
         bar = ProgressBar(self._epoch_steps, self._epoch_step, width=length)
         grid.add_row(Text(label, style="bold"), bar, Text(words))
         return grid
-
-
-def _open_live() -> Live:
-    from rich.console import Console
-    from rich.live import Live
-
-    # Without a thread of its own: that could hold locks while data-loader workers are forked.
-    live = Live(
-        console=Console(), auto_refresh=False, transient=True, redirect_stderr=sys.stderr.isatty()
-    )
-    live.start()
-    # A process that is killed could not bring a hidden cursor back.
-    live.console.show_cursor(True)
-    return live

@@ -59,6 +59,7 @@ def test_the_public_methods_of_a_run_are_these_and_only_these() -> None:
         "predict",
         "prepare",
         "print",
+        "progress",
         "rank",
         "remote",
         "report",
