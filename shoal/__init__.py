@@ -14,7 +14,14 @@ from shoal.shm_backend.registration import register
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Checkpoints
-    from shoal.comm.arrays import allgather, allreduce, barrier, broadcast
+    from shoal.comm.arrays import (
+        all_gather,
+        all_reduce,
+        allgather,
+        allreduce,
+        barrier,
+        broadcast,
+    )
     from shoal.data.batch_fetcher import Collate
     from shoal.data.source import Source
     from shoal.errors import ShoalError
@@ -35,6 +42,8 @@ __all__ = [
     "Source",
     "Strategy",
     "Verdict",
+    "all_gather",
+    "all_reduce",
     "allgather",
     "allreduce",
     "barrier",
@@ -60,6 +69,8 @@ _HOMES = {
     "verify_script": "shoal.verification.script.script_verdict",
     "Checkpoints": "shoal.checkpoint",
     "ShoalError": "shoal.errors",
+    "all_reduce": "shoal.comm.arrays",
+    "all_gather": "shoal.comm.arrays",
     "allreduce": "shoal.comm.arrays",
     "allgather": "shoal.comm.arrays",
     "broadcast": "shoal.comm.arrays",

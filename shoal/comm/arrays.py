@@ -1,13 +1,15 @@
 """Collectives on arrays for scripts: a mean over ranks, the arrays of all ranks, that of one rank.
 
-    mean_loss = shoal.allreduce(loss)
-    all_scores = shoal.allgather(scores)
-    start = shoal.broadcast(start, root=0)
+    mean_loss = shoal.all_reduce(loss, op="mean")
+    all_scores = shoal.all_gather(scores)
+    start = shoal.broadcast(start, src=0)
     shoal.barrier()
 
-Arrays are torch tensors and NumPy arrays. The result has the kind of the argument. Arguments are
-not changed, and no gradient flows through. Every call is collective: all ranks must make it, in the
-same order, which is checked. In a world of one rank, a call returns a copy."""
+Arguments are named as in torch.distributed. Arrays are torch tensors and NumPy arrays; the result
+has the kind of the argument, which is not changed, and no gradient flows through. Every call is
+collective: all ranks must make it, in the same order, which is checked. In a world of one rank, a
+call returns a copy.
+"""
 
 from __future__ import annotations
 
@@ -34,33 +36,45 @@ OPERATIONS = {
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+OF_TORCH = {each: name for name, each in OPERATIONS.items()} | {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+}
+"""torch's operations, by which they may be named."""
 
 
-def allreduce(value: Array, op: Operation = "mean") -> Array:
-    """Reduce an array over all ranks, element by element. Collective.
+def all_reduce(value: Array, op: Any = None) -> Array:
+    """Reduce an array over all ranks, element by element, and return the result. Collective.
 
     Args:
         value: of any shape, with the same shape and dtype on every rank. A mean needs a floating or
             complex dtype.
-        op: mean, sum, min, max or product.
+        op: mean, sum, min, max or product, or torch's `ReduceOp`. It must be said: torch takes the
+            sum without it, and `shoal.allreduce` the mean.
 
     Raises:
         UsageError: the array or operation is not supported, or `shoal.init()` has not been called.
         CollectiveFailed: ranks make different calls.
     """
+    if op is None:
+        raise UsageError(
+            "shoal.all_reduce: say the operation: op='mean' or op='sum'. Without it torch takes "
+            "the sum, and shoal.allreduce the mean."
+        )
+    op = OF_TORCH.get(op, op)
     if op not in OPERATIONS:
         raise UsageError(
-            f"shoal.allreduce: op='{op}' is not known. Use one of {', '.join(OPERATIONS)}."
+            f"shoal.all_reduce: op='{op}' is not known. Use one of {', '.join(OPERATIONS)}."
         )
-    tensor, back = _as_tensor(value, "allreduce")
+    tensor, back = _as_tensor(value, "all_reduce")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(
-            f"shoal.allreduce: the mean of {_name(tensor)} is no {_name(tensor)}. Use op='sum'."
+            f"shoal.all_reduce: the mean of {_name(tensor)} is no {_name(tensor)}. Use op='sum'."
         )
     if tensor.dtype == torch.bool:
-        raise UsageError("shoal.allreduce: bool has no sum. Make it integers first.")
-    axis = _axis("allreduce")
-    _check_same_call(axis, f"allreduce({_name(tensor)} {tuple(tensor.shape)}, op='{op}')")
+        raise UsageError("shoal.all_reduce: bool has no sum. Make it integers first.")
+    axis = _axis("all_reduce")
+    _check_same_call(axis, f"all_reduce({_name(tensor)} {tuple(tensor.shape)}, op='{op}')")
     if axis.size > 1 and tensor.numel():
         dtype = tensor.dtype
         if op == "mean" and dtype in (torch.float16, torch.bfloat16):
@@ -71,42 +85,53 @@ def allreduce(value: Array, op: Operation = "mean") -> Array:
     return result
 
 
-def allgather(value: Array) -> Array:
+def all_gather(value: Array) -> Array:
     """Concatenate the arrays of all ranks along the first dimension. Collective.
 
     Args:
         value: of shape (rows, ...), with the same dtype and the same shape except the first
             dimension on every rank; a scalar counts as one row.
 
-    Raises: as `allreduce`.
+    Raises: as `all_reduce`.
     """
-    tensor, back = _as_tensor(value, "allgather")
+    tensor, back = _as_tensor(value, "all_gather")
     tensor = tensor if tensor.dim() else tensor.view(1)
-    axis = _axis("allgather")
+    axis = _axis("all_gather")
     shape = ", ".join(["rows", *map(str, tensor.shape[1:])])
-    _check_same_call(axis, f"allgather({_name(tensor)} ({shape}))")
+    _check_same_call(axis, f"all_gather({_name(tensor)} ({shape}))")
     result: Array = back(gather_rows(tensor, axis))
     return result
 
 
-def broadcast(value: Array, root: int = 0) -> Array:
-    """Return the array of rank `root` on every rank. Collective.
+def broadcast(value: Array, src: int = 0, root: int | None = None) -> Array:
+    """Return the array of rank `src` on every rank. Collective.
 
-    Args: value: with the same shape and dtype on every rank.
+    Args:
+        value: with the same shape and dtype on every rank.
+        root: another name of `src`.
 
-    Raises: as `allreduce`; UsageError also if there is no rank `root`.
+    Raises: as `all_reduce`; UsageError also if there is no rank `src`.
     """
+    src = src if root is None else root
     tensor, back = _as_tensor(value, "broadcast")
     axis = _axis("broadcast")
-    if not 0 <= root < axis.size:
+    if not 0 <= src < axis.size:
         raise UsageError(
-            f"shoal.broadcast: there is no rank {root}; ranks are 0 to {axis.size - 1}."
+            f"shoal.broadcast: there is no rank {src}; ranks are 0 to {axis.size - 1}."
         )
-    _check_same_call(axis, f"broadcast({_name(tensor)} {tuple(tensor.shape)}, root={root})")
+    _check_same_call(axis, f"broadcast({_name(tensor)} {tuple(tensor.shape)}, src={src})")
     if axis.size > 1 and tensor.numel():
-        dist.broadcast(_bytes(tensor), src=root)
+        dist.broadcast(_bytes(tensor), src=src)
     result: Array = back(tensor)
     return result
+
+
+def allreduce(value: Array, op: Operation = "mean") -> Array:
+    """Return `all_reduce(value, op)`, by Horovod's name and with its default. Collective."""
+    return all_reduce(value, op)
+
+
+allgather = all_gather  # the name in Horovod
 
 
 def barrier() -> None:

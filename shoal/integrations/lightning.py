@@ -293,7 +293,7 @@ class ShoalStrategy(_Strategy):
         op = op.lower() if isinstance(op, str) else op
         op = names.get(op, op)
         whole = tensor if tensor.is_floating_point() or op != "mean" else tensor.float()
-        return shoal.allreduce(whole.detach(), op=op)
+        return shoal.all_reduce(whole.detach(), op=op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all ranks, (ranks, ...).
@@ -305,7 +305,7 @@ class ShoalStrategy(_Strategy):
                 "all_gather(sync_grads=True): no gradient flows through it here. Use "
                 "self.trainer.strategy.run.gather(tensor)."
             )
-        return shoal.allgather(tensor.detach().unsqueeze(0))
+        return shoal.all_gather(tensor.detach().unsqueeze(0))
 
     def barrier(self, name: str | None = None) -> None:
         self._is_training_loader = name == TRAINING_LOADER
@@ -319,7 +319,7 @@ class ShoalStrategy(_Strategy):
         return box[0]
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = int(shoal.allreduce(torch.tensor(int(decision)), op="sum"))
+        votes = int(shoal.all_reduce(torch.tensor(int(decision)), op="sum"))
         return votes == self.world_size if all else votes > 0
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def test_ranks_that_make_different_calls_are_all_told_who_calls_what() -> None:
 def _differing() -> bool:
     rank = dist.get_rank()
     with pytest.raises(
-        CollectiveFailed, match=r"rank 0 allreduce\(float32 \(2,\), op='mean'\); rank 1 barrier\(\)"
+        CollectiveFailed,
+        match=r"rank 0 all_reduce\(float32 \(2,\), op='mean'\); rank 1 barrier\(\)",
     ):
         shoal.allreduce(torch.ones(2)) if rank == 0 else shoal.barrier()
     with pytest.raises(
@@ -126,3 +127,31 @@ def test_a_script_under_shoal_launch_uses_them(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "shoal", "launch", "-n", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)
     assert done.stdout == "[1.5] [0 1]\n"
+
+
+def _by_names_of_torch() -> None:
+    tensor = torch.tensor([float(dist.get_rank())])
+    assert shoal.all_reduce(tensor, op="sum") == shoal.all_reduce(tensor, dist.ReduceOp.SUM) == 1
+    assert shoal.all_reduce(tensor, dist.ReduceOp.AVG) == shoal.allreduce(tensor) == 0.5
+    assert shoal.all_gather(tensor).tolist() == shoal.allgather(tensor).tolist() == [0, 1]
+    assert shoal.broadcast(tensor, src=1) == shoal.broadcast(tensor, 1) == 1
+    assert shoal.broadcast(tensor, root=1) == 1
+
+
+def test_arguments_are_named_as_those_of_torch_and_older_names_stay() -> None:
+    world.run(2, _by_names_of_torch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "say the operation: op='mean' or op='sum'"),
+        ({"op": "avg"}, "op='avg' is not known. Use one of mean, sum"),
+        ({"op": dist.ReduceOp.BAND}, "BAND.* is not known. Use one of mean, sum"),
+    ],
+)
+def test_an_operation_that_is_not_said_or_not_known_is_refused(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        shoal.all_reduce(torch.ones(2), **arguments)

@@ -12,6 +12,8 @@ def test_the_public_names_are_these_and_only_these() -> None:
         "Source",
         "Strategy",
         "Verdict",
+        "all_gather",
+        "all_reduce",
         "allgather",
         "allreduce",
         "barrier",
