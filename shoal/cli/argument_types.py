@@ -66,11 +66,6 @@ def tolerance(text: str) -> float:
     return value
 
 
-def json_argument(parser: argparse.ArgumentParser, what: str = "object") -> None:
-    """Add --json, which prints one JSON value to stdout and nothing else."""
-    parser.add_argument("--json", action="store_true", help=f"print one JSON {what}")
-
-
 class OptionInstead(argparse.Action):
     """An option of earlier versions, or of another program. Its `const` says what to do."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "measure how fast this machine computes and communicates, for shoal plan; under a minute"
 EXAMPLES = """\
@@ -17,6 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=argument_types.path, help="file (default: in the user's cache)"
     )
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -28,6 +30,5 @@ def run(options: argparse.Namespace) -> int:
     machine = calibrate()
     path = Path(options.output) if options.output is not None else default_path()
     machine.save(path)
-    print(summary(machine))
-    print(path)
-    return 0
+    result = {"file": str(path), **asdict(machine)}
+    return answers.show(options, result, f"{summary(machine)}\n{path}")

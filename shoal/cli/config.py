@@ -6,10 +6,9 @@ The YAML on stdout is a file that `shoal train` accepts, so notes go to stderr.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
-from shoal.cli import argument_types, job_options
+from shoal.cli import answers, job_options
 
 HELP = "print an experiment's settings"
 EXAMPLES = """\
@@ -24,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="with the meaning and the origin of every value"
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,8 +32,5 @@ def run(options: argparse.Namespace) -> int:
     settings, _, notes = job_options.settings(options, options.processes or 1)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    if options.json:
-        print(json.dumps(config.leaf_settings(settings.job)))
-        return 0
-    print(config.explain(settings) if options.explain else config.to_yaml(settings.job))
-    return 0
+    text = config.explain(settings) if options.explain else config.to_yaml(settings.job)
+    return answers.show(options, config.leaf_settings(settings.job), text)

@@ -6,8 +6,9 @@ The exit status is that of the report, so that a script can use it without readi
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
-from shoal.cli import argument_types
+from shoal.cli import answers
 
 HELP = "look at this machine: what it has, and what is missing"
 EXAMPLES = """\
@@ -17,12 +18,11 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from shoal.doctor import diagnosis
 
     report = diagnosis.examine()
-    print(diagnosis.to_json(report) if options.json else diagnosis.render(report))
-    return report.exit_code
+    return answers.show(options, asdict(report), diagnosis.render(report), report.exit_code)

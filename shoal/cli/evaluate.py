@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import argument_types, execution
+from shoal.cli import answers, argument_types, execution
 from shoal.config.setting_fields import is_path
 from shoal.errors import ConfigError, UsageError
 
@@ -45,9 +45,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="latest",
         help="which one (default: latest)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object with top1, top5, loss, samples"
-    )
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +61,10 @@ def run(options: argparse.Namespace) -> int:
     directory = Path(options.run[0])
     job_of(directory)  # reports a wrong directory before any process starts
     arguments = (directory, options.checkpoint, options.json)
-    return execution.call(info.world, world, "evaluate_run", arguments)
+    code = execution.call(info.world, world, "evaluate_run", arguments)
+    if code and options.json:
+        answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
+    return code
 
 
 def _job_of_cfg(options: argparse.Namespace, ranks: int) -> Job:

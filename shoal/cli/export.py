@@ -6,11 +6,10 @@ It runs in one process and reads the shards of a checkpoint one tensor at a time
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "write a run's whole model to one safetensors file"
 EXAMPLES = """\
@@ -34,19 +33,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="latest",
         help="which one (default: latest)",
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     from shoal.train.weight_export import export
 
     result = export(options.run, options.output, options.checkpoint)
-    if options.json:
-        print(json.dumps({"file": str(options.output), **asdict(result)}))
-        return 0
     weights = "moving average of the weights" if result.from_ema else "weights"
-    print(
+    text = (
         f"{options.output}: {weights} of step {result.step}, {result.tensors} tensors, "
         f"{result.size_bytes:,} bytes"
     )
-    return 0
+    return answers.show(options, {"file": str(options.output), **asdict(result)}, text)

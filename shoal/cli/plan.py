@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.cli import argument_types, job_options
+from shoal.cli import answers, argument_types, job_options
 from shoal.cli.script_check import check_script
 from shoal.errors import ConfigError, UsageError, raise_problems
+from shoal.train.console import envelope
 
 if TYPE_CHECKING:
     from shoal.config.job import Job
@@ -66,7 +66,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take over the speeds that a traced run shows",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    answers.json_argument(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -325,7 +325,9 @@ def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) ->
     numbers = request.numbers
     planner = Planner(workload, request.machine, request.cluster, numbers.memory)
     if request.servers:
-        return server_report.servers_text(planner), 0
+        text = server_report.servers_text(planner)
+        answer = envelope("plan", True, result={"text": text}) if request.json else text
+        return answer, 0
     strategy = source.strategy
     if strategy is not None and not request.json:
         plan = planner.plan(strategy)
@@ -336,7 +338,7 @@ def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) ->
     if plans.best is not None:
         _draw(plans.best, request.output)
     if request.json:
-        return json.dumps(plan_report.as_json(planner, plans)), status
+        return envelope("plan", not status, result=plan_report.as_json(planner, plans)), status
     text = plan_report.report(planner, plans, source.command)
     mtbf_s = numbers.mtbf or request.cluster.mtbf_s
     if mtbf_s < inf:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from shoal.cli import argument_types, job_options
+from shoal.cli import answers, argument_types, job_options
 from shoal.errors import ConfigError
 
 HELP = "list which module of a model tensor=T slices how"
@@ -24,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="ranks in a tensor group (default: those of --strategy, or 2)",
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,8 +47,5 @@ def run(options: argparse.Namespace) -> int:
     strategy = TensorParallel(**vars(replace(tensor_options, degree=degree)))
     model = build(settings.job, torch.device("cpu")).model
     plan = tensor_plan(model, strategy)
-    if options.json:
-        print(json.dumps({"tensor": degree, "modules": plan.parallel_styles()}))
-        return 0
-    print("\n".join(describe(plan, strategy.sequence)))
-    return 0
+    result = {"tensor": degree, "modules": plan.parallel_styles()}
+    return answers.show(options, result, "\n".join(describe(plan, strategy.sequence)))

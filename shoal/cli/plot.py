@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "draw the curves of one run, or of several in comparison"
 EXAMPLES = """\
@@ -29,6 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("curves.png"),
         help=".png or .svg (default: curves.png)",
     )
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     from shoal.trace.chrome import find_file
 
     plot(options.runs, options.output)
-    print(options.output)
+    answers.show(options, {"file": str(options.output)}, options.output)
     for trace in filter(None, map(find_file, options.runs)):
         print(f"the trace is not drawn: open {trace} in https://ui.perfetto.dev", file=sys.stderr)
     return 0

@@ -13,6 +13,7 @@ from typing import NoReturn, Protocol
 from shoal import __version__
 from shoal.cli import (
     agent,
+    answers,
     calibrate,
     cluster_options,
     config,
@@ -35,7 +36,7 @@ from shoal.cli import (
     verify,
 )
 from shoal.config import trace_window
-from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean, printable
+from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean
 
 DESCRIPTION = "Train one PyTorch model on many devices, and get the numbers of one device."
 
@@ -95,12 +96,12 @@ RARE = {*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, and where the options are listed."""
+    """A parser that says where the options are listed, if a command line is wrong."""
 
     def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {printable(message)}", file=sys.stderr)
-        print(f"the options: {self.prog} --help", file=sys.stderr)
-        raise SystemExit(2)
+        raise answers.WrongOptions(
+            f"{self.prog}: error: {message}\nthe options: {self.prog} --help"
+        )
 
 
 class VerbParser(Parser):
@@ -161,13 +162,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError(f"there is no verb '{words[0]}'; {hint}")
         raise SystemExit(_run(words))
     except ShoalError as error:
-        print(f"shoal: {printable(str(error))}", file=sys.stderr)
+        answers.show_error(words[0] if words else "", _wants_json(words), error)
         raise SystemExit(2 if isinstance(error, BAD_INPUT) else 1) from None
     except BrokenPipeError:
         # The reader has ended, as in `shoal config digits | head`. Without this, the interpreter
         # would write to the pipe once more at its end, and fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0) from None
+
+
+def _wants_json(words: list[str]) -> bool:
+    """Return True if a command, wrong or right, asks for JSON; those that run scripts never do."""
+    own = words[: words.index("--")] if "--" in words else words
+    return "--json" in own and words[0] in VERBS.keys() - {"train", "launch"}
 
 
 def _run(words: list[str]) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "repeat a run of stale parameter servers, bit for bit"
 EXAMPLES = """\
@@ -30,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         const="a faithful replay has the bits of the checkpoint, which `shoal export` writes",
         help=argparse.SUPPRESS,
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,5 +40,4 @@ def run(options: argparse.Namespace) -> int:
     from shoal.train.async_replay import replay
 
     result = replay(options.run, options.step)
-    print(json.dumps(result.to_json()) if options.json else result)
-    return 1 if result.differing else 0
+    return answers.show(options, result.to_json(), result, 1 if result.differing else 0)

@@ -7,9 +7,8 @@ that the processes stop and save, then that the new ones have started.
 from __future__ import annotations
 
 import argparse
-import json
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 from shoal.errors import LaunchError
 
 HELP = "change the number of processes of a run while it trains"
@@ -34,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="processes from now on. Of a run with --hosts: of all hosts together. They are filled "
         "in the order of the list, each up to its number there",
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -43,17 +42,11 @@ def run(options: argparse.Namespace) -> int:
 
     job_of(options.run)  # reports a directory without a run
     for answer in request(options.run, scale=options.processes):
-        if options.json:
-            if "stopping" in answer:
-                continue
-            print(json.dumps({"processes": answer["processes"], "step": answer["step"]}))
-            return 0
-        if "stopping" in answer:
+        if "stopping" not in answer:
+            step = answer["step"]
+            origin = "the beginning" if step is None else f"the checkpoint of step {step}"
+            text = f"{options.run}: {answer['processes']} go on, from {origin}"
+            return answers.show(options, {"processes": answer["processes"], "step": step}, text)
+        if not options.json:
             print(f"{options.run}: {answer['stopping']} processes stop and save", flush=True)
-        else:
-            origin = "from the beginning"
-            if answer["step"] is not None:
-                origin = f"from the checkpoint of step {answer['step']}"
-            print(f"{options.run}: {answer['processes']} go on, {origin}")
-            return 0
     raise LaunchError(f"{options.run}: its launcher has ended before it had answered.")

@@ -6,8 +6,9 @@ The drawing needs only the table of the schedule, so nothing is trained and torc
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "draw what each rank of a pipeline computes when"
 EXAMPLES = """\
@@ -45,6 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         const="Schedules are drawn as text, on stdout",
         help=argparse.SUPPRESS,
     )
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -53,5 +55,5 @@ def run(options: argparse.Namespace) -> int:
 
     # The naive schedule sends the full batch through the stages, one after the other.
     microbatches = options.microbatches or (1 if options.name == "naive" else 8)
-    print(legend(table(options.name, options.ranks, microbatches, options.stages)))
-    return 0
+    drawn = table(options.name, options.ranks, microbatches, options.stages)
+    return answers.show(options, asdict(drawn), legend(drawn))

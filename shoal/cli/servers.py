@@ -7,9 +7,8 @@ when it is done: for `remove`, when all partitions of the shard have moved.
 from __future__ import annotations
 
 import argparse
-import json
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 from shoal.errors import UsageError
 
 HELP = "list, add or remove the parameter servers of a run"
@@ -32,9 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="add: how many (default: 1); remove: which shards",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON array, an object for each server"
-    )
+    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -51,5 +48,4 @@ def run(options: argparse.Namespace) -> int:
     from shoal.parameter_server.coordinator import admin_client
 
     servers = admin_client.send_command(options.run, options.what, options.numbers)
-    print(json.dumps(servers) if options.json else admin_client.table(servers))
-    return 0
+    return answers.show(options, servers, admin_client.table(servers))

@@ -7,9 +7,8 @@ parse it.
 from __future__ import annotations
 
 import argparse
-import json
 
-from shoal.cli import argument_types
+from shoal.cli import answers, argument_types
 
 HELP = "say where the time of traced steps went, on each rank"
 EXAMPLES = """\
@@ -27,7 +26,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="directory of a run trained with --trace, or a trace file",
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
     parser.add_argument(
         "-o",
         "--output",
@@ -43,8 +42,5 @@ def run(options: argparse.Namespace) -> int:
 
     trace = chrome.read(options.run)
     breakdown = compute_breakdown(trace.spans)
-    if options.json:
-        print(json.dumps(report.to_json(trace, breakdown)))
-    else:
-        print("\n".join(report.lines(trace, breakdown)))
-    return 0
+    text = "\n".join(report.lines(trace, breakdown))
+    return answers.show(options, report.to_json(trace, breakdown), text)

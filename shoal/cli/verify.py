@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import traceback
 
-from shoal.cli import argument_types, job_options
+from shoal.cli import answers, argument_types, job_options
 from shoal.cli.script_check import check_script
-from shoal.errors import ConfigError, ShoalError, UsageError, printable
+from shoal.errors import ConfigError, ShoalError, UsageError, headline_of
 
 HELP = "prove that a strategy trains as one process does, in float64"
 EXAMPLES = """\
@@ -38,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-10,
         help="relative (default: 1e-10)",
     )
-    argument_types.json_argument(parser)
+    answers.json_argument(parser)
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
         "--precision",
@@ -67,9 +66,11 @@ def run(options: argparse.Namespace) -> int:
         is_script = len(options.source) == 1 and options.source[0].endswith(".py")
         return _script_verdict(options) if is_script else _verdict(options)
     except ShoalError as error:
-        print(f"shoal: {printable(str(error))}", file=sys.stderr)
-    except Exception:  # noqa: BLE001 - see above
+        answers.show_error("verify", options.json, error)
+    except Exception as error:  # noqa: BLE001 - see above
         traceback.print_exc()
+        if options.json:
+            answers.show_error("verify", True, headline_of(error))
     return 2
 
 
@@ -93,8 +94,8 @@ def _verdict(options: argparse.Namespace) -> int:
 
     steps = STEPS if options.steps is None else options.steps
     verdict = verify_config(settings.job, line, ranks, steps, options.tolerance)
-    print(json.dumps(verdict.to_json()) if options.json else verdict)
-    return {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
+    status = {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
+    return answers.show(options, verdict.to_json(), verdict, status)
 
 
 def _script_verdict(options: argparse.Namespace) -> int:
@@ -121,5 +122,4 @@ def _script_verdict(options: argparse.Namespace) -> int:
         tolerance=options.tolerance,
         keep=options.keep,
     )
-    print(json.dumps(report.to_json()) if options.json else report)
-    return report.exit_code
+    return answers.show(options, report.to_json(), report, report.exit_code)

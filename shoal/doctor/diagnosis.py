@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import wrap
 from typing import Any
 
@@ -67,11 +66,6 @@ def assess(facts: Mapping[str, Mapping[str, Any]]) -> Report:
     """Return the report on these facts."""
     problems = (*_version_problems(facts["software"]), *_machine_problems(facts))
     return Report(facts, problems, _features(facts))
-
-
-def to_json(report: Report) -> str:
-    """Return the report as one JSON object; its keys are the fields of Report, and `ok`."""
-    return json.dumps({"ok": report.exit_code == 0, **asdict(report)}, indent=2)
 
 
 def render(report: Report) -> str:

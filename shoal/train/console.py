@@ -8,6 +8,7 @@ epoch 3/15  step 120/345  loss 0.1234  top1 97.50 %  812 samples/s  ETA 0:12
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,13 @@ def _print(text: str, stream: TextIO) -> None:
         print(text, file=stream, flush=True)
     except (OSError, ValueError):  # ValueError: the stream was closed
         return
+
+
+def envelope(verb: str, ok: bool, **content: Any) -> str:
+    """Return the answer of a verb of the command line as JSON. Args: content: result or errors."""
+    from shoal import __version__
+
+    return json.dumps({"shoal": __version__, "verb": verb, "ok": ok, **content})
 
 
 def number(name: str, value: float) -> str:

@@ -5,7 +5,6 @@ Importing this module does not import torch, so that a launcher on a login node 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -26,7 +25,7 @@ from shoal.launch.restarting import LocalJob, run_with_restarts
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
-from shoal.train.console import measures
+from shoal.train.console import envelope, measures
 from shoal.train.run_directory import CONFIG, fast_directory
 from shoal.train.run_directory import last_saved as last_saved_in
 from shoal.watchdog import hang_limit
@@ -141,7 +140,7 @@ def _print_report(rank: int, report: dict[str, float | int], as_json: bool) -> N
     if rank != 0:
         return
     if as_json:
-        print(json.dumps(report))
+        print(envelope("eval", True, result=report))
     else:
         print("  ".join([*measures(report), f"{report['samples']} samples"]))
 

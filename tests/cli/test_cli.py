@@ -91,7 +91,7 @@ def test_train_evaluate_plot_and_train_again(
         *("checkpoints", "config.yaml", "curves.png", "metrics.jsonl"),
     ]
     status, said, _ = shoal(capfd, "eval", out, "--json")
-    found = json.loads(said)
+    found = json.loads(said)["result"]
     assert {"top1", "top5", "loss", "samples"} <= found.keys()
     recorded = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert recorded[-1]["loss"] == found["loss"]

@@ -155,4 +155,4 @@ def test_json_is_one_value_on_stdout(capsys: pytest.CaptureFixture[str], line: s
     code, out, _ = shoal(capsys, *line.split())
     assert code == 0
     assert len(out.splitlines()) == 1
-    assert {"train.epochs", "tensor"} & json.loads(out).keys()
+    assert {"train.epochs", "tensor"} & json.loads(out)["result"].keys()

@@ -101,7 +101,7 @@ def test_a_picture_that_cannot_be_drawn_is_refused_first(
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("plan", "digits", "-n", "2", "--json", *SMALL) == 0
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     assert read["best"] in [plan["strategy"] for plan in read["plans"]]
     assert read["calibrated"] is False
 

@@ -185,10 +185,10 @@ def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hos
         until(lambda: (folder / "servers.json").exists() or process.poll() is not None)
         code, listed, stderr = ended(hosts, "servers", "long", "--json")
         assert code == 0, stderr
-        assert {server["shard"] for server in json.loads(listed)} == {0, 1}
+        assert {server["shard"] for server in json.loads(listed)["result"]} == {0, 1}
         code, listed, stderr = ended(hosts, "servers", "long", "add", "--json")
         assert code == 0, stderr
-        assert {server["shard"] for server in json.loads(listed)} == {0, 1, 2}
+        assert {server["shard"] for server in json.loads(listed)["result"]} == {0, 1, 2}
         os.kill(driver(hosts), signal.SIGTERM)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr

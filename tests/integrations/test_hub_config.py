@@ -45,7 +45,7 @@ def test_a_config_is_planned_without_weights(
 ) -> None:
     words = ("-n", "2", "--seq", "32", "--train.batch_size", "8", "--json")
     assert shoal_plan(f"hf:{folder}", *words) == 0
-    read = json.loads(capsys.readouterr().out)
+    read = json.loads(capsys.readouterr().out)["result"]
     attention, mlp = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 96
     assert read["parameters"] == 2 * 100 * 64 + 2 * (attention + mlp + 2 * 64) + 64
     assert read["global_batch"] == 8

@@ -121,7 +121,7 @@ def test_a_script_is_planned_as_its_model_alone(
     script: Path, capsys: pytest.CaptureFixture[str], parts: tuple[str, ...], batch_size: int
 ) -> None:
     assert shoal_plan(script, *parts, words=("--json",)) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     alone = planned(batch_size, 3 if MICROBATCHES in parts else 1)
     for key in ("parameters", "global_batch", "best", "refused"):
         assert found[key] == alone[key]

@@ -22,7 +22,7 @@ def test_a_run_is_traced_and_its_trace_is_told(
     assert status == 0
     # Columns are as wide as their numbers, which are larger on a busy machine.
     assert "compute communication waiting data optimizer other" in " ".join(out.split())
-    told = json.loads(shoal(capsys, "trace", tmp_path / "trace.json", "--json")[1])
+    told = json.loads(shoal(capsys, "trace", tmp_path / "trace.json", "--json")[1])["result"]
     assert told["steps"] == [2, 3]
     assert told["ranks"]["0"]["compute_s"] > 0
     status, _, err = shoal(capsys, "plot", tmp_path, "-o", tmp_path / "curves.png")

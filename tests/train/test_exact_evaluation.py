@@ -123,5 +123,5 @@ def test_the_command_prints_one_json_object_in_full_precision(tmp_path: Path, ra
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1
-    found = json.loads(done.stdout)
+    found = json.loads(done.stdout)["result"]
     assert found == {name: last[name] for name in ("loss", "top1", "top5", "samples", "step")}

@@ -60,7 +60,7 @@ def test_a_scale_planted_in_a_loop_without_shoal_is_named_with_the_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert exit_status(str(DDP), "-n", "2", "--steps", "2", "--json", "--", "one") == 1
-    found = json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)["result"]
     assert found["verdict"] == "differs"
     assert found["first"]["what"] == "step 1, backward, head.bias"
     assert found["first"]["line"] == "ddp_loop.py:26"

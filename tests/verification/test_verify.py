@@ -193,7 +193,7 @@ def test_the_command_gives_json_and_fails_past_the_tolerance(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status, out = shoal_verify(capsys, *SMALL, "--steps", "1", "--tolerance", "1e-30", "--json")
-    found = json.loads(out)
+    found = json.loads(out)["result"]
     assert status == 1
     assert found["verdict"] == "differs"
     assert found["worst_parameter"] == found["worst"][0]["what"]

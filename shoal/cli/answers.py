@@ -1,0 +1,51 @@
+"""The answer of a verb: text, or with --json one object of the same form for all verbs.
+
+    {"shoal": "0.1.0", "verb": "export", "ok": true, "result": {...}}
+    {"shoal": "0.1.0", "verb": "export", "ok": false, "errors": ["..."]}
+
+`ok` is true where the exit status is 0. With --json nothing else goes to stdout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from shoal.errors import ConfigError, UsageError, printable
+from shoal.train.console import envelope
+
+
+class WrongOptions(UsageError):
+    """Words that are no options of the verb, which the message begins with."""
+
+
+def json_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --json."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object: shoal, verb, ok, and result or errors",
+    )
+
+
+def show(options: argparse.Namespace, result: Any, text: object, status: int = 0) -> int:
+    """Print the answer of a verb, and return the exit status.
+
+    Args:
+        options: of the command.
+        result: what --json prints, of JSON values.
+        text: what is printed without it.
+    """
+    print(envelope(options.verb, status == 0, result=result) if options.json else text)
+    return status
+
+
+def show_error(verb: str, as_json: bool, error: Exception | str) -> None:
+    """Print why a verb has failed: to stderr, or to stdout as JSON."""
+    if as_json:
+        problems = error.problems if isinstance(error, ConfigError) else [str(error)]
+        print(envelope(verb, False, errors=list(map(printable, problems))))
+    else:
+        prefix = "" if isinstance(error, WrongOptions) else "shoal: "
+        print(f"{prefix}{printable(str(error))}", file=sys.stderr)
