@@ -16,6 +16,7 @@ from shoal.cli import (
     answers,
     calibrate,
     cluster_options,
+    completion,
     config,
     doctor,
     evaluate,
@@ -70,6 +71,7 @@ VERBS: dict[str, Verb] = {
     "servers": servers,
     "agent": agent,
     "doctor": doctor,
+    "completion": completion,
 }
 # Verbs that accept settings as flags, such as --optimizer.lr 0.1.
 TAKES_SETTINGS = ("train", "config", "verify", "plan", "plan-tensor")
@@ -81,7 +83,7 @@ HIDDEN = ("agent",)
 """Verbs that only Shoal itself calls."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
-    "Look": ("plan", "calibrate", "doctor", "config", "trace", "plot"),
+    "Look": ("plan", "calibrate", "doctor", "config", "trace", "plot", "completion"),
     "While it trains": ("scale", "servers"),
 }
 """Verbs by what they are for; all others are for models."""

@@ -13,7 +13,7 @@ from cli_calls import TINY, shoal
 import shoal as package
 from shoal.cli import program
 
-WITHOUT_RESULT = {"train", "launch", "agent"}
+WITHOUT_RESULT = {"train", "launch", "agent", "completion"}
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any], str]:
