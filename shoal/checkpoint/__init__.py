@@ -26,6 +26,6 @@ the same in the background. `search` finds checkpoints that can be loaded, `mani
 
 from shoal.checkpoint.async_save import AsyncSaver
 from shoal.checkpoint.search import newest, read_info
-from shoal.checkpoint.store import Checkpoints, Saved
+from shoal.checkpoint.store import Checkpoints, Saved, Which
 
-__all__ = ["AsyncSaver", "Checkpoints", "Saved", "newest", "read_info"]
+__all__ = ["AsyncSaver", "Checkpoints", "Saved", "Which", "newest", "read_info"]

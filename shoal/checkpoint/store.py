@@ -61,6 +61,10 @@ class Division:
     shares: Sequence[Sequence[str]]
 
 
+Which = Literal["latest", "best"] | int
+"""A checkpoint of a run: the newest, the best, or that of a step."""
+
+
 class Checkpoints:
     """The checkpoints of one run, in a directory that all ranks can reach.
 
@@ -201,7 +205,7 @@ class Checkpoints:
         self,
         report: Callable[[str], None],
         step: int | None = None,
-        which: Literal["latest", "best"] = "latest",
+        which: Which = "latest",
         like: tensor_files.LayoutLookup = tensor_files.no_layout,
     ) -> Saved | None:
         """Load the newest checkpoint that verifies, or a certain one. Collective.
@@ -211,7 +215,7 @@ class Checkpoints:
         Args:
             report: called on rank 0 with a sentence for each checkpoint that was skipped.
             step: load this one and no other.
-            which: "best" for the one marked best and no other.
+            which: "best" for the one marked best and no other; or a step, as `step`.
             like: name -> a tensor in the layout of this run, or None. If it is a DTensor, this rank
                 reads its own shard only.
 
@@ -256,7 +260,7 @@ class Checkpoints:
             raise UsageError("\n  ".join(["this cannot be saved:", *problems]))
 
     def choose(
-        self, report: Callable[[str], None], which: Literal["latest", "best"] = "latest"
+        self, report: Callable[[str], None], which: Which = "latest"
     ) -> tuple[Path | None, int]:
         """Return directory and step of the checkpoint that `load` would load. For one process.
 
@@ -276,7 +280,7 @@ class Checkpoints:
         return path, manifest.read(path).step
 
     def _choose(
-        self, step: int | None, which: str, spoiled: Mapping[str, list[str]] | None = None
+        self, step: int | None, which: Which, spoiled: Mapping[str, list[str]] | None = None
     ) -> tuple[str | None, str, list[str]]:
         """Return name, digest of the manifest, and sentences about skipped checkpoints.
 
@@ -284,6 +288,7 @@ class Checkpoints:
         """
         name: str | None
         skipped: list[str] = []
+        step = which if isinstance(which, int) else step
         if step is not None or which == "best":
             name = checkpoint_at(self.directory, step, spoiled)
         else:

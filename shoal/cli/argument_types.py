@@ -66,6 +66,25 @@ def tolerance(text: str) -> float:
     return value
 
 
+def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
+    """Add --checkpoint, which chooses one of a run."""
+    parser.add_argument(
+        "--checkpoint",
+        type=_checkpoint,
+        default="latest",
+        metavar="N",
+        help="that of step N, or latest or best (default: latest)",
+    )
+
+
+def _checkpoint(text: str) -> str | int:
+    if text in ("latest", "best"):
+        return text
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is no step, and neither latest nor best")
+    return integer(0)(text)
+
+
 class OptionInstead(argparse.Action):
     """An option of earlier versions, or of another program. Its `const` says what to do."""
 

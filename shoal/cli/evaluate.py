@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import answers, argument_types, execution
 from shoal.config.setting_fields import is_path
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError, UsageError, raise_problems
 
 if TYPE_CHECKING:
     from shoal.config.job import Job
@@ -20,6 +20,7 @@ HELP = "evaluate a run on every validation sample"
 EXAMPLES = """\
   shoal eval runs/digits                        the newest checkpoint
   shoal eval runs/digits -n 4 --checkpoint best --json
+  shoal eval runs/digits -n 2 --strategy zero3  a model that no process has room for
   shoal eval --cfg resnet18.yaml MODEL.WEIGHTS ckpt_ep_100.pth.tar     a file of distribuuuu's
 """
 
@@ -39,11 +40,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.processes_or_fewer,
         help="processes on this machine (default: 1)",
     )
+    argument_types.checkpoint_argument(parser)
     parser.add_argument(
-        "--checkpoint",
-        choices=("latest", "best"),
-        default="latest",
-        help="which one (default: latest)",
+        "--strategy",
+        metavar="LINE",
+        help="divide the model as this strategy does, whatever it was trained with, e.g. zero3",
     )
     answers.json_argument(parser)
 
@@ -54,13 +55,20 @@ def run(options: argparse.Namespace) -> int:
     info = execution.rank_info(options.processes)
     world = options.processes or info.world
     if options.cfg is not None:
+        if options.strategy is not None:
+            raise UsageError("--strategy: only for a run, as in `shoal eval RUN --strategy zero3`.")
         job = _job_of_cfg(options, world)
         return execution.call(info.world, world, "evaluate_weights", (job, options.json))
     if len(options.run) != 1 or not is_path(options.run[0]):
         raise UsageError("one run directory is needed, as in `shoal eval runs/digits`.")
     directory = Path(options.run[0])
     job_of(directory)  # reports a wrong directory before any process starts
-    arguments = (directory, options.checkpoint, options.json)
+    if options.strategy is not None:
+        from shoal.strategies import parse_line
+        from shoal.strategies.precheck import check
+
+        raise_problems(check(parse_line(options.strategy), world))
+    arguments = (directory, options.checkpoint, options.json, options.strategy)
     code = execution.call(info.world, world, "evaluate_run", arguments)
     if code and options.json:
         answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")

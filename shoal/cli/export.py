@@ -27,12 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("model.safetensors"),
         help="(default: %(default)s)",
     )
-    parser.add_argument(
-        "--checkpoint",
-        choices=("latest", "best"),
-        default="latest",
-        help="which one (default: latest)",
-    )
+    argument_types.checkpoint_argument(parser)
     answers.json_argument(parser)
 
 

@@ -18,7 +18,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "run", type=argument_types.path, help="run directory, trained with --record"
     )
     parser.add_argument(
+        "--checkpoint",
         "--step",
+        dest="step",
         type=argument_types.integer(0),
         metavar="N",
         help="go as far as the checkpoint of step N, not the newest",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ from shoal.cli import (
 )
 from shoal.errors import ConfigError, UsageError
 from shoal.watchdog.hang_limit import chosen_limit_s
+
+EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 if TYPE_CHECKING:
     from shoal.config import Settings
@@ -96,16 +99,23 @@ def run(options: argparse.Namespace) -> int:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
-    if hosts is not None and restarts is not None:
-        from shoal.train.entry import train_on_hosts
+    from shoal.train import entry
 
-        directory = host_options.working_directory()
-        return train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
-    if restarts is not None:
-        from shoal.train.entry import train_on_ranks
-
-        return train_on_ranks(settings.job, line, world, restarts, limit_s)
-    return execution.call(info.world, world, "train", (settings.job,))
+    try:
+        if hosts is not None and restarts is not None:
+            directory = host_options.working_directory()
+            code = entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
+        elif restarts is not None:
+            code = entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
+        else:
+            code = execution.call(info.world, world, "train", (settings.job,))
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    if code == EXIT_INTERRUPTED and info.rank == 0:
+        step = entry.last_saved(settings.job.directory, settings.job.checkpoint.fast_dir)
+        saved = "before the first save" if step is None else f"the newest save is of step {step}"
+        print(f"note: interrupted; {saved}", file=sys.stderr)
+    return code
 
 
 def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, StrategyLine, list[str]]:

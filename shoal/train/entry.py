@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING
 
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
@@ -29,6 +29,9 @@ from shoal.train.console import envelope, measures
 from shoal.train.run_directory import CONFIG, fast_directory
 from shoal.train.run_directory import last_saved as last_saved_in
 from shoal.watchdog import hang_limit
+
+if TYPE_CHECKING:
+    from shoal.checkpoint import Which
 
 RESTARTS = 3
 """Restarts after a lost rank, unless `--restarts` says otherwise."""
@@ -122,11 +125,11 @@ def last_saved(directory: str, fast_dir: str | None) -> int | None:
     return last_saved_in(Path(directory), fast_directory(directory, fast_dir))
 
 
-def evaluate_run(directory: Path, which: Literal["latest", "best"], as_json: bool) -> None:
+def evaluate_run(directory: Path, which: Which, as_json: bool, strategy: str | None = None) -> None:
     """Evaluate a run's checkpoint, and print the results on rank 0. Collective."""
     from shoal.train.evaluation import evaluate_run as evaluate_here
 
-    _print_report(*evaluate_here(directory, which), as_json)
+    _print_report(*evaluate_here(directory, which, strategy), as_json)
 
 
 def evaluate_weights(job: Job, as_json: bool) -> None:
@@ -142,7 +145,8 @@ def _print_report(rank: int, report: dict[str, float | int], as_json: bool) -> N
     if as_json:
         print(envelope("eval", True, result=report))
     else:
-        print("  ".join([*measures(report), f"{report['samples']} samples"]))
+        step = [f"step {report['step']}"] if "step" in report else []
+        print("  ".join([*step, *measures(report), f"{report['samples']} samples"]))
 
 
 @contextmanager

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
-from shoal.checkpoint import Checkpoints
+from shoal.checkpoint import Checkpoints, Which
+from shoal.checkpoint.tensor_files import no_layout
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
 from shoal.run import init_with_place
+from shoal.run.ema import Ema
 from shoal.run.supervised import supervised
+from shoal.train import optimizer as optimizers
 from shoal.train.build import build
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
 
 
 def evaluate_run(
-    directory: Path, which: Literal["latest", "best"]
+    directory: Path, which: Which, strategy: str | None = None
 ) -> tuple[int, dict[str, float | int]]:
     """Evaluate one checkpoint on every validation sample. Collective.
+
+    Args: strategy: by which the model is divided among ranks; None for whole models on all.
 
     Returns: this rank, and `top1`, `top5` (percent), `loss` (nats), `samples`, `step`: equal for
         any number of ranks.
@@ -30,19 +35,28 @@ def evaluate_run(
         CheckpointError: there is no checkpoint that verifies.
     """
     job = job_of(directory)
-    run = init_with_place("ddp", seed=job.seed, announce=_ignore)
+    run = init_with_place(strategy or "ddp", seed=job.seed, announce=_ignore)
     built = build(job, run.device)
-    saved = Checkpoints(directory / "checkpoints").load(warn, which=which)
+    ema: Ema | None = None
+    if strategy is not None:
+        optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
+        run.prepare(built.model, optimizer)
+        ema = run.ema(job.train.ema) if job.train.ema else None
+    layout = no_layout if strategy is None else run.layout_of()
+    saved = Checkpoints(directory / "checkpoints").load(warn, which=which, like=layout)
     if saved is None:
         raise CheckpointError(
             f"{directory} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
-    built.model.load_state_dict(_begins_with("model.", saved.tensors))
-    if job.train.ema:  # of parameters alone, and of a tied one once
-        built.model.load_state_dict(_begins_with("ema.", saved.tensors), strict=False)
-    sums = run.evaluate(
-        supervised(built.task.measures, built.model), built.validation_loader, built.model
-    )
+    if strategy is not None:
+        run.load_state(saved.tensors, saved.info, {})
+    else:
+        built.model.load_state_dict(_begins_with("model.", saved.tensors))
+        if job.train.ema:  # of parameters alone, and of a tied one once
+            built.model.load_state_dict(_begins_with("ema.", saved.tensors), strict=False)
+    measures = supervised(built.task.measures, built.model)
+    with nullcontext() if ema is None else ema.in_place():
+        sums = run.evaluate(measures, built.validation_loader, built.model)
     return run.rank, {**built.task.report(sums), "step": saved.step}
 
 

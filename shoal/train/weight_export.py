@@ -22,12 +22,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import Checkpoints, shard_format
+from shoal.checkpoint import Checkpoints, Which, shard_format
 from shoal.checkpoint.tensor_files import blocks
 from shoal.checkpoint.tensor_index import Chunk, TensorEntry, stored
 from shoal.errors import CheckpointError, UsageError
@@ -53,7 +53,7 @@ class Exported:
     from_ema: bool
 
 
-def export(run: Path, output: Path, which: Literal["latest", "best"] = "latest") -> Exported:
+def export(run: Path, output: Path, which: Which = "latest") -> Exported:
     """Write the model of a run's checkpoint to `output`, under the model's own names.
 
     For one process. The checkpoint is verified first. One that is damaged is named on stderr, and

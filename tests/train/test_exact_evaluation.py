@@ -112,6 +112,15 @@ def test_a_run_evaluated_again_is_worth_the_same_on_any_number_of_ranks(
         ]
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "pipeline=2", "server=1"])
+def test_a_run_is_evaluated_under_another_strategy_than_it_was_trained_with(
+    finished: tuple[Path, Report], strategy: str
+) -> None:
+    directory, expected = finished
+    for _, found in world.run(2, evaluate_run, directory, 4, strategy):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_command_prints_one_json_object_in_full_precision(tmp_path: Path, ranks: int) -> None:
     job = tiny(tmp_path / "run", EVERYTHING)

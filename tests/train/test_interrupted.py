@@ -1,0 +1,46 @@
+"""Ctrl-C ends a training with one line: from which step the same command goes on."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TINY = (
+    *("--model.name", "mlp", "--model.options.hidden", "[8]"),
+    *("--train.epochs", "100000", "--log.tensorboard", "false"),
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "epoch", "saved"),
+    [
+        (("-n", "2", "--train.batch_size", "500"), 3, "the newest save is of step "),
+        (("--train.batch_size", "5"), 1, "before the first save"),
+    ],
+    ids=["two ranks", "alone"],
+)
+def test_an_interrupted_training_says_what_it_has_saved(
+    tmp_path: Path, words: tuple[str, ...], epoch: int, saved: str
+) -> None:
+    command = [sys.executable, "-m", "shoal", "train", "digits", "--out", str(tmp_path / "run")]
+    with subprocess.Popen(
+        [*command, *TINY, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # The shell of a background job may have made ranks deaf to it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as training:
+        assert training.stdout is not None
+        assert training.stderr is not None
+        next(line for line in training.stdout if line.startswith(f"epoch {epoch}/"))
+        training.send_signal(signal.SIGINT)
+        training.stdout.read()
+        said = training.stderr.read()
+    assert training.returncode == 130
+    assert said.startswith("note: interrupted; " + saved)
+    assert said.count("\n") == 1
