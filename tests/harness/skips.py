@@ -18,6 +18,7 @@ INSTALLS = {  # words of a reason: what to type
     "there is no fish": SYSTEM,
     "there is no tcsh": SYSTEM,
     "transformers": "pip install '.[hf]'",
+    "shoal[hf]": "pip install '.[hf]'",
     "lightning": "pip install '.[lightning]'",
     "mkdocs": "pip install '.[docs]'",
     "compile": "sudo apt-get install gcc python3-dev, then pip install -e .",
