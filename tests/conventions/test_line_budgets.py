@@ -11,20 +11,20 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_660,
-    "shoal/comm": 3_160,
+    "shoal/cli": 2_820,
+    "shoal/comm": 3_180,
     "shoal/config": 2_000,
     "shoal/costs": 2_000,
     "shoal/data": 3_490,
     "shoal/doctor": 550,
-    "shoal/integrations": 260,
+    "shoal/integrations": 660,
     "shoal/launch": 6_280,
     "shoal/loggers": 580,
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
     "shoal/planner": 2_670,
-    "shoal/platform": 1_910,
+    "shoal/platform": 1_930,
     "shoal/plotting": 500,
     "shoal/run": 9_280,
     "shoal/shm_backend": 2_760,
@@ -36,8 +36,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 67_560,
-    "benchmarks": 11_690,
+    "tests": 68_040,
+    "benchmarks": 11_840,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
