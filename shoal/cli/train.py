@@ -14,6 +14,7 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 
 if TYPE_CHECKING:
     from shoal.config import Settings
+    from shoal.config.job import Job
     from shoal.launch.rank_info import RankInfo
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
@@ -101,18 +103,30 @@ def run(options: argparse.Namespace) -> int:
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     from shoal.train import entry
 
-    try:
+    def train() -> int:
         if hosts is not None and restarts is not None:
             directory = host_options.working_directory()
-            code = entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
-        elif restarts is not None:
-            code = entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
-        else:
-            code = execution.call(info.world, world, "train", (settings.job,))
+            return entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
+        if restarts is not None:
+            return entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
+        return execution.call(info.world, world, "train", (settings.job,))
+
+    return _told_of_its_end(train, settings.job, info.rank == 0)
+
+
+def _told_of_its_end(train: Callable[[], int], job: Job, tells: bool) -> int:
+    """Return the exit status of a training, and tell of an interrupted one what is saved.
+
+    Args: tells: False on ranks that another launcher has started beside the first.
+    """
+    from shoal.train import entry
+
+    try:
+        code = train()
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    if code == EXIT_INTERRUPTED and info.rank == 0:
-        step = entry.last_saved(settings.job.directory, settings.job.checkpoint.fast_dir)
+    if code == EXIT_INTERRUPTED and tells:
+        step = entry.last_saved(job.directory, job.checkpoint.fast_dir)
         saved = "before the first save" if step is None else f"the newest save is of step {step}"
         print(f"note: interrupted; {saved}", file=sys.stderr)
     return code

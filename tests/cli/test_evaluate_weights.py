@@ -55,4 +55,4 @@ def test_a_checkpoint_of_distribuuuu_is_evaluated_and_code_in_it_is_refused(
     with pytest.raises(SystemExit) as stop:
         cli.main(words)
     assert stop.value.code == 2
-    assert "no weights are named" in capsys.readouterr().err
+    assert "no weights are named" in capsys.readouterr().out
