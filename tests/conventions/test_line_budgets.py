@@ -17,7 +17,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/costs": 2_000,
     "shoal/data": 3_490,
     "shoal/doctor": 550,
-    "shoal/integrations": 660,
+    "shoal/integrations": 680,
     "shoal/launch": 6_280,
     "shoal/loggers": 580,
     "shoal/models": 880,
