@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -109,11 +109,17 @@ class ShoalStrategy(_Strategy):
         """
         self._check(trainer)
         self._trainer = trainer
-        super().setup(trainer)
-        if not self.optimizers:
+        module, fits = self.lightning_module, trainer.state.fn.value == "fit"
+        if self._prepared is not module:
+            super().setup(trainer)
+            models = [module]
+        else:  # ranks share it, and it is where it belongs
+            self.accelerator.setup(trainer)
+            models = []
+            if fits:
+                self.setup_optimizers(trainer)
+        if not fits:
             return
-        module = self.lightning_module
-        models = [] if self._prepared is module else [module]
         self.run.prepare(*models, *self.optimizers)
         self._prepared = module
         self.precision_plugin.clip_grad_by_norm = self._clip_by_norm
@@ -345,6 +351,12 @@ class ShoalStrategy(_Strategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: Any = None) -> Any:
         self._checkpoint_path = Path(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, of which each rank keeps its part. Collective."""
+        is_prepared = self._prepared is self.lightning_module
+        with self.run.edit() if is_prepared else nullcontext():
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the run beside the checkpoint that was loaded last. Collective.

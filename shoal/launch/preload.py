@@ -24,6 +24,7 @@ TRAINING = (DYNAMO,)
 TRAINING_WORDS = ("optim", "DistributedDataParallel", "fully_shard", "compile", "shoal")
 # Other modules might start threads or touch a device in their import.
 FORK_SAFE_MODULES = ("torch", "shoal")
+FOREIGN = "shoal.integrations"  # imports other libraries
 
 
 def for_script(source: str) -> list[str]:
@@ -41,6 +42,7 @@ def for_script(source: str) -> list[str]:
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names.add(node.module)
-    safe = {name for name in names if name.split(".")[0] in FORK_SAFE_MODULES and "._" not in name}
+    own = {name for name in names if not name.startswith(FOREIGN)}
+    safe = {name for name in own if name.split(".")[0] in FORK_SAFE_MODULES and "._" not in name}
     trains = any(word in source for word in TRAINING_WORDS)
     return [*sorted(safe), *(TRAINING if trains else ())]

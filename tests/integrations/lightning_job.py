@@ -33,6 +33,12 @@ class LitAutoEncoder(lightning.LightningModule):
         x, _ = batch
         self.log("val_loss", functional.mse_loss(self.decoder(self.encoder(x)), x))
 
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.validation_step(batch, batch_idx)
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.encoder(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.5, momentum=0.9)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
@@ -87,8 +93,9 @@ def train(
     module: str = "LitAutoEncoder",
     resume: Path | None = None,
     shuffle: bool = False,
+    then_test: bool = False,
 ) -> list[float]:
-    """Train three epochs, the last batch of each smaller; return all losses and test sums.
+    """Train three epochs, the last batch of each smaller; return all losses, or `uses_of`.
 
     Args: strategy: empty for Lightning's own strategy.
     """
@@ -111,8 +118,22 @@ def train(
         | {"callbacks": callbacks}
     )
     train_loader = DataLoader(data, batch_size=8, shuffle=shuffle)
-    trainer.fit(model, train_loader, DataLoader(data, batch_size=8), ckpt_path=resume)
+    whole = DataLoader(data, batch_size=8)
+    trainer.fit(model, train_loader, whole, ckpt_path=resume)
+    if then_test:
+        return uses_of(trainer, model, whole)
     return history.losses
+
+
+def uses_of(trainer: Any, model: Any, loader: DataLoader) -> list[float]:
+    """Return numbers of a trained model: tested, predicted, and loaded from its checkpoint."""
+    path = trainer.checkpoint_callback.best_model_path
+    (tested,) = trainer.test(model, loader, verbose=False)
+    (best,) = trainer.test(model, loader, ckpt_path=path, verbose=False)
+    predicted = torch.cat(trainer.predict(model, loader))
+    loaded = type(model).load_from_checkpoint(path, weights_only=False)
+    weights = torch.cat([each.detach().flatten() for each in loaded.parameters()])
+    return [tested["val_loss"], best["val_loss"], *predicted[:, 0].tolist(), *weights.tolist()]
 
 
 def refusal(strategy: str, *arguments: Any, **options: Any) -> str:

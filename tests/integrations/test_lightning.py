@@ -69,6 +69,16 @@ def test_optimizers_may_be_stepped_by_hand() -> None:
         assert found == pytest.approx(wanted, rel=TOLERANCE)
 
 
+@pytest.mark.parametrize("strategy", ["zero3", "pipeline=2", "server=1"])
+def test_a_trained_model_is_tested_predicted_and_loaded_from_its_checkpoint(
+    strategy: str, tmp_path: Path
+) -> None:
+    arguments = ({"max_epochs": 1}, "LitAutoEncoder", None, False, True)
+    (wanted,) = world.run(1, train, "", tmp_path / "one", *arguments)
+    for found in world.run(2, train, strategy, tmp_path / "two", *arguments):
+        assert found == pytest.approx(wanted, rel=1e-8, abs=1e-10)
+
+
 def test_a_checkpoint_resumes_within_an_epoch_under_another_strategy(tmp_path: Path) -> None:
     name = "LitAutoEncoder"
     settings = {"callbacks": ["every 4 steps"]}

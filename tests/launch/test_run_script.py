@@ -151,6 +151,8 @@ def test_only_what_is_safe_before_a_fork_is_imported_ahead():
     assert for_script("import torch.distributed.tensor, torchvision, os\nfrom . import x") == [
         "torch.distributed.tensor"
     ]
+    strategy = "from shoal.integrations.lightning import ShoalStrategy"
+    assert for_script(strategy) == ["torch._dynamo"]
     assert "torch._dynamo" in for_script("from torch.optim import SGD")
     assert for_script("if x\n") == []
 
