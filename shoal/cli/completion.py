@@ -37,13 +37,7 @@ complete -o default -F _shoal shoal
 
 
 class _Words(NamedTuple):
-    """Words that a verb takes.
-
-    Attributes:
-        options: with dashes; settings too.
-        values: of an option, by its name with dashes.
-        arguments: words that have choices.
-    """
+    """Words that a verb takes: options and settings, values of options, and arguments."""
 
     options: list[str]
     values: dict[str, list[str]]
@@ -93,12 +87,11 @@ def _words_of(parser: argparse.ArgumentParser, settings: list[str]) -> _Words:
         for name in action.option_strings or [""]
         if action.choices is not None
     }
-    given = choices.pop("", [])
     options = [name for action in shown for name in action.option_strings]
     options += [name for name in settings if name not in options]
     if "--strategy" in options:
         choices["--strategy"] = ["auto", *STRATEGIES]
-    return _Words(options, choices, given)
+    return _Words(options, choices, choices.pop("", []))
 
 
 def _cases(words: dict[str, list[str]]) -> str:

@@ -14,7 +14,6 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -103,29 +102,24 @@ def run(options: argparse.Namespace) -> int:
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     from shoal.train import entry
 
-    def train() -> int:
+    try:
         if hosts is not None and restarts is not None:
             directory = host_options.working_directory()
-            return entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
-        if restarts is not None:
-            return entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
-        return execution.call(info.world, world, "train", (settings.job,))
-
-    return _told_of_its_end(train, settings.job, info.rank == 0)
-
-
-def _told_of_its_end(train: Callable[[], int], job: Job, tells: bool) -> int:
-    """Return the exit status of a training, and tell of an interrupted one what is saved.
-
-    Args: tells: False on ranks that another launcher has started beside the first.
-    """
-    from shoal.train import entry
-
-    try:
-        code = train()
+            code = entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
+        elif restarts is not None:
+            code = entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
+        else:
+            code = execution.call(info.world, world, "train", (settings.job,))
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
-    if code == EXIT_INTERRUPTED and tells:
+    return _tell_saved(code, info.rank, settings.job)
+
+
+def _tell_saved(code: int, rank: int, job: Job) -> int:
+    """Print from where a run goes on, if it was interrupted; return the exit code."""
+    from shoal.train import entry
+
+    if code == EXIT_INTERRUPTED and rank == 0:
         step = entry.last_saved(job.directory, job.checkpoint.fast_dir)
         saved = "before the first save" if step is None else f"the newest save is of step {step}"
         print(f"note: interrupted; {saved}", file=sys.stderr)
