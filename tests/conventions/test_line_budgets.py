@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 68_040,
+    "tests": 68_070,
     "benchmarks": 11_840,
 }
 SLACK = 0.03
