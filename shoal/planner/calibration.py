@@ -22,7 +22,6 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -290,32 +289,12 @@ ENGINES: Mapping[tuple[str, ...], Sequence[EngineCase]] = {
 ROWS = 32
 
 
-class _WholeStep(nn.Module):
-    """A network of convolutions and matrices as they are trained on CPUs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(
-            *(nn.Conv2d(3, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU()),
-            *(nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.BatchNorm2d(48), nn.ReLU()),
-            *(nn.AdaptiveAvgPool2d(4), nn.Flatten()),
-        )
-        sizes = (768, 320, 160)
-        self.head = nn.Sequential()
-        for wide, narrow in pairwise(sizes):
-            self.head.extend((nn.LayerNorm(wide), nn.Linear(wide, narrow), nn.GELU()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.conv(x))  # type: ignore[no-any-return]
-
-
-def _step_of(
-    strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
-) -> float:
-    """Return the processor seconds of a step. Collective."""
+def _step_of(strategy: str, model: nn.Module) -> float:
+    """Return the processor seconds of a step of `ROWS` samples of each rank. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
-    optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
     model, optimizer = run.prepare(model, optimizer)[:2]
+    batch = torch.zeros(ROWS, 8)
     samples: list[float] = []
     for number in range(60):
         start_s = time.process_time()
@@ -328,25 +307,20 @@ def _step_of(
 
 
 def _planned(
-    machine: Machine,
-    ranks: int,
-    strategy: str,
-    model: nn.Module,
-    batch: Tensor,
-    optimizer_class: type[torch.optim.Optimizer],
+    machine: Machine, ranks: int, strategy: str, model: nn.Module
 ) -> Callable[[Compute], float]:
     """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
     work = trace_model(
         model,
         lambda x: model(x).mean(),
-        lambda module: optimizer_class(module.parameters(), lr=0.0),  # type: ignore[call-arg]
-        (batch,),
+        lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
+        (torch.zeros(ROWS, 8),),
     )
     # Ranks that take turns on a core are timed by what they compute.
     machine = replace(machine, cores=0)
     cluster = one_machine(machine, ranks)
     data_ranks = 1 if "=" in strategy else ranks  # else they compute the same batch together
-    workload = Workload(work, model, data_ranks * len(batch))
+    workload = Workload(work, model, data_ranks * ROWS)
     step = Planner(workload, machine, cluster).step_cost(strategy)
 
     def seconds(speeds: Compute) -> float:
@@ -362,28 +336,20 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     Args: machine: with the collectives of so many ranks.
     """
 
-    def compared(
-        strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
-    ) -> tuple[float, Callable[[Compute], float]]:
-        step = strategy, model, batch, optimizer_class
-        return max(world.run(ranks, _step_of, *step)), _planned(machine, ranks, *step)
+    def compared(case: EngineCase, strategy: str) -> tuple[float, Callable[[Compute], float]]:
+        step = strategy, case.model()
+        return max(world.run(ranks, _step_of, *step, timeout_s=300.0)), _planned(
+            machine, ranks, *step
+        )
 
-    tiny = torch.zeros(ROWS, 8)
-    plain = "ddp" if ranks > 1 else "single"
-    took_s, planned_s = compared(plain, PLAIN.model(), tiny, torch.optim.SGD)
+    took_s, planned_s = compared(PLAIN, PLAIN.line if ranks > 1 else "single")
     speeds = replace(speeds, step_s=max(took_s - planned_s(speeds), 1e-5))
-    images = torch.randn(16, 3, 16, 16)
-    took_s, planned_s = compared(plain, _WholeStep(), images, torch.optim.AdamW)
-    operations_s = planned_s(speeds) - speeds.step_s
-    whole = (took_s - speeds.step_s) / operations_s
-    speeds = replace(speeds, whole_step=min(max(whole, 1.0), 2.0))
     overheads: dict[str, float] = {}
     for names, cases in ENGINES.items() if ranks > 1 else ():
         extra_s: list[float] = []
         times: list[list[float]] = []
         for case in cases:
-            strategy = case.strategy(ranks)
-            took_s, planned_s = compared(strategy, case.model(), tiny, torch.optim.SGD)
+            took_s, planned_s = compared(case, case.strategy(ranks))
             without_s = planned_s(speeds)
             extra_s.append(took_s - without_s)
             one_second = (planned_s(replace(speeds, overheads={name: 1.0})) for name in names)
