@@ -69,8 +69,8 @@ class Compute:
         forward_op_s, backward_op_s, step_op_s: seconds that an operation costs whatever its size:
             in a module's forward pass, in the backward pass, in an optimizer.
         step_s: seconds of a step of Shoal around all operations.
-        whole_step: seconds of a step's operations over those of each by itself, as a traced run has
-            shown; see `planner.trace_comparison.recalibrated`.
+        whole_step: seconds of a step's operations over those of each by itself, again and again: in
+            a step they find caches cold.
         overheads: seconds that engines in Python take beside operations, by what they do: see
             `shoal.planner.calibration`. What is not there was not measured, and counts nothing.
     """

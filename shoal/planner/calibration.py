@@ -22,6 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import geometric_mean
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ from shoal.costs.machine import (
 from shoal.costs.network import Network
 from shoal.costs.step_tasks import SegmentTimer, least_seconds
 from shoal.costs.work import OpWork
+from shoal.models import build
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.cgroups import usable_cores
@@ -272,11 +274,24 @@ class EngineCase(NamedTuple):
     blocks: int
     layers: int = 1
 
-    def model(self) -> nn.Module:
-        return nn.Sequential(*(_TinyBlock(self.layers) for _ in range(self.blocks)))
-
     def strategy(self, ranks: int) -> str:
         return f"{self.line}{ranks}" if self.line.endswith("=") else self.line
+
+    def step(self) -> tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]:
+        model = nn.Sequential(*(_TinyBlock(self.layers) for _ in range(self.blocks)))
+        return model, torch.zeros(32, 8), torch.optim.SGD
+
+
+class WholeCase(NamedTuple):
+    """A network of `shoal.models`, trained by AdamW as on CPUs: its operations find caches cold."""
+
+    name: str
+    options: dict[str, Any]
+    samples: Tensor
+
+    def step(self) -> tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]:
+        model = build(self.name, 32, tuple(self.samples.shape[1:]), self.options)
+        return model, self.samples, torch.optim.AdamW
 
 
 PLAIN = EngineCase("ddp", 8)
@@ -286,41 +301,56 @@ ENGINES: Mapping[tuple[str, ...], Sequence[EngineCase]] = {
     ("tensor sum",): (EngineCase("tensor=", 8, layers=2),),
 }
 """Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
-ROWS = 32
+WHOLE = (
+    WholeCase("mlp", {"hidden": [512, 256]}, torch.zeros(24, 1, 20, 20)),
+    WholeCase("residual_cnn", {"widths": [24, 48]}, torch.zeros(12, 3, 12, 12)),
+    WholeCase("gpt", {"width": 96, "layers": 2, "heads": 3}, torch.zeros(6, 48, dtype=torch.long)),
+)
 
 
-def _step_of(strategy: str, model: nn.Module) -> float:
-    """Return the processor seconds of a step of `ROWS` samples of each rank. Collective."""
+def _step_of(
+    strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
+) -> float:
+    """Return the processor seconds of a step. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
-    batch = torch.zeros(ROWS, 8)
     samples: list[float] = []
-    for number in range(60):
-        start_s = time.process_time()
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for number in range(40):
+        start_s = clock()
         optimizer.zero_grad()
-        run.forward_backward(lambda x: model(x).mean(), batch)
+        run.forward_backward(lambda x: _loss(model, x), batch)
         optimizer.step()
-        if number >= 20:
-            samples.append(time.process_time() - start_s)
+        if number >= 10:
+            samples.append(clock() - start_s)
     return least_and_spread(samples)[0]
 
 
+def _loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).logsumexp(-1).mean()  # type: ignore[no-any-return]
+
+
 def _planned(
-    machine: Machine, ranks: int, strategy: str, model: nn.Module
+    machine: Machine,
+    ranks: int,
+    strategy: str,
+    model: nn.Module,
+    batch: Tensor,
+    optimizer_class: type[torch.optim.Optimizer],
 ) -> Callable[[Compute], float]:
     """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
     work = trace_model(
         model,
-        lambda x: model(x).mean(),
-        lambda module: torch.optim.SGD(module.parameters(), lr=0.0),
-        (torch.zeros(ROWS, 8),),
+        lambda x: _loss(model, x),
+        lambda module: optimizer_class(module.parameters(), lr=0.0),  # type: ignore[call-arg]
+        (batch,),
     )
     # Ranks that take turns on a core are timed by what they compute.
     machine = replace(machine, cores=0)
     cluster = one_machine(machine, ranks)
     data_ranks = 1 if "=" in strategy else ranks  # else they compute the same batch together
-    workload = Workload(work, model, data_ranks * ROWS)
+    workload = Workload(work, model, data_ranks * len(batch))
     step = Planner(workload, machine, cluster).step_cost(strategy)
 
     def seconds(speeds: Compute) -> float:
@@ -336,14 +366,22 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     Args: machine: with the collectives of so many ranks.
     """
 
-    def compared(case: EngineCase, strategy: str) -> tuple[float, Callable[[Compute], float]]:
-        step = strategy, case.model()
-        return max(world.run(ranks, _step_of, *step, timeout_s=300.0)), _planned(
-            machine, ranks, *step
-        )
+    def compared(
+        case: EngineCase | WholeCase, strategy: str
+    ) -> tuple[float, Callable[[Compute], float]]:
+        step = strategy, *case.step()
+        took_s = max(world.run(ranks, _step_of, *step, timeout_s=300.0))
+        return took_s, _planned(machine, ranks, *step)
 
-    took_s, planned_s = compared(PLAIN, PLAIN.line if ranks > 1 else "single")
+    plain = PLAIN.line if ranks > 1 else "single"
+    took_s, planned_s = compared(PLAIN, plain)
     speeds = replace(speeds, step_s=max(took_s - planned_s(speeds), 1e-5))
+    factors = []
+    for whole in WHOLE:
+        took_s, planned_s = compared(whole, plain)
+        operations_s = planned_s(replace(speeds, whole_step=2.0)) - planned_s(speeds)
+        factors.append(1.0 + (took_s - planned_s(speeds)) / operations_s)
+    speeds = replace(speeds, whole_step=max(geometric_mean(factors), 1.0))
     overheads: dict[str, float] = {}
     for names, cases in ENGINES.items() if ranks > 1 else ():
         extra_s: list[float] = []
