@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
-    "shoal/planner": 2_670,
+    "shoal/planner": 2_680,
     "shoal/platform": 1_930,
     "shoal/plotting": 500,
     "shoal/run": 9_280,
