@@ -19,9 +19,6 @@ from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.schedules import SCHEDULES, table
 from shoal.strategies.pipeline.units import find_units
 
-PYTHON_BAND = 0.85
-"""How far times were off: Python around absent tensors is not calibrated."""
-
 
 def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCost:
     """Return a step whose segments lie in stages.
@@ -57,7 +54,7 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
     ranks = range(options.ranks)
     shares = [sum(p.numel for p in step.parameters_of_rank(rank)) for rank in ranks]
     share = max(shares) / max(step.model.numel, 1)
-    return replace(step, optimizer_share=share, band=PYTHON_BAND)
+    return replace(step, optimizer_share=share)
 
 
 def _first_calls(

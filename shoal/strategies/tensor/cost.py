@@ -17,9 +17,6 @@ from dataclasses import replace
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
 from shoal.strategies.tensor.plan import TensorPlan
 
-PYTHON_BAND = 0.85
-"""How far times were off: Python around each operation and sum is not calibrated."""
-
 
 def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     """Return a step whose divided layers cost 1/T, with the sums that they need.
@@ -53,7 +50,7 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
     step = step.map_parameters(_Slices(made, step).slice)
     owned = sum(p.numel for segment in step.segments for p in segment.parameters)
     share = owned / max(step.model.numel, 1)
-    return replace(step, optimizer_share=share, band=PYTHON_BAND)
+    return replace(step, optimizer_share=share)
 
 
 SegmentsOf = Mapping[str, Sequence[int]]
