@@ -15,6 +15,7 @@ of ranks, and neither do the losses.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -26,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -318,11 +318,23 @@ class ShoalStrategy(_Strategy):
         shoal.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return the value of rank `src` on every rank, of JSON's kinds; a path is its text.
+
+        Collective. Raises: UsageError: another kind of value, which only pickle could send.
+        """
         if self.world_size == 1:
             return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src, device=torch.device("cpu"))
-        return box[0]
+        try:
+            text = json.dumps(obj, default=os.fspath) if self.global_rank == src else ""
+        except TypeError:
+            text = f"?{type(obj).__name__}"
+        text = self.run.mesh.all_gather_str(text)[src]
+        if text.startswith("?"):
+            raise UsageError(
+                f"broadcast of a {text[1:]}: ranks send numbers, texts, lists and dicts of them, "
+                "and no pickles. Make it of these; or send tensors by shoal.broadcast."
+            )
+        return json.loads(text)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         votes = int(shoal.all_reduce(torch.tensor(int(decision)), op="sum"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from shoal.errors import UsageError
 from shoal.platform.optional_packages import is_installed
 from shoal.testing import world
 
@@ -113,3 +115,13 @@ def test_a_checkpoint_of_another_strategy_has_no_state_to_resume_from(tmp_path: 
     (error,) = world.run(1, refusal, "ddp", tmp_path / "again", {}, "LitAutoEncoder", saved)
     assert "CheckpointError" in error
     assert "Its weights can be loaded by load_from_checkpoint" in error
+
+
+def test_a_value_that_only_pickle_could_send_is_refused() -> None:
+    from lightning_job import ShoalStrategy
+
+    mesh = SimpleNamespace(all_gather_str=lambda text: [text, ""])
+    strategy: Any = SimpleNamespace(world_size=2, global_rank=0, run=SimpleNamespace(mesh=mesh))
+    assert ShoalStrategy.broadcast(strategy, {"path": Path("a/b")}) == {"path": "a/b"}
+    with pytest.raises(UsageError, match="broadcast of a object"):
+        ShoalStrategy.broadcast(strategy, object())
