@@ -36,8 +36,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 68_070,
-    "benchmarks": 11_840,
+    "tests": 68_090,
+    "benchmarks": 11_920,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
