@@ -42,9 +42,10 @@ def choose_strategy(mesh: Mesh) -> tuple[str, str]:
         answer = done.stdout.strip().rpartition("\n")[2]
         problem = done.stderr.strip() if not answer.startswith("{") else ""
     problem, answer = json.loads(mesh.broadcast_str(json.dumps((problem, answer))))
-    if problem:
-        raise ConfigError([f"strategy auto: {problem}"])
-    return _best(json.loads(answer), mesh.size)
+    found = {} if problem else json.loads(answer)
+    if problems := found.get("errors", [problem] if problem else []):
+        raise ConfigError([f"strategy auto: {problem}" for problem in problems])
+    return _best(found["result"], mesh.size)
 
 
 def _why_not(mesh: Mesh) -> str:

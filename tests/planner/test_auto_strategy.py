@@ -80,19 +80,28 @@ def test_the_launcher_chooses_for_a_script_and_starts_it_once(
     assert printed.out.count("trained 2") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ([], 1),
+        pytest.param(
+            ["-m", "torch.distributed.run", "--nproc-per-node", "2"], 2, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["plain", "torchrun"],
+)
 def test_a_script_that_asks_for_auto_gets_one_choice_for_all_of_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: list[str], ranks: int
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "train.py").write_text(SCRIPT.replace("shoal.init()", 'shoal.init("auto")'))
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a directory there
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    done = subprocess.run([*command, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, *launcher, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("strategy auto: ") == 1
     assert "not calibrated" in done.stdout
-    assert done.stdout.endswith("trained 2\n")
+    assert done.stdout.endswith(f"trained {ranks}\n")
 
 
 @pytest.mark.parametrize(
