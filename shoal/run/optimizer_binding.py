@@ -24,6 +24,7 @@ from shoal.comm.assembly import shard_like
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.optim.traits import declaration, is_elementwise, is_parameterwise
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
+from shoal.run.local_shard_step import name_local_state
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
 
@@ -173,6 +174,7 @@ def optimizer_state(
     Raises:
         CheckpointError: state of another kind.
     """
+    name_local_state(optimizer)
     tensors: dict[str, Tensor] = {}
     scalars: Scalars = {}
     for name, parameter in owned.items():
@@ -208,6 +210,7 @@ def load_optimizer_state(
 
     Raises: CheckpointError: state for another optimizer.
     """
+    name_local_state(optimizer)
     by_name: dict[str, dict[str, Any]] = {name: dict(values) for name, values in scalars.items()}
     parts: dict[tuple[str, str], dict[str, Tensor]] = {}
     for path, tensor in tensors.items():

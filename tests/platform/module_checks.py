@@ -152,9 +152,14 @@ def _change_step_lists(change_step_lists: Any) -> bool:
         weight, other = nn.Parameter(torch.ones(2)), torch.ones(2)
         weight.grad = torch.ones(2)
         optimizer = getattr(torch.optim, name)([weight], lr=0.1)
-        change_step_lists(optimizer, lambda lists, other=other: lists[0].__setitem__(0, other))
+        calls: list[int] = []
+        change_step_lists(
+            optimizer,
+            lambda lists, other=other: lists[0].__setitem__(0, other),
+            lambda calls=calls: calls.append(1),
+        )
         optimizer.step()
-        if not weight.eq(1).all() or other.eq(1).any():
+        if not weight.eq(1).all() or other.eq(1).any() or len(calls) != 2:
             return False
     return True
 

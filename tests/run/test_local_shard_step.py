@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.errors import UsageError
 from shoal.testing import world
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,9 +34,9 @@ def batches() -> DataLoader[Any]:
     return DataLoader(samples, batch_size=8)
 
 
-def prepared(strategy: str, name: str) -> tuple[Any, ...]:
+def prepared(strategy: str, name: str, guards: bool = False) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    run = shoal.init(strategy, announce=lambda _: None, guards=False)
+    run = shoal.init(strategy, announce=lambda _: None, guards=guards)
     # Under tensor the norm stays whole beside slices.
     model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6), nn.LayerNorm(6))
     model.append(nn.Linear(6, 4)).double()
@@ -95,6 +96,78 @@ def test_each_elementwise_optimizer_steps_shards_and_resumes_as_on_one_device(
             for weights, whole in zip(epochs, expected[name][0], strict=True):
                 for key, value in whole.items():
                     assert torch.allclose(weights[key], value, rtol=0, atol=1e-10), (name, key)
+
+
+def centred(strategy: str, name: str) -> dict[str, Tensor]:
+    """Train with gradients less their means over rows, which ranks have summed in part."""
+    run, model, optimizer, loader = prepared(strategy, name)
+    for x, y in loader:
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        for p in model.parameters():
+            p.grad = p.grad - p.grad.mean(0, keepdim=True)
+        optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("name", ["fused SGD", "fused AdamW", "momentum"])
+def test_a_gradient_that_the_script_computes_is_divided_as_its_parameter(name: str) -> None:
+    expected = centred("single", name)
+    for strategy in ("zero3", "tensor=2"):
+        for found in world.run(2, centred, strategy, name):
+            for key, value in expected.items():
+                assert torch.allclose(found[key], value, rtol=0, atol=1e-10), (strategy, key)
+
+
+def whole_values() -> list[str]:
+    said = []
+    for place in ("gradient", "state"):
+        run, model, optimizer, loader = prepared("zero1", "fused AdamW", guards=True)
+        train(run, model, optimizer, loader)
+        p = model[0].weight
+        p.grad = torch.ones_like(p)
+        whole = torch.ones(p.shape).double()
+        if place == "gradient":
+            p.grad = whole
+        else:
+            optimizer.state[p]["exp_avg"] = whole
+        with pytest.raises(UsageError) as error:
+            optimizer.step()
+        said.append(str(error.value))
+    return said
+
+
+def test_whole_values_beside_a_shard_are_refused() -> None:
+    for said in world.run(2, whole_values):
+        assert all("that part was combined with a whole tensor" in words for words in said), said
+
+
+def fails_once(strategy: str) -> dict[str, Tensor]:
+    """Train with a step that ends after its first group, and is made again."""
+    run, model, _, loader = prepared(strategy, "momentum")
+    groups = [{"params": [*model[0].parameters()]}, {"params": [*model[1:].parameters()]}]
+    optimizer = run.prepare(torch.optim.SGD(groups, lr=0.1, momentum=0.9))
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        optimizer.param_groups[1]["lr"] = "0.1"
+        if number == 0:
+            with pytest.raises(TypeError):
+                optimizer.step()
+            run.state_dict()
+        optimizer.param_groups[1]["lr"] = 0.1
+        optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "tensor=2"])
+def test_a_step_that_failed_is_made_again_with_the_momentum_that_it_had_begun(
+    strategy: str,
+) -> None:
+    expected = fails_once("single")
+    for found in world.run(2, fails_once, strategy):
+        for key, value in expected.items():
+            assert torch.allclose(found[key], value, rtol=0, atol=1e-10), key
 
 
 def keeps_a_graph() -> str:
