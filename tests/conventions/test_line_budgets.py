@@ -24,9 +24,9 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 7_210,
     "shoal/planner": 2_680,
-    "shoal/platform": 1_930,
+    "shoal/platform": 1_940,
     "shoal/plotting": 500,
-    "shoal/run": 9_280,
+    "shoal/run": 9_300,
     "shoal/shm_backend": 2_760,
     "shoal/strategies": 17_950,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 68_180,
+    "tests": 68_190,
     "benchmarks": 11_920,
 }
 SLACK = 0.03
