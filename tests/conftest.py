@@ -34,8 +34,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says nothing on a machine that others use too.
+# Its examples are kept nowhere: another user may run the tests of this checkout.
 hypothesis.settings.register_profile(
-    "shared machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "shared machine",
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("shared machine")
 

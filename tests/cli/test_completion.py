@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -55,7 +56,7 @@ def test_fish_completes_them_too(
     monkeypatch.setenv("HOME", str(tmp_path))
     path = script(capsys, tmp_path, "fish")
     for typed, expected in TYPED:
-        command = f"source {path}; complete -C 'shoal {typed}'"
+        command = f"source {shlex.quote(path)}; complete -C 'shoal {typed}'"
         found = said("fish", "--no-config", "-c", command)
         assert {*expected} <= {*found}, typed
 
@@ -63,7 +64,7 @@ def test_fish_completes_them_too(
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
 def test_zsh_takes_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = script(capsys, tmp_path, "zsh")
-    dump = f"compinit() {{ }}; source {path}; print ${{_comps[shoal]}} ${{+functions[_shoal]}}"
+    dump = f"compinit() {{ }}; source {shlex.quote(path)}; print ${{_comps[shoal]}} ${{+functions[_shoal]}}"
     found = said("zsh", "-f", "-c", f"autoload -Uz compinit; compinit -D -u; {dump}")
     assert found[-1] == "1"
     assert "_bash_complete" in found
