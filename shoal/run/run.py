@@ -394,8 +394,9 @@ class Run(StatefulRun):
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that calls the prepared models, outside of a step. Collective.
 
-        A pipeline needs it, as the layers are on several ranks. Under any other strategy, and
-        within `evaluate` and `predict`, the models may be called without it.
+        A pipeline needs it, as the layers are on several ranks, and takes one call of each model as
+        in a step. Under any other strategy, and within `evaluate` and `predict`, the models may be
+        called without it.
 
         Args: function, args, kwargs: the same on all ranks. It computes no gradients.
 

@@ -64,7 +64,8 @@ def test_fish_completes_them_too(
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="there is no zsh")
 def test_zsh_takes_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = script(capsys, tmp_path, "zsh")
-    dump = f"compinit() {{ }}; source {shlex.quote(path)}; print ${{_comps[shoal]}} ${{+functions[_shoal]}}"
+    dump = f"compinit() {{ }}; source {shlex.quote(path)}; "
+    dump += "print ${_comps[shoal]} ${+functions[_shoal]}"
     found = said("zsh", "-f", "-c", f"autoload -Uz compinit; compinit -D -u; {dump}")
     assert found[-1] == "1"
     assert "_bash_complete" in found
