@@ -1,4 +1,4 @@
-"""What a step of AdamW takes on shards as DTensors, and as plain tensors.
+"""Time of a step of AdamW on shards as DTensors, and as plain tensors.
 
 python -m benchmarks.zero.optimizer_step
 
