@@ -222,7 +222,18 @@ def _hides_group() -> bool:
 
 
 def _over(ranks: int, function: Callable[[], bool]) -> Callable[[Any], bool]:
-    return lambda _: all(world.run(ranks, function))
+    return lambda _: all(world.run(ranks, _to_the_end, function))
+
+
+def _to_the_end(function: Callable[[], bool]) -> bool:
+    """Return what the function does, when the other ranks have it too.
+
+    A rank that ends while another still connects a new group makes that one fail.
+    """
+    holds = function()
+    if dist.is_initialized():
+        dist.barrier()
+    return holds
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
