@@ -183,13 +183,14 @@ def new_group(all_groups: Sequence[Sequence[int]], backend: str | None = None) -
 
     Args: all_groups: global ranks; empty for one group of all ranks.
     """
-    if not all_groups:
-        group: dist.ProcessGroup = dist.new_group(backend=backend)
-        return group
     self_group: dist.ProcessGroup | None = None
-    for ranks in all_groups:
+    for ranks in all_groups or [range(dist.get_world_size())]:
         made = dist.new_group(list(ranks), backend=backend)
         if dist.get_rank() in ranks:
             self_group = made
     assert self_group is not None, f"rank {dist.get_rank()} is in none of {all_groups}"
+    if "nccl" not in dist.get_backend(self_group):
+        # Gloo returns on a rank that has its own connections. Were it to end at once, as a script
+        # that only prepares may, a rank that still connects would fail.
+        dist.barrier(group=self_group)
     return self_group
