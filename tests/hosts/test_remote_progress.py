@@ -224,3 +224,12 @@ def packed(page: bytes) -> str:
 def test_what_no_agent_sends_is_an_error(look: Any) -> None:
     with pytest.raises(ValueError, match=r"."):
         received_look(look, range(2, 3))
+
+
+def test_a_rank_that_writes_its_word_just_now_is_left_out_of_a_look() -> None:
+    ranks: Any = SimpleNamespace(
+        alive=[SimpleNamespace(number=0)],
+        progress=SimpleNamespace(page=lambda _: bytes(PAGE_BYTES)),
+        look=lambda: Look({}, {0: 0.0}),
+    )
+    assert sent_look(ranks) == []

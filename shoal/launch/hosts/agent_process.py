@@ -38,6 +38,7 @@ from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, R
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import prepare, start, wait_for_imports
 from shoal.platform.processes import adopt_orphans, kill_descendants
+from shoal.watchdog.progress_word import decode_page
 
 RETRY_S = 0.02  # until the connection takes more bytes
 POLL_S = 1.0
@@ -301,11 +302,13 @@ def _prepared(context: ForkServerContext, ports: dict[str, int]) -> Answer:
 
 def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
     """Look at the ranks of this host. Return number, silence and page of each."""
-    # Pages come first: a rank that goes on before the look is not silent in it.
+    # Pages come first: a rank that goes on before the look is not silent in it. One that writes its
+    # word just now has none in its page: `pack_into` begins with zeros.
     pages = {rank.number: ranks.progress.page(rank.number) for rank in ranks.alive}
     return [
         (rank, silent_s, base64.b64encode(zlib.compress(pages[rank], 1)).decode())
         for rank, silent_s in ranks.look().silent_s.items()
+        if rank in pages and decode_page(pages[rank]) is not None
     ]
 
 
