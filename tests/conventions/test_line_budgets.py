@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 68_200,
+    "tests": 68_220,
     "benchmarks": 11_920,
 }
 SLACK = 0.03
