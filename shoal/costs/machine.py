@@ -54,10 +54,6 @@ class SpeedCurve:
         """Return the curve with each value multiplied."""
         return SpeedCurve(tuple(p._replace(value=p.value * factor) for p in self.points))
 
-    @property
-    def spread(self) -> float:
-        return max((point.spread for point in self.points), default=0.0)
-
 
 @dataclass(frozen=True)
 class Compute:
@@ -144,9 +140,11 @@ class Machine:
 
     def compute_of(self, ranks: int) -> Compute:
         """Return the speeds of each of `ranks` ranks on one host."""
-        known = sorted(self.compute)
-        fitting = [count for count in known if count >= ranks]
-        return self.compute[fitting[0] if fitting else known[-1]]
+        return self.compute[self.measured_ranks(ranks)]
+
+    def measured_ranks(self, ranks: int) -> int:
+        """Return the number of ranks whose speeds stand for those of `ranks`."""
+        return min((count for count in self.compute if count >= ranks), default=max(self.compute))
 
     def crowding(self, ranks: int) -> float:
         """Return the factor by which more ranks than cores slow each other down."""

@@ -58,12 +58,16 @@ BUDGET_S = 0.08
 """Seconds for each point of a curve."""
 
 
+MOST_RANKS = 8
+"""Ranks that are measured at most. Blocks of `ENGINES` are enough for as many stages."""
+
+
 def rank_counts(cores: int) -> list[int]:
     """Return the numbers of ranks that are measured: powers of two up to twice the cores."""
     counts = [1]
     while counts[-1] * 2 <= max(2 * cores, 2):
         counts.append(counts[-1] * 2)
-    return counts[:4]
+    return [count for count in counts if count <= MOST_RANKS]
 
 
 def calibrate(announce: Callable[[str], None] = print) -> Machine:
@@ -297,7 +301,7 @@ class WholeCase(NamedTuple):
 PLAIN = EngineCase("ddp", 8)
 ENGINES: Mapping[tuple[str, ...], Sequence[EngineCase]] = {
     ("fsdp message", "fsdp tensor"): (EngineCase("zero3", 8), EngineCase("zero3", 8, layers=6)),
-    ("pipeline pass", "pipeline unit"): (EngineCase("pipeline=", 4), EngineCase("pipeline=", 16)),
+    ("pipeline pass", "pipeline unit"): (EngineCase("pipeline=", 8), EngineCase("pipeline=", 24)),
     ("tensor sum",): (EngineCase("tensor=", 8, layers=2),),
 }
 """Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
@@ -331,7 +335,7 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).logsumexp(-1).mean()  # type: ignore[no-any-return]
 
 
-def _planned(
+def planned_step(
     machine: Machine,
     ranks: int,
     strategy: str,
@@ -371,7 +375,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     ) -> tuple[float, Callable[[Compute], float]]:
         step = strategy, *case.step()
         took_s = max(world.run(ranks, _step_of, *step, timeout_s=300.0))
-        return took_s, _planned(machine, ranks, *step)
+        return took_s, planned_step(machine, ranks, *step)
 
     plain = PLAIN.line if ranks > 1 else "single"
     took_s, planned_s = compared(PLAIN, plain)
@@ -380,8 +384,8 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     for whole in WHOLE:
         took_s, planned_s = compared(whole, plain)
         operations_s = planned_s(replace(speeds, whole_step=2.0)) - planned_s(speeds)
-        factors.append(1.0 + (took_s - planned_s(speeds)) / operations_s)
-    speeds = replace(speeds, whole_step=max(geometric_mean(factors), 1.0))
+        factors.append(max(1.0, 1.0 + (took_s - planned_s(speeds)) / operations_s))
+    speeds = replace(speeds, whole_step=geometric_mean(factors))
     overheads: dict[str, float] = {}
     for names, cases in ENGINES.items() if ranks > 1 else ():
         extra_s: list[float] = []

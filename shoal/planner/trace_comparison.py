@@ -50,11 +50,7 @@ def recalibrated(machine: Machine, ranks: int, plan: Plan, spans: Spans) -> Mach
         for name in predicted.keys() & measured.keys()
         if predicted[name] > 0 and measured[name] > 0
     }
-    measured_with = next(
-        (count for count, speeds in machine.compute.items() if speeds is machine.compute_of(ranks)),
-        ranks,
-    )
-    speeds = machine.compute[measured_with]
+    speeds = machine.compute_of(ranks)
     ratio = ratios.get("compute", 1.0)
     shown = replace(speeds, whole_step=speeds.whole_step * ratio, step_s=speeds.step_s * ratio)
     collectives = {
@@ -63,7 +59,7 @@ def recalibrated(machine: Machine, ranks: int, plan: Plan, spans: Spans) -> Mach
     }
     return replace(
         machine,
-        compute={**machine.compute, measured_with: shown},
+        compute={**machine.compute, machine.measured_ranks(ranks): shown},
         collectives=collectives,
     )
 
