@@ -63,6 +63,11 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("one run directory is needed, as in `shoal eval runs/digits`.")
     directory = Path(options.run[0])
     job_of(directory)  # reports a wrong directory before any process starts
+    if options.checkpoint != "latest":
+        from shoal.checkpoint.search import checkpoint_at
+
+        step = None if options.checkpoint == "best" else options.checkpoint
+        checkpoint_at(directory / "checkpoints", step, {})  # is there; ranks read what it holds
     if options.strategy is not None:
         from shoal.strategies import parse_line
         from shoal.strategies.precheck import check

@@ -42,6 +42,8 @@ def test_a_run_is_evaluated_exported_and_drawn(
     run = tmp_path / "run"
     assert shoal(capsys, "train", "digits", "--out", run, *TINY)[0] == 0
     assert answer(capsys, "eval", run)[1]["result"]["samples"] == 360
+    missing = answer(capsys, "eval", run, "-n", "2", "--checkpoint", "999")[1]["errors"]
+    assert missing == ["step-00000999 is not there; there are: step-00000003"]
     model, picture = tmp_path / "model.safetensors", tmp_path / "curves.png"
     exported = answer(capsys, "export", run, "-o", model)[1]["result"]
     assert (exported["file"], exported["step"]) == (str(model), 3)
