@@ -12,8 +12,7 @@ from shoal.config.job import Job
 from shoal.costs.find_machine import find_machine, one_machine
 from shoal.errors import StrategyRefused
 from shoal.planner.job_workload import job_workload
-from shoal.planner.plan_report import machine_text
-from shoal.planner.quantity_text import bytes_text, seconds_text
+from shoal.planner.plan_report import choice_text
 from shoal.planner.script_process import plan_in_script
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.train.run_directory import CONFIG, job_of
@@ -47,14 +46,8 @@ def choose_for_script(words: Sequence[str], ranks: int, accumulate: int = 0) -> 
 
 def _choice(workload: Workload, ranks: int) -> tuple[str, str]:
     machine = find_machine("")
-    best = Planner(workload, machine, one_machine(machine, ranks)).search().best
-    if best is None:
-        raise StrategyRefused(
-            f"strategy auto: nothing fits on {ranks} ranks; `shoal plan` says by how much."
-        )
-    reason = (
-        f"strategy auto: {best.strategy}: {seconds_text(best.seconds)} a step predicted (±"
-        f"{best.band:.0%}), {bytes_text(best.memory.total)} on each of {ranks} ranks; "
-        f"{machine_text(machine)}"
-    )
-    return best.strategy, reason
+    planner = Planner(workload, machine, one_machine(machine, ranks))
+    plans = planner.search()
+    if plans.best is None:
+        raise StrategyRefused(choice_text(planner, plans))
+    return plans.best.strategy, choice_text(planner, plans)

@@ -243,6 +243,18 @@ def _time_lines(plan: Plan) -> Iterator[str]:
     yield f"  {'not computing, mean of the ranks':36} {time.idle:>11.0%}"
 
 
+def choice_text(planner: Planner, plans: Plans) -> str:
+    """Return the sentence of `auto`: the best plan with its reason, or that nothing fits."""
+    best, ranks = plans.best, planner.cluster.ranks
+    if best is None:
+        return f"strategy auto: nothing fits on {ranks} ranks; `shoal plan` says by how much."
+    return (
+        f"strategy auto: {best.strategy}: {seconds_text(best.seconds)} a step predicted (±"
+        f"{best.band:.0%}), {bytes_text(best.memory.total)} on each of {ranks} ranks; "
+        f"{machine_text(planner.machine)}"
+    )
+
+
 def as_json(planner: Planner, plans: Plans) -> dict[str, Any]:
     """Return all plans as plain data: seconds, bytes, samples."""
     return {
@@ -256,6 +268,7 @@ def as_json(planner: Planner, plans: Plans) -> dict[str, Any]:
         "plans": [plan_json(plan) for plan in (*plans.fitting, *plans.slower, *plans.too_large)],
         "refused": plans.refused,
         "best": plans.best.strategy if plans.best else None,
+        "choice": choice_text(planner, plans),
     }
 
 

@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError, StrategyRefused
@@ -45,7 +44,10 @@ def choose_strategy(mesh: Mesh) -> tuple[str, str]:
     found = {} if problem else json.loads(answer)
     if problems := found.get("errors", [problem] if problem else []):
         raise ConfigError([f"strategy auto: {problem}" for problem in problems])
-    return _best(found["result"], mesh.size)
+    plans = found["result"]
+    if plans["best"] is None:
+        raise StrategyRefused(plans["choice"])
+    return plans["best"], plans["choice"]
 
 
 def _why_not(mesh: Mesh) -> str:
@@ -62,18 +64,3 @@ def _why_not(mesh: Mesh) -> str:
             "`python train.py`. Write the strategy that `shoal plan` tells"
         )
     return ""
-
-
-def _best(found: dict[str, Any], ranks: int) -> tuple[str, str]:
-    line = found["best"]
-    if line is None:
-        raise StrategyRefused(
-            f"strategy auto: nothing fits on {ranks} ranks; `shoal plan` says by how much."
-        )
-    plan = next(each for each in found["plans"] if each["strategy"] == line)
-    speeds = "" if found["calibrated"] else "; this machine was not calibrated: shoal calibrate"
-    return line, (
-        f"strategy auto: {line}: {plan['step_s'] * 1e3:.3g} ms a step predicted "
-        f"(±{plan['band']:.0%}), {plan['memory']['total'] / 2**20:,.1f} MiB on each of {ranks} "
-        f"ranks{speeds}"
-    )

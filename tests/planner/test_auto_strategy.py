@@ -100,7 +100,7 @@ def test_a_script_that_asks_for_auto_gets_one_choice_for_all_of_its_ranks(
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("strategy auto: ") == 1
-    assert "not calibrated" in done.stdout
+    assert "NOT CALIBRATED" in done.stdout
     assert done.stdout.endswith(f"trained {ranks}\n")
 
 
