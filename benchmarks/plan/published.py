@@ -56,23 +56,25 @@ class PublishedRun(NamedTuple):
     data: str = "ddp"
 
     @property
+    def local_batch(self) -> int:
+        return self.batch * self.tensor * self.pipeline // self.ranks
+
+    @property
     def micro(self) -> int:
         return self.asked or (1 if self.pipeline > 1 else 4)
 
     @property
     def strategy(self) -> str:
         words = ["recompute"]
-        local = self.batch * self.tensor * self.pipeline // self.ranks
         if self.tensor > 1:
             words.append(f"tensor={self.tensor}")
         if self.pipeline > 1:
-            words.append(f"pipeline={self.pipeline},microbatches={local // self.micro}")
+            words.append(f"pipeline={self.pipeline},microbatches={self.local_batch // self.micro}")
         return ",".join([*words, self.data])
 
     @property
     def accumulate(self) -> int:
-        local = self.batch * self.tensor * self.pipeline // self.ranks
-        return 1 if self.pipeline > 1 else local // self.micro
+        return 1 if self.pipeline > 1 else self.local_batch // self.micro
 
     def flops(self) -> float:
         """Return the FLOPs of a step by the paper's formula (3), with recomputation."""

@@ -71,6 +71,8 @@ def all_reduce(value: Array, op: Any = None) -> Array:
         raise UsageError(
             f"shoal.all_reduce: the mean of {_name(tensor)} is no {_name(tensor)}. Use op='sum'."
         )
+    if tensor.is_complex() and op in ("min", "max"):
+        raise UsageError(f"shoal.all_reduce: complex numbers have no {op}. Reduce value.abs().")
     if tensor.dtype == torch.bool:
         raise UsageError("shoal.all_reduce: bool has no sum. Make it integers first.")
     axis = _axis("all_reduce")

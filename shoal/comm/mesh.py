@@ -151,9 +151,7 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
     device = _device(place)
     if place.world > 1 and not dist.is_initialized():
         _init_default_group(place, device)
-    mesh = Mesh(
-        rank=place.rank, size=place.world, device=device, place=place, helper_spawner=spawner
-    )
+    mesh = Mesh(place.rank, place.world, device, place=place, helper_spawner=spawner)
     return mesh.divided(degrees, helpers)
 
 

@@ -108,6 +108,12 @@ def test_what_cannot_be_reduced_is_refused_with_the_cure(value: Any, message: st
         shoal.allreduce(value)
 
 
+@pytest.mark.parametrize("op", ["min", "max"])
+def test_complex_numbers_have_no_order(op: str) -> None:
+    with pytest.raises(UsageError, match=f"have no {op}"):
+        shoal.all_reduce(torch.ones(2, dtype=torch.complex64), op=op)
+
+
 def test_ranks_that_have_not_met_are_told_to_call_init(monkeypatch: pytest.MonkeyPatch) -> None:
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (place | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29599"}).items():

@@ -308,7 +308,7 @@ def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
     return [
         (rank, silent_s, base64.b64encode(zlib.compress(pages[rank], 1)).decode())
         for rank, silent_s in ranks.look().silent_s.items()
-        if rank in pages and decode_page(pages[rank]) is not None
+        if decode_page(pages[rank]) is not None
     ]
 
 
