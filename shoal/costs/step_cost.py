@@ -155,7 +155,7 @@ class StepCost:
     servers: int = 0
     after_held: Mapping[int, float] = field(default_factory=dict)
     is_exact: bool = True
-    band: float = 0.33
+    band: float = 0.36
     device: str = "cpu"
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 

@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
 from shoal.strategies.options import mesh_sizes
 
-TURNS_BAND = 0.45
+TURNS_BAND = 0.56
 """Share by which times of more ranks than cores were off at most: benchmarks/plan."""
 DATASHEET_BAND = 0.85
 """Share for numbers of datasheets, for which nothing was measured: no less than any other."""

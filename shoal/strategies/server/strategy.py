@@ -39,7 +39,7 @@ from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.server.worker_engine import WorkerEngine
 from shoal.strategies.server_options import ServerOptions
 
-BAND = 0.66
+BAND = 0.56
 """How far predicted times were off: what servers and workers take from each other is not
 calibrated.
 """
