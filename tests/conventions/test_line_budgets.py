@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_680,
     "shoal/platform": 1_940,
     "shoal/plotting": 500,
-    "shoal/run": 9_300,
+    "shoal/run": 9_340,
     "shoal/shm_backend": 2_760,
     "shoal/strategies": 17_950,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 1_000,
     "shoal/weights": 580,
-    "tests": 68_220,
+    "tests": 68_230,
     "benchmarks": 11_920,
 }
 SLACK = 0.03
