@@ -41,7 +41,7 @@ AHEAD = 3
 BUFFERS = 4
 
 
-class Step(NamedTuple):
+class ExchangeStep(NamedTuple):
     """One message out and one in.
 
     Args:
@@ -137,12 +137,12 @@ class _PairwiseExchange:
         return self.terms[index % BUFFERS, rank, :length]
 
 
-def schedule(slices: int, size: int) -> Iterator[Step]:
+def schedule(slices: int, size: int) -> Iterator[ExchangeStep]:
     """Yield the steps of all ranks: the terms of the next slice before the sums of this one."""
     for index in range(-1, slices):
         for each, gathers in ((index + 1, False), (index, True)):
             if 0 <= each < slices:
-                yield from (Step(each, gathers, distance) for distance in range(1, size))
+                yield from (ExchangeStep(each, gathers, distance) for distance in range(1, size))
 
 
 def _chunks(part: Tensor, size: int) -> list[Tensor]:

@@ -249,7 +249,7 @@ def single_sample_error(error: Exception, batch: LocalBatch) -> UsageError | Non
     None for another error, or where the whole batch is one sample.
     """
     text = "Expected more than 1 value per channel when training"
-    if text not in str(error) or (batch.sizes_known and batch.global_batch_size == 1):
+    if text not in str(error) or (batch.step.sizes_known and batch.step.global_batch_size == 1):
         return None
     return UsageError(
         f"a BatchNorm was given one sample, of which it can take no variance: {batch.num_samples} "
@@ -268,9 +268,9 @@ def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Except
     """
     if (better := single_sample_error(error, batch)) is not None:
         return better
-    is_divided = in_parts or 0 < batch.num_samples < batch.global_batch_size
+    is_divided = in_parts or 0 < batch.num_samples < batch.step.global_batch_size
     if is_divided and not isinstance(error, ShoalError):
-        rows, whole = batch.num_samples, batch.global_batch_size
+        rows, whole = batch.num_samples, batch.step.global_batch_size
         of_batch = "" if rows == whole else f" (of {whole} in the batch)"
         error.add_note(
             f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}its {rows} "

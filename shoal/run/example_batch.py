@@ -1,83 +1,26 @@
-"""The batch of a step, as strategies see it, and the example that is made of the first one."""
+"""The example that is made of the first batch, for strategies that trace or measure the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shoal.comm.mesh import Mesh
-from shoal.data.batch_shards import row_window
-from shoal.data.tree_map import are_tensors, mark_sample_lists, tensors_in
+from shoal.data.tree_map import tensors_in
 from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import version
-from shoal.run.prepared import Prepared
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
 from shoal.trial.untouched import leaving_no_trace
 
 MAX_EXAMPLES = 8
 """Samples of the example batch, with which models are traced and measured."""
-
-
-def make_batch(
-    compute_loss: base.ComputeLoss,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    prepared: Prepared,
-    *,
-    rows: int | None,
-    reduction: str,
-    stop_requested: bool,
-) -> base.LocalBatch:
-    """Return the local batch of a step; `Run.forward_backward` explains the arguments. Collective.
-
-    Raises: UsageError: the sizes do not fit, or the loop has mixed samples of one rank.
-    """
-    prepared.watch.end()
-    data, is_divided = prepared.mesh.data, prepared.mesh.size * prepared.settings.accumulate > 1
-    arguments = (*args, *kwargs.values()) if kwargs else args
-    if not are_tensors(arguments):
-        hold_samples = prepared.sizes.hold_samples
-        args, kwargs = mark_sample_lists((args, kwargs), hold_samples, is_divided)
-        arguments = (*args, *kwargs.values())
-    found = prepared.sizes.resolve(arguments, rows, data.size)
-    batch = base.LocalBatch(
-        compute_loss,
-        args,
-        kwargs,
-        found.rows,
-        found.global_rows,
-        stop_requested=stop_requested,
-        sizes_known=found.is_known or reduction == "ranks",
-        first_row=row_window(found.global_rows, data.rank, data.size).start if data.size > 1 else 0,
-    )
-    if reduction == "rows":
-        prepared.watch.judge(batch)
-        return batch
-    prepared.watch.skip()
-    return batch._replace(loss_weight=weight_of_rank(batch, data.size))
-
-
-def weight_of_rank(batch: base.LocalBatch, ranks: int) -> float:
-    """Return the weight of a rank whose mean counts as much as that of any other with samples."""
-    with_samples = min(ranks, batch.global_batch_size)
-    return batch.global_batch_size / (with_samples * max(batch.num_samples, 1))
-
-
-def code_of(function: base.ComputeLoss) -> object:
-    """Return what all functions share that one line of a script makes."""
-    while isinstance(function, partial):
-        function = function.func
-    function = unwrap(getattr(function, "__func__", function))
-    return getattr(function, "__code__", type(function))
 
 
 def example_of(
@@ -101,18 +44,18 @@ def example_of(
     args, kwargs = _copied(taken[0]), _copied(taken[1])
     calls: list[base.ModuleCall] = []
     with (
-        leaving_no_trace(models, batch.compute_loss, ()),
+        leaving_no_trace(models, batch.step.compute_loss, ()),
         _recorded_calls(models, calls),
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
-        batch.compute_loss(*args, **kwargs)
+        batch.step.compute_loss(*args, **kwargs)
     _check_unwritten((args, kwargs), mesh)
     # Rounded up: the largest micro-batch that any rank computes.
     share = batch.num_samples
-    if batch.sizes_known:
-        share = -(-max(batch.global_batch_size, full_batch_rows) // mesh.data.size)
+    if batch.step.sizes_known:
+        share = -(-max(batch.step.global_batch_size, full_batch_rows) // mesh.data.size)
     num_samples = -(-share // accumulate)
-    return base.ExampleBatch(batch.compute_loss, args, kwargs, num_samples, tuple(calls))
+    return base.ExampleBatch(batch.step.compute_loss, args, kwargs, num_samples, tuple(calls))
 
 
 @contextmanager

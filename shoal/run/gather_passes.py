@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from shoal.data.seeds import MicrobatchSeeds
 from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
-from shoal.run.step_batch import code_of
+from shoal.run.step import code_of
 from shoal.strategies import base
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Counted, Term, split_result
@@ -65,8 +65,7 @@ class Passes(NamedTuple):
         """Call what `made` makes of the function of each micro-batch; yield what that returns."""
         for index, micro in enumerate(self.microbatches):
             function, purpose = made(index, micro)
-            function = wraps(micro.compute_loss)(function)  # strategies know functions by names
-            vars(function)[base.PURPOSE] = f"gather: {purpose}"
+            function = base.LossWrapper(micro.step.compute_loss, function, f"gather: {purpose}")
             self.seeds.begin_host()
             # With a graph, for compute_loss may take gradients itself; it ends with the call.
             with torch.enable_grad():
@@ -144,7 +143,7 @@ class MicrobatchGathering:
 
         Raises: StrategyRefused: rows that are gathered follow from others.
         """
-        function = microbatches[0].compute_loss
+        function = microbatches[0].step.compute_loss
         key = code_of(function)
         if not self._known.get(key, True):
             return batch
@@ -167,13 +166,14 @@ class MicrobatchGathering:
         with leaving_no_trace(self._models, function, given):
             asked = self._asked(gathered, [[x.rows for x in each] for each in values], passes)
         self._seeds()  # the next step draws others
-        return batch._replace(compute_loss=self._injecting(batch, asked, passes))
+        of_microbatch = self._injecting(function, asked, passes)
+        return batch._replace(step=batch.step._replace(of_microbatch=of_microbatch))
 
     def _values(self, passes: Passes) -> list[list[OwnRows]]:
         """[1] Return for each gather the own rows of each micro-batch. Collective."""
 
         def made(index: int, micro: base.LocalBatch) -> tuple[Callable[..., Any], str]:
-            share = micro.global_batch_size / max(micro.num_samples, 1)
+            share = micro.step.global_batch_size / max(micro.num_samples, 1)
 
             def stand_in(x: Tensor) -> tuple[Tensor, slice]:
                 # Any rows will do, if what is gathered later does not follow from them.
@@ -183,11 +183,11 @@ class MicrobatchGathering:
             def give(*args: Any, **kwargs: Any) -> list[tuple[Tensor, bool]]:
                 data = places_of_data((args, kwargs))
                 with self._answering(stand_in), passes.seeds.of(index):
-                    micro.compute_loss(*args, **kwargs)
+                    micro.step.compute_loss(*args, **kwargs)
                 return [(x, x.data_ptr() in data) for x in self._given]
 
             # The number of rows in the answer follows from both.
-            return give, f"values {micro.num_samples} of {micro.global_batch_size}"
+            return give, f"values {micro.num_samples} of {micro.step.global_batch_size}"
 
         found = [
             [OwnRows(x.detach().clone(), is_data) for x, is_data in given]
@@ -230,7 +230,7 @@ class MicrobatchGathering:
                 # A pipeline calls it without autograd.
                 with torch.enable_grad(), self._answering(self._rows_of(leaves, index)):
                     with passes.seeds.of(index):
-                        result = micro.compute_loss(*args, **kwargs)
+                        result = micro.step.compute_loss(*args, **kwargs)
                     given = [x.detach() for x in self._given]  # in the stage that has made them
                     return _gradients(result, roots, micro), given
 
@@ -282,15 +282,14 @@ class MicrobatchGathering:
         return answer
 
     def _injecting(
-        self, batch: base.LocalBatch, gathered: list[GatheredRows], passes: Passes
-    ) -> base.ComputeLoss:
-        """[3] Return the function of the step. It is called for each micro-batch in turn."""
-        compute_loss, microbatches = batch.compute_loss, passes.microbatches
+        self, compute_loss: base.ComputeLoss, gathered: list[GatheredRows], passes: Passes
+    ) -> Callable[[int], base.ComputeLoss]:
+        """[3] Return the function of each micro-batch of the step, by its number."""
         constant = [g._replace(rows=g.rows.detach()) for g in gathered]
-        index = -1
+        purpose = f"gather: step {shapes_of_rows(gathered)}"
 
         def compute(index: int, *args: Any, **kwargs: Any) -> Any:
-            micro = microbatches[index]
+            micro = passes.microbatches[index]
             with self._answering(self._rows_of(constant, index)), passes.seeds.of(index):
                 result = compute_loss(*args, **kwargs)
             addend: Any = 0.0
@@ -304,22 +303,10 @@ class MicrobatchGathering:
             # The gradient alone: the value of the loss stays what it is.
             return with_gradient(result, addend - addend.detach(), micro)
 
-        @wraps(compute_loss)  # strategies know functions by their names
-        def in_turn(*args: Any, **kwargs: Any) -> Any:
-            nonlocal index
-            index = (index + 1) % len(microbatches)
-            return compute(index, *args, **kwargs)
-
         def of_microbatch(number: int) -> base.ComputeLoss:
-            @wraps(compute_loss)
-            def injecting(*args: Any, **kwargs: Any) -> Any:
-                return compute(number, *args, **kwargs)
+            return base.LossWrapper(compute_loss, partial(compute, number), purpose)
 
-            vars(injecting)[base.PURPOSE] = f"gather: step {shapes_of_rows(gathered)}"
-            return injecting
-
-        vars(in_turn)[base.OF_MICROBATCH] = of_microbatch
-        return in_turn
+        return of_microbatch
 
     @contextmanager
     def _answering(self, answer: Callable[[Tensor], tuple[Tensor, slice]]) -> Iterator[None]:
@@ -354,12 +341,12 @@ def _add(gradients: Sequence[Tensor | None], sums: Sequence[Tensor]) -> None:
 def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
     """Return a result of compute_loss whose loss has `addend` more, undivided by any weight."""
     terms, _ = split_result(result)
-    weight = 1.0 if micro.loss_weight is None else micro.loss_weight
+    weight = 1.0 if micro.step.loss_weight is None else micro.step.loss_weight
     first = terms[0]
-    scale: Any = float(micro.global_batch_size)  # what `weighted_loss` divides a sum by
-    if first.count is None or micro.loss_weight is not None:
+    scale: Any = float(micro.step.global_batch_size)  # what `weighted_loss` divides a sum by
+    if first.count is None or micro.step.loss_weight is not None:
         scale = scale / (max(micro.num_samples, 1) * weight)
-    if first.count is not None and micro.loss_weight is not None:
+    if first.count is not None and micro.step.loss_weight is not None:
         scale = scale * first.count.clamp(min=1)
     replaced = Term(first.value + addend * scale, first.count)
     loss: Any = Counted((replaced, *terms[1:])) if _is_counted(result) else replaced.value

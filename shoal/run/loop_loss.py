@@ -23,7 +23,7 @@ from shoal.run.batch_size import StepSizes
 from shoal.run.guards import Guards
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
-from shoal.run.step_batch import weight_of_rank
+from shoal.run.step import weight_of_rank
 from shoal.strategies import base
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.microbatch import split_microbatches
@@ -151,11 +151,9 @@ class LoopLoss:
     def make_batch(
         self,
         loss: Any,
-        prepared: Prepared,
         *,
         rows: int | None,
         reduction: str,
-        stop_requested: bool,
     ) -> base.LocalBatch:
         """Return the batch of a step whose loss is there. Collective.
 
@@ -166,15 +164,14 @@ class LoopLoss:
 
         Raises:
             StrategyRefused: the loss must be a function here.
-            UsageError: the same; or the loss is no mean over samples.
+            UsageError: the same.
         """
         self._check(loss, reduction)
         calls = [*self._calls]
         self._calls.clear()
         if self._autocast is not None and self.watches and not calls:
             raise UsageError(NOT_CALLED.format(precision=self._autocast))
-        prepared.watch.end()
-        prepared.watch.skip()
+        prepared = self._prepared
         self.watch()
         is_first = not self._is_noted
         if is_first:
@@ -183,26 +180,32 @@ class LoopLoss:
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
-            batch = micro._replace(
-                compute_loss=compute_loss,
-                args=(),
-                is_last_microbatch=True,
-                stop_requested=stop_requested,
-            )
+            step = micro.step._replace(compute_loss=compute_loss)
+            batch = micro._replace(step=step, args=(), is_last_microbatch=True)
         else:
             batch = self._batch(compute_loss, rows, calls or [()])
-            if is_first and not batch.sizes_known and prepared.mesh.data.size > 1:
+            if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
                 prepared.sizes.note_same_rows(calls, prepared.mesh.data, self._announce)
-        if reduction == "ranks":
-            return batch._replace(loss_weight=weight_of_rank(batch, prepared.mesh.data.size))
-        if prepared.local_model().strategy_state.is_synchronous:
-            # Views of samples, one behind the other, are no batch of the loader, and come of one.
-            yielded = prepared.watch.yielded
-            samples = batch.num_samples
-            if not batch.sizes_known:
-                samples = yielded.rows if yielded is not None else 0
-            self._graph_check.compare(loss, batch.num_samples, samples)
-        return batch
+        if reduction != "ranks":
+            return batch
+        size = batch.num_samples, batch.step.global_batch_size, prepared.mesh.data.size
+        return batch._replace(step=batch.step._replace(loss_weight=weight_of_rank(*size)))
+
+    def check(self, batch: base.LocalBatch) -> None:
+        """Compare the graph of a loss that is there with those of other ranks. Collective.
+
+        Raises: UsageError: the loss is no mean over samples.
+        """
+        prepared = self._prepared
+        if not prepared.local_model().strategy_state.is_synchronous:
+            return
+        # Views of samples, one behind the other, are no batch of the loader, and come of one.
+        yielded = prepared.watch.yielded
+        samples = batch.num_samples
+        if not batch.step.sizes_known:
+            samples = yielded.rows if yielded is not None else 0
+        loss = batch.step.compute_loss()
+        self._graph_check.compare(loss, batch.num_samples, samples)
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
@@ -211,12 +214,16 @@ class LoopLoss:
         parts = prepared.settings.accumulate
         if parts > 1:
             self._graph_check.begin_step()
-        if parts > 1 and not full.sizes_known:
+        if parts > 1 and not full.step.sizes_known:
             raise UsageError(UNKNOWN)
         if parts > 1 and prepared.local_model().remote_optimizer is not None:
             raise UsageError(SERVERS)
         # Each of them is summed over the ranks, so all ranks have as many.
-        most = -(-full.global_batch_size // prepared.mesh.data.size) if full.sizes_known else 1
+        most = (
+            -(-full.step.global_batch_size // prepared.mesh.data.size)
+            if full.step.sizes_known
+            else 1
+        )
         microbatches = split_microbatches(full._replace(args=(batch,)), parts, most)
         for number, micro in enumerate(microbatches):
             self._microbatch = micro
@@ -237,15 +244,8 @@ class LoopLoss:
         prepared.sizes.check_shared(data)
         found = self._sizes(rows, calls)
         window = row_window(found.global_rows, data.rank, data.size)
-        return base.LocalBatch(
-            compute_loss,
-            (),
-            {},
-            found.rows,
-            found.global_rows,
-            sizes_known=found.is_known,
-            first_row=window.start if data.size > 1 else 0,
-        )
+        step = base.Step(compute_loss, found.global_rows, found.is_known)
+        return base.LocalBatch(step, (), {}, found.rows, window.start if data.size > 1 else 0)
 
     def _sizes(self, rows: int | None, calls: Sequence[tuple[Any, ...]]) -> StepSizes:
         """Return the samples of the batch that the models were called with.

@@ -155,7 +155,7 @@ class LoopWatch(YieldWatch):
 
     def _tensors_of(self, batch: LocalBatch) -> Iterator[Tensor]:
         yield from tensors_in([batch.args, dict(batch.kwargs)])
-        yield from tensors_of(batch.compute_loss)
+        yield from tensors_of(batch.step.compute_loss)
 
     def _copies_of(self, tensor: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
         copies = self._rows.copies_of(tensor)

@@ -10,7 +10,6 @@ prepare(...) again              a new optimizer, a new loader, a frozen model; w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -30,7 +29,6 @@ from shoal.run.checks import (
     check_same_seeds,
     check_takes_second_optimizer,
 )
-from shoal.run.first_step_notes import noting_first_step
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -50,8 +48,8 @@ from shoal.run.prepare_arguments import (
     named_models,
     trained_names,
 )
+from shoal.run.step import TrainingStep
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
@@ -236,7 +234,7 @@ class Prepared:
         if weights is not None:
             check_same_seeds(self.root, self.mesh)
         # A strategy may try passes of its own.
-        with self._guards.in_step():
+        with self._guards.phase:
             whole = single_device(self.root, example, weights)
             local_model = base.apply_strategies(whole, self._strategies, self.mesh)
         for line in local_model.summary_lines:
@@ -245,22 +243,11 @@ class Prepared:
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
-        first_pass: AbstractContextManager[None] = nullcontext()
-        if not self._was_applied:  # when layers are thawed later, the notes are known
-            first_pass = noting_first_step(
-                local_model.module,
-                self.mesh,
-                self.settings.accumulate,
-                self.settings.draws == "global",
-                self._announce,
-            )
         self.step = TrainingStep(
             local_model,
             self.mesh,
             self.tracing,
-            self._guards,
             self.nonfinite_steps,
-            first_pass,
             ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )
         self._was_applied = True

@@ -111,12 +111,13 @@ class RowGathering:
         self, batch: base.LocalBatch, local_model: base.LocalModel
     ) -> base.LocalBatch:
         """Return the batch of a step with micro-batches, after rows were gathered. Collective."""
+        is_pipeline = self._mesh.pipeline.size > 1
+        if is_pipeline and not self._microbatches.is_known(batch.step.compute_loss):
+            return batch
         if not local_model.strategy_state.is_synchronous:
             return batch
         parts = [*accumulated(batch, self._accumulate, local_model, self._mesh)]
-        if self._mesh.pipeline.size > 1:
-            if not self._microbatches.is_known(batch.compute_loss):
-                return batch
+        if is_pipeline:
             count = local_model.pipeline.num_microbatches
             parts = [micro for part in parts for micro in split_microbatches(part, count, count)]
         return self._microbatches.prepare(batch, parts, local_model)

@@ -19,6 +19,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
+from shoal.run.example_batch import example_of
 from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
@@ -28,10 +29,9 @@ from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
-from shoal.run.step_batch import code_of, example_of, make_batch
-from shoal.run.step_trials import StepTrials
+from shoal.run.step import TrainingStep, make_batch
+from shoal.run.step_checks import StepChecks
 from shoal.run.tracing import Tracing
-from shoal.run.training_step import TrainingStep
 from shoal.strategies import base
 from shoal.strategies.transforms.precision import LossScale
 from shoal.watchdog.progress_word import Phase
@@ -64,8 +64,8 @@ class Run(StatefulRun):
         self._tracing = tracing
         self._stop_requested = False
         self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
-        self._trials = StepTrials(prepared, guards, announce)
         self._loop = LoopLoss(prepared, guards, settings.autocast, announce)
+        self._checks = StepChecks(prepared, guards, self._gathering, self._loop, announce)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -133,9 +133,9 @@ class Run(StatefulRun):
         if self._loop.watches:
             self._loop.before_function()
         with self._calls.during("run.forward_backward"):
-            return self._forward_backward(
-                partial(make_batch, compute_loss, batch, named_batch), rows, reduction
-            )
+            parts = self.mesh, self._settings.accumulate
+            given = compute_loss, batch, named_batch, self._prepared.sizes, *parts
+            return self._forward_backward(partial(make_batch, *given), rows, reduction)
 
     def backward(self, loss: Any, rows: int | None = None, reduction: str = "rows") -> Tensor:
         """Compute the gradients of a loss that the loop has computed of its batch. Collective.
@@ -167,7 +167,7 @@ class Run(StatefulRun):
         checks.check_step_options(rows, reduction)
         with self._calls.during("run.backward"):
             mean: Tensor = self._forward_backward(
-                partial(self._loop.make_batch, loss), rows, reduction, is_computed=True
+                partial(self._loop.make_batch, loss), rows, reduction
             )
             return mean
 
@@ -199,41 +199,24 @@ class Run(StatefulRun):
         return wraps(compute_loss)(partial(self.forward_backward, compute_loss))
 
     def _forward_backward(
-        self,
-        make: Callable[..., base.LocalBatch],
-        rows: int | None,
-        reduction: str,
-        is_computed: bool = False,
+        self, make: Callable[..., base.LocalBatch], rows: int | None, reduction: str
     ) -> Any:
         """Take a step. Collective.
 
-        Args:
-            make: returns the local batch.
-            is_computed: the loss is there already, so that it can be computed of no other rows.
+        Args: make: returns the local batch.
         """
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
-        self._run_guards.check_weights()
-        local_batch = make(
-            self._prepared,
-            rows=rows,
-            reduction=reduction,
-            stop_requested=self._stop_requested,
-        )
-        parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
-        self._gathering.begin_step(local_batch)
+        self._checks.begin()
+        batch = make(rows=rows, reduction=reduction)._replace(stop_requested=self._stop_requested)
+        self._gathering.begin_step(batch)
         try:
-            if reduction == "rows" and not is_computed:
-                self._try_loss(local_batch)
-            step = self._step_of(local_batch)
-            # The passes before the step repeat random numbers, which global draws cannot.
-            if parts and self._settings.draws == "rank" and not is_computed:
-                with self._run_guards.in_step():
-                    local_batch = self._gathering.before_passes(
-                        local_batch, self._prepared.local_model()
-                    )
-            output = step.forward_backward(local_batch)
+            self._checks.before(batch, reduction)
+            step = self._step_of(batch)
+            batch = self._with_gathered_rows(batch)
+            with self._checks.passes():
+                output = step.forward_backward(batch)
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            found = checks.error_of_step(error, local_batch, parts)
+            found = checks.error_of_step(error, batch, self._in_parts)
             if found is error:
                 raise
             raise found from error
@@ -242,31 +225,34 @@ class Run(StatefulRun):
         self.totals = output.totals
         return output.loss if output.extra is None else (output.loss, output.extra)
 
-    def _try_loss(self, batch: base.LocalBatch) -> None:
-        """Try a loss in its first step, and where a batch has news.
-
-        One that gathers says itself that it couples samples.
-        """
-        compute_loss = batch.compute_loss
-        if self._gathering.gathers_before(compute_loss):
-            return
-        if code_of(compute_loss) in self._trials.tried:
-            self._trials.later_step(batch)
-        else:
-            self._trials.first_step(batch)
+    @property
+    def _in_parts(self) -> bool:
+        """True if the function is called on parts of this rank's batch."""
+        return self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
 
     def _step_of(self, batch: base.LocalBatch) -> TrainingStep:
         """Return the step of the local model; the first batch may be needed to make it."""
         prepared = self._prepared
         if prepared.step is None:
             checks.check_has_optimizer(prepared.optimizers)
-            with self._gathering.planning(batch.compute_loss):
-                with self._run_guards.in_step():
+            with self._gathering.planning(batch.step.compute_loss):
+                with self._run_guards.phase:
                     facts = self._settings.accumulate, prepared.sizes.full_batch_rows()
                     example = example_of(batch, prepared.models, self.mesh, *facts)
                 prepared.apply(example)
         assert prepared.step is not None
         return prepared.step
+
+    def _with_gathered_rows(self, batch: base.LocalBatch) -> base.LocalBatch:
+        """Return the batch with the rows that a function in parts gathers. Collective.
+
+        The passes before the step repeat random numbers, which global draws cannot.
+        """
+        is_computed = isinstance(batch.step.compute_loss, base.ComputedLoss)
+        if not self._in_parts or is_computed or self._settings.draws != "rank":
+            return batch
+        with self._run_guards.phase:
+            return self._gathering.before_passes(batch, self._prepared.local_model())
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks, in the order of the global batch. Collective.

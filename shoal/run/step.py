@@ -1,25 +1,78 @@
-"""One step of a local model: the passes of a batch, then gradients and totals as global means.
+"""One step of a run: the batch as strategies see it, then the passes and the global means.
 
-passes ──> rescale by the count ──> judge, unscale (fp16) ──> add earlier calls
+make_batch      the script's function and arguments ──> this rank's samples of the global batch
+TrainingStep    passes ──> rescale by the count ──> judge, unscale (fp16) ──> add earlier calls
+
+The checks of a step are in `step_checks.py`. Nothing here knows of them.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from functools import partial
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from shoal.comm.mesh import Mesh
+from shoal.data.batch_shards import row_window
+from shoal.data.tree_map import are_tensors, mark_sample_lists
+from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
-from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base, extras, local_step
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
+
+
+def make_batch(
+    compute_loss: base.ComputeLoss,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    sizes: BatchSizes,
+    mesh: Mesh,
+    accumulate: int,
+    *,
+    rows: int | None,
+    reduction: str,
+) -> base.LocalBatch:
+    """Return the local batch of a step; `Run.forward_backward` explains the arguments.
+
+    Raises: UsageError: the sizes do not fit.
+    """
+    data = mesh.data
+    arguments = (*args, *kwargs.values()) if kwargs else args
+    if not are_tensors(arguments):
+        is_divided = mesh.size * accumulate > 1
+        args, kwargs = mark_sample_lists((args, kwargs), sizes.hold_samples, is_divided)
+        arguments = (*args, *kwargs.values())
+    size = sizes.resolve(arguments, rows, data.size)
+    by_rank = reduction == "ranks"
+    step = base.Step(
+        compute_loss,
+        size.global_rows,
+        size.is_known or by_rank,
+        weight_of_rank(size.rows, size.global_rows, data.size) if by_rank else None,
+    )
+    first_row = row_window(size.global_rows, data.rank, data.size).start if data.size > 1 else 0
+    return base.LocalBatch(step, args, kwargs, size.rows, first_row)
+
+
+def weight_of_rank(rows: int, global_rows: int, ranks: int) -> float:
+    """Return the weight of a rank whose mean counts as much as that of any other with samples."""
+    return global_rows / (min(ranks, global_rows) * max(rows, 1))
+
+
+def code_of(function: base.ComputeLoss) -> object:
+    """Return what all functions share that one line of a script makes."""
+    while isinstance(function, partial):
+        function = function.func
+    function = unwrap(getattr(function, "__func__", function))
+    return getattr(function, "__code__", type(function))
 
 
 class StepOutput(NamedTuple):
@@ -41,7 +94,6 @@ class TrainingStep:
 
     Args:
         tracing: None without a trace.
-        first_pass: a context of the passes of the first step.
         hooks: of the script on parameters.
     """
 
@@ -50,16 +102,12 @@ class TrainingStep:
         local_model: base.LocalModel,
         mesh: Mesh,
         tracing: Tracing | None,
-        guards: Guards,
         nonfinite_steps: NonfiniteSteps,
-        first_pass: AbstractContextManager[None],
         hooks: ParameterHooks,
     ) -> None:
-        self._guards = guards
         self._nonfinite_steps = nonfinite_steps
         self._local_model = local_model
         self._tracing = tracing
-        self._around_passes = first_pass
         self._hooks = hooks
         self._has_stepped = False
         self._progress = own_progress()
@@ -70,26 +118,23 @@ class TrainingStep:
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
         """Leave the global mean gradients in `.grad`. Collective."""
         self._progress.begin_step(shapes_of(batch))
-        self._guards.before_step()
-        batch = batch._replace(sum_counts=self._sum_counts, note_loss=self._nonfinite_steps.begin())
+        note_loss = self._nonfinite_steps.begin()
+        step = batch.step._replace(sum_counts=self._sum_counts, note_loss=note_loss)
         self._hooks.check()
         earlier = detach_gradients(self._local_model)
-        around, self._around_passes = self._around_passes, nullcontext()
-        with self._guards.in_step(), around:
-            result = self._compute(batch)
+        result = self._compute(batch._replace(step=step))
         if not self._has_stepped:
             check_some_gradient(self._local_model)
             self._has_stepped = True
         totals = result.step_totals
         # None on a device, where reading them would wait for the step.
         numbers = totals.tolist() if totals.is_cpu else None
-        size = batch.global_batch_size
+        size = step.global_batch_size
         local_step.rescale_by_count(self._local_model, result, size, numbers)
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
         loss = local_step.mean_loss(result, size, numbers)
-        self._guards.after_step()
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals)
 

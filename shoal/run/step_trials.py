@@ -23,7 +23,7 @@ from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
-from shoal.run.step_batch import code_of
+from shoal.run.step import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
 from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
@@ -62,14 +62,12 @@ class StepTrials:
 
         Raises: UsageError: on all ranks, if one objects and a batch is computed in parts.
         """
-        if not self._guards.enabled:
-            return
         sizes, data = self._prepared.sizes, self._prepared.mesh.data
         if not self.tried:
             sizes.check_shared(data)
-            if not batch.sizes_known and data.size > 1:
+            if not batch.step.sizes_known and data.size > 1:
                 sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
-        self.tried.add(code_of(batch.compute_loss))
+        self.tried.add(code_of(batch.step.compute_loss))
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
 
@@ -81,14 +79,14 @@ class StepTrials:
         Raises: UsageError: the loss is no mean over samples.
         """
         prepared = self._prepared
-        if not self._guards.enabled or not self._has_parts:
+        if not self._has_parts:
             return
         self._steps += 1
         self._has_news |= self._news.found_in([batch.args, batch.kwargs])
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
                 self._has_news = False
-                with self._guards.in_step():
+                with self._guards.phase:
                     verdict = self._judged(batch)
                 if verdict.kind in (LossKind.COUPLED, LossKind.SUM):
                     raise UsageError(verdict.text())
@@ -122,7 +120,7 @@ class StepTrials:
 
     def _try(self, batch: LocalBatch) -> LossVerdict:
         """Try the loss where this rank has the whole models, or can have them. Collective."""
-        with self._guards.in_step(), self._whole_models() as are_whole:
+        with self._guards.phase, self._whole_models() as are_whole:
             batch = self._with_rows_of_all_ranks(batch)
             if not are_whole:
                 return LossVerdict(LossKind.NOT_JUDGED, reason=DIVIDED)
@@ -132,7 +130,7 @@ class StepTrials:
         """Judge the loss by running the models, which must be whole on this rank."""
         models = self._prepared.models
         parameters = [parameter for model in models for parameter in model.parameters()]
-        given = batch.compute_loss, batch.args, batch.kwargs, batch.num_samples
+        given = batch.step.compute_loss, batch.args, batch.kwargs, batch.num_samples
         weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
 
         def judge() -> LossVerdict:

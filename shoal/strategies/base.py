@@ -49,12 +49,23 @@ It calls the prepared models in any way. A loss is a scalar tensor, the mean ove
 `loss_terms.Counted`.
 """
 
-OF_MICROBATCH = "shoal_of_microbatch"
-"""Attribute of a `ComputeLoss` whose micro-batches have functions of their own: (number) ->
-function. Who computes micro-batches in another order than theirs must call it.
-"""
-PURPOSE = "shoal_purpose"
-"""Attribute of a `ComputeLoss` that was put around another one: what tells it from that one."""
+
+class LossWrapper:
+    """A function that is called in the place of a `ComputeLoss`, which it calls itself.
+
+    Args:
+        compute_loss: the user's function.
+        call: takes the same arguments.
+        purpose: what tells it from other functions around the same one; the same on all ranks.
+    """
+
+    def __init__(self, compute_loss: ComputeLoss, call: Callable[..., Any], purpose: str) -> None:
+        self.__wrapped__ = compute_loss  # as `inspect.unwrap` looks for it
+        self._call = call
+        self.purpose = purpose
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -78,52 +89,69 @@ MAX_SUMMED = NONFINITE - SUMMED
 """Numbers that `loss_terms.summed` can mark in a step."""
 
 
-class LocalBatch(NamedTuple):
-    """The samples of a global batch that one rank computes, or a micro-batch of them."""
+class Step(NamedTuple):
+    """One call of `forward_backward` on this rank: the same for all micro-batches of it."""
 
     compute_loss: ComputeLoss
     """The user's function."""
+    global_batch_size: int
+    """Samples over all ranks and micro-batches."""
+    sizes_known: bool = True
+    """False if no loader has made the batch, so that no rank knows the `global_batch_size`. Any
+    number stands there then, and a mean is taken as a sum and its number of samples.
+    """
+    loss_weight: float | None = None
+    """Factor of this rank's mean loss, where each rank is to count as much as every other one,
+    whatever its number of samples. None: the loss is the mean over all samples.
+    """
+    of_microbatch: Callable[[int], ComputeLoss] | None = None
+    """Returns the function of a micro-batch, by its number, where each has one of its own. None:
+    `compute_loss` is that of all.
+    """
+    sum_counts: Callable[[Tensor], Tensor] | None = None
+    """Sums counts over the ranks of the data axis, for losses of several terms. Collective. None
+    if the loss of this rank counts alone.
+    """
+    note_loss: Callable[[Tensor], None] | None = None
+    """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
+
+
+class LocalBatch(NamedTuple):
+    """The samples of a global batch that one rank computes, or a micro-batch of them."""
+
+    step: Step
+    """The step that they are of."""
     args: tuple[Any, ...]
-    """Positional arguments of `compute_loss`: nests of tensors. Dimension 0 is the batch."""
+    """Positional arguments of the function: nests of tensors. Dimension 0 is the batch."""
     kwargs: Mapping[str, Any]
-    """Keyword arguments of `compute_loss`, of the same kind."""
+    """Keyword arguments of the function, of the same kind."""
     num_samples: int
     """Samples in this batch. 0 marks a stand-in: one sample of weight 0, so that a rank without
     samples takes part in all collectives.
     """
-    global_batch_size: int
-    """Samples of this step over all ranks and micro-batches."""
+    first_row: int = 0
+    """Index of the first sample within the global batch, if the sizes are known."""
+    microbatch: int = 0
+    """Number of this micro-batch in the step, from 0; that of the part of which it is one, until it
+    is split last."""
+    is_last_microbatch: bool = True
+    """True for the last micro-batch of a step. Gradients are reduced after it."""
     stop_requested: bool = False
     """True if this rank was asked to stop after the step, by a signal for example."""
     grad_weight: float = 1.0
     """Factor of the loss and of the totals. A strategy that averages over n ranks sets n."""
     previous_totals: Tensor | None = None
     """(TOTALS_LENGTH,), summed over the earlier micro-batches of this step; None for the first."""
-    is_last_microbatch: bool = True
-    """True for the last micro-batch of a step. Gradients are reduced after it."""
-    microbatch: int = 0
-    """Number of this micro-batch in the step, from 0; that of the part of which it is one, until it
-    is split last."""
     stage: int = 0
     """The pipeline stage whose forward pass is to run; 0 without a pipeline."""
-    loss_weight: float | None = None
-    """Factor of this rank's mean loss, where each rank is to count as much as every other one,
-    whatever its number of samples. None: the loss is the mean over all samples.
-    """
-    sizes_known: bool = True
-    """False if no loader has made the batch, so that no rank knows the `global_batch_size`. Any
-    number stands there then, and a mean is taken as a sum and its number of samples.
-    """
-    sum_counts: Callable[[Tensor], Tensor] | None = None
-    """Sums counts over the ranks of the data axis, for losses of several terms. Collective. None
-    if the loss of this rank counts alone.
-    """
-    first_row: int = 0
-    """Index of the first sample within the global batch, if the sizes are known."""
-    note_loss: Callable[[Tensor], None] | None = None
-    """Takes the loss of each micro-batch of this rank, detached. None: nobody asks for it."""
     values: tuple[Tensor, ...] = ()
     """Activations that the previous pipeline stage has sent; empty for stage 0."""
+
+    @property
+    def function(self) -> ComputeLoss:
+        """The function that computes the loss of these samples."""
+        of_microbatch = self.step.of_microbatch
+        return self.step.compute_loss if of_microbatch is None else of_microbatch(self.microbatch)
 
 
 class Extra(NamedTuple):

@@ -43,8 +43,7 @@ from shoal.strategies.base import (
     StepResult,
 )
 from shoal.strategies.extras import add_summed, detach
-from shoal.strategies.loss_terms import split_result
-from shoal.strategies.term_weights import combine_terms
+from shoal.strategies.loss_terms import combine_terms, split_result
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -68,7 +67,7 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
-        if isinstance(batch.compute_loss, ComputedLoss):
+        if isinstance(batch.step.compute_loss, ComputedLoss):
             raise UsageError(
                 "run.backward: a part of this loss was computed before the last step, and its "
                 "graph is used up. Detach what a step hands to the next: hidden = hidden.detach()."
@@ -84,7 +83,7 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
 
 def compute_weighted_loss(batch: LocalBatch) -> ForwardOutput:
     """Call the user's function on a micro-batch, and weight what it returns."""
-    return weighted_loss(batch.compute_loss(*batch.args, **batch.kwargs), batch)
+    return weighted_loss(batch.function(*batch.args, **batch.kwargs), batch)
 
 
 def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
@@ -105,8 +104,8 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
     multiplier = min(batch.num_samples, 1) if is_sum else batch.num_samples * weight
     # Few operations: each takes as long as a small layer.
     detached = value.detach()
-    if batch.note_loss is not None:
-        batch.note_loss(detached)
+    if batch.step.note_loss is not None:
+        batch.step.note_loss(detached)
     if value.dtype.itemsize < 4:
         detached = detached.float()
     factor, counts = _cached_factor_and_counts(
@@ -124,7 +123,7 @@ def weighted_loss(result: Any, batch: LocalBatch) -> ForwardOutput:
         add_summed(totals, extra, batch.grad_weight)
     if batch.previous_totals is not None:
         totals += batch.previous_totals
-    factor_of_loss = multiplier / batch.global_batch_size * batch.grad_weight
+    factor_of_loss = multiplier / batch.step.global_batch_size * batch.grad_weight
     weighted = value if factor_of_loss == 1.0 else value * factor_of_loss
     returned = None if extra is None else Extra(batch.num_samples, detach(extra))
     return ForwardOutput(weighted, totals, is_sum, returned)

@@ -122,7 +122,7 @@ CHECKS = {
     "notes of the first step": Check(
         (f"{RUN}.first_step_notes",),
         "random numbers and buffers of layers",
-        replaced(f"{RUN}.prepared:noting_first_step", _no_notes),
+        replaced(f"{RUN}.step_checks:noting_first_step", _no_notes),
         planted_in="run/test_buffer_notes.py",
     ),
     "given weights": Check(

@@ -22,10 +22,12 @@ HELPERS = {
     *("run/optimizer_watch.py", "run/local_shard_step.py"),
     "strategies/model_traits.py",
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
-    *("run/guards/rank_agreement.py", "run/guards/shard_functions.py"),
-    *("run/guards/guarded_models.py", "run/guards/absent_values.py"),
-    "run/guards/optimizer_state.py",
+    *("run/guards/guards.py", "run/guards/guarded_models.py"),
+    "run/guards/shard_functions.py",
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
+    *("strategies/pipeline/meta_call.py", "strategies/pipeline/stage_map.py"),
+    *("strategies/pipeline/ties.py", "strategies/full_model.py", "strategies/module_snapshot.py"),
+    *("run/guards/absent_values.py", "run/state_access.py"),
     "parameter_server/worker/flat_params.py",
 }
 """Files that a step calls on its way and leaves at once. They decide nothing about the batch."""
@@ -38,9 +40,9 @@ def listed(title: str) -> list[str]:
     return re.findall(r"^\d+\. `([\w/]+\.py)`: ", walk, flags=re.M)
 
 
-def files_entered(strategy: str) -> list[str]:
+def files_entered(strategy: str, guards: bool = False) -> list[str]:
     """Return the files of the package that the third step enters, in the order of first calls."""
-    run = shoal.init(strategy, announce=lambda _: None)
+    run = shoal.init(strategy, announce=lambda _: None, guards=guards)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -68,15 +70,26 @@ def files_entered(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("title", "strategy"), [("ddp", "ddp"), ("zero3", "zero3"), ("server", "server=1")]
+    ("title", "strategy"),
+    [("ddp", "ddp"), ("zero3", "zero3"), ("server", "server=1"), ("pipeline", "pipeline=2")],
 )
 def test_a_step_enters_the_files_of_the_walk_in_their_order(title: str, strategy: str) -> None:
     walk = listed(title)
     assert walk
-    for entered in world.run(2, files_entered, strategy):
-        assert [file for file in entered if file in walk] == walk
-        deciding = {file for file in entered if file.startswith(DECIDING)}
-        assert deciding - set(walk) <= HELPERS
+    entered = world.run(2, files_entered, strategy)[-1]  # the last stage has the loss
+    assert [file for file in entered if file in walk] == walk
+    deciding = {file for file in entered if file.startswith(DECIDING)}
+    assert deciding - set(walk) <= HELPERS
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "server=1"])
+def test_what_guards_add_to_a_step_hangs_on_the_seam_of_checks(strategy: str) -> None:
+    alone, checked = (world.run(2, files_entered, strategy, guards)[0] for guards in (False, True))
+    seam = PAGE.partition("### The checks on the seam\n")[2].partition("\n## ")[0]
+    asked = set(re.findall(r"`(run/[\w/]+\.py)`", seam))
+    added = {file for file in checked if file.startswith(DECIDING)} - {*alone}
+    assert added
+    assert added <= asked
 
 
 def test_every_file_that_the_page_names_is_there() -> None:

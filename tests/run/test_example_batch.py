@@ -6,8 +6,8 @@ import torch
 from minimal_script import quiet
 from torch import Tensor, nn
 
-from shoal.run.step_batch import example_of
-from shoal.strategies.base import LocalBatch
+from shoal.run.example_batch import example_of
+from shoal.strategies.base import LocalBatch, Step
 
 
 class Counting(nn.Module):
@@ -37,7 +37,7 @@ def test_calls_are_recorded_and_nothing_is_changed() -> None:
         calls += 1
         return model(x, scale=torch.rand(()).item()).square().mean() + model(x).mean()
 
-    batch = LocalBatch(compute_loss, (torch.ones(20, 4),), {}, 20, 40)
+    batch = LocalBatch(Step(compute_loss, 40), (torch.ones(20, 4),), {}, 20)
     example = example_of(batch, [model], quiet().mesh, accumulate=1)
     assert [call.args[0].shape for call in example.calls] == [(8, 4), (8, 4)]
     assert example.calls[0].kwargs.keys() == {"scale"}
@@ -49,6 +49,8 @@ def test_calls_are_recorded_and_nothing_is_changed() -> None:
 def test_random_numbers_go_on_where_they_were() -> None:
     model, run = Counting(), quiet()
     before = torch.get_rng_state()
-    batch = LocalBatch(lambda x: model(x).mean() * torch.rand(()), (torch.ones(2, 4),), {}, 2, 2)
+    batch = LocalBatch(
+        Step(lambda x: model(x).mean() * torch.rand(()), 2), (torch.ones(2, 4),), {}, 2
+    )
     example_of(batch, [model], run.mesh, accumulate=1)
     assert torch.equal(torch.get_rng_state(), before)

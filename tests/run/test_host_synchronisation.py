@@ -29,7 +29,7 @@ OVER_THE_CPU = {
     "lockstep.py:unused",
     "executor.py:_common_seed",
     "random_streams.py:draw_seed",
-    "training_step.py:forward_backward",
+    "step.py:forward_backward",
 }
 """Reads of numbers that hosts have drawn or sent to each other over the CPU, or that are made only
 of tensors of the CPU: none waits for a GPU.

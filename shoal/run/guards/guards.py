@@ -143,13 +143,8 @@ class Guards:
         if self._weights is not None:
             self._weights.accept()
 
-    def in_step(self) -> AbstractContextManager[None]:
-        """Return a context in which backward passes may reach parameters."""
-        return self.phase
-
     def after_step(self) -> None:
         """Show stand-ins for gradients that are elsewhere."""
-        self.phase.has_gradients = True
         if self._absent is not None:
             self._absent.show()
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import OF_MICROBATCH, LocalBatch
+from shoal.strategies.base import LocalBatch
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import (
     DividedModel,
@@ -38,10 +38,7 @@ class StageCall(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module, micro: LocalBatch, seed: int) -> StageCall:
         """Return the call of a micro-batch, for a training step."""
-        function = micro.compute_loss
-        of_microbatch = getattr(function, OF_MICROBATCH, None)
-        if of_microbatch is not None:
-            function = of_microbatch(micro.microbatch)
+        function = micro.function
         return cls(
             partial(function, *micro.args, **micro.kwargs),
             (code_key(function), shape_key(model, (micro.args, micro.kwargs))),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shoal.data.seeds import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
-from shoal.strategies.base import PURPOSE
+from shoal.strategies.base import LossWrapper
 from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
 from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.meta_call import OutputForms, form_of
@@ -195,9 +195,8 @@ def code_key(function: Any, depth: int = 3) -> Hashable:
         return None
     if isinstance(function, partial):
         return code_key(function.func, depth)
-    purpose = vars(function).get(PURPOSE) if inspect.isfunction(function) else None
-    if purpose is not None:
-        return purpose, code_key(function.__wrapped__, depth)
+    if isinstance(function, LossWrapper):
+        return function.purpose, code_key(function.__wrapped__, depth)
     function = getattr(inspect.unwrap(function), "__func__", function)
     function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)

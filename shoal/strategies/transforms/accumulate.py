@@ -45,7 +45,7 @@ class Accumulate(Strategy):
             return model
 
         def run(forward: Forward, batch: LocalBatch) -> StepResult:
-            if isinstance(batch.compute_loss, ComputedLoss):
+            if isinstance(batch.step.compute_loss, ComputedLoss):
                 return model.run(forward, batch)
             result = None
             extras: tuple[Extra, ...] = ()
@@ -70,7 +70,7 @@ def accumulated(
     if model.pass_traits.collective_forward:
         # All ranks must make as many forward passes as the rank with the largest local batch. This
         # is its number of samples; stand-ins fill up the others.
-        min_count = -(-batch.global_batch_size // mesh.data.size)
-        if not batch.sizes_known:
+        min_count = -(-batch.step.global_batch_size // mesh.data.size)
+        if not batch.step.sizes_known:
             min_count = parts
     return split_microbatches(batch, parts, min_count)

@@ -116,12 +116,12 @@ class GlobalStream:
 
     def begin_microbatch(self, batch: LocalBatch) -> None:
         """Draw for the rows of this micro-batch, from the beginning of the step on."""
-        if not batch.sizes_known:
+        if not batch.step.sizes_known:
             raise UsageError(
                 'draws="global" must know which rows of the global batch this rank computes. Give '
                 'forward_backward what a prepared loader yields, or use draws="rank".'
             )
-        total = batch.global_batch_size
+        total = batch.step.global_batch_size
         first, count = (batch.first_row, batch.num_samples) if batch.num_samples else (0, 1)
         self._draws.begin(Rows(first, count, total))
         self._load(self.state)

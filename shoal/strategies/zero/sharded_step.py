@@ -166,7 +166,7 @@ class ShardedStep:
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
         self._configure(reduces=False, frees=False, is_last=False)
-        output = self.root.run(batch.compute_loss, partial(self.model.forward, batch))
+        output = self.root.run(batch.step.compute_loss, partial(self.model.forward, batch))
         reduces = batch.is_last_microbatch or self.stage > 1
         frees = batch.is_last_microbatch or self.stage == 3
         self._configure(reduces, frees, is_last=True)

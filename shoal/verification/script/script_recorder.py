@@ -30,7 +30,7 @@ from shoal.launch.rank import script
 from shoal.run import Run
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.optimizer_groups import params_of
-from shoal.run.training_step import TrainingStep
+from shoal.run.step import TrainingStep
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches

@@ -13,7 +13,7 @@ import shoal
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.run.supervised import supervised
-from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch
+from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch, Step
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean
 from shoal.strategies.ddp.single_message import SingleMessage
@@ -69,7 +69,8 @@ def _steps_by_hand(kind: str) -> None:
     reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
     for _ in range(2):
         model.zero_grad()
-        batch = LocalBatch(supervised(F.cross_entropy, model), (x, y), {}, 6, 6 * ranks)
+        step = Step(supervised(F.cross_entropy, model), 6 * ranks)
+        batch = LocalBatch(step, (x, y), {}, 6)
         totals = reducer.forward_backward(reducer.forward, batch).step_totals
     losses = [torch.zeros(()) for _ in range(ranks)]
     dist.all_gather(losses, loss.detach())

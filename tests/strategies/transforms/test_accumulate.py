@@ -3,18 +3,17 @@ import torch
 import torch.nn.functional as F
 
 from shoal.errors import UsageError
-from shoal.strategies.base import LocalBatch
+from shoal.strategies.base import LocalBatch, Step
 from shoal.strategies.transforms.accumulate import split_microbatches
 
 
 def batch(rows: int, tensor_rows: int | None = None) -> LocalBatch:
     x = torch.arange(max(tensor_rows or rows, 1))
     return LocalBatch(
-        F.cross_entropy,
+        Step(F.cross_entropy, global_batch_size=10),
         ({"x": x, "pair": (x, x)},),
         {"target": x},
         rows,
-        global_batch_size=10,
         stop_requested=True,
     )
 

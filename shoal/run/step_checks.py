@@ -1,0 +1,110 @@
+"""The checks of a step, on one seam: all that looks at a script's steps, and changes none of them.
+
+      run.forward_backward(compute_loss, *batch)
+        │
+        begin     the loop's part is over: were weights written that would be lost?
+        │         ── the engine's batch of this rank ──
+        before    the batch: has the loop mixed samples of one rank? the loss: is it a mean?
+        │
+        passes    around the passes of the engine: guards, and the notes of the first passes
+
+Without guards all but the notes and the context of the passes is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from shoal.run.first_step_notes import noting_first_step
+from shoal.run.guards import Guards
+from shoal.run.loop_loss import LoopLoss
+from shoal.run.prepared import Prepared
+from shoal.run.row_gathering import RowGathering
+from shoal.run.step import code_of
+from shoal.run.step_trials import StepTrials
+from shoal.strategies.base import ComputedLoss, LocalBatch
+
+
+class StepChecks:
+    """Checks each step of a run.
+
+    Args: announce: prints a note, on one rank of all.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        guards: Guards,
+        gathering: RowGathering,
+        loop: LoopLoss,
+        announce: Callable[[str], None],
+    ) -> None:
+        self._prepared = prepared
+        self._guards = guards
+        self._gathering = gathering
+        self._loop = loop
+        self._announce = announce
+        self._trials = StepTrials(prepared, guards, announce)
+        self._has_noted = False
+
+    def begin(self) -> None:
+        """End what the loop does before a step.
+
+        Raises: UsageError: weights were written that would be lost.
+        """
+        if self._guards.enabled:
+            self._guards.check_weights()
+            self._prepared.watch.end()
+
+    def before(self, batch: LocalBatch, reduction: str) -> None:
+        """Check a batch and its loss, before they reach the engine. Collective.
+
+        Raises: UsageError: the loop has mixed samples of one rank; the loss is no mean over samples
+            where a batch is computed in parts.
+        """
+        if not self._guards.enabled:
+            return
+        loss = batch.step.compute_loss
+        is_computed = isinstance(loss, ComputedLoss)
+        if is_computed or reduction != "rows":
+            self._prepared.watch.skip()
+        if reduction != "rows":
+            return
+        if is_computed:
+            self._loop.check(batch)
+            return
+        self._prepared.watch.judge(batch)
+        if self._gathering.gathers_before(loss):
+            return  # it says itself that it couples samples
+        if code_of(loss) in self._trials.tried:
+            self._trials.later_step(batch)
+        else:
+            self._trials.first_step(batch)
+
+    @contextmanager
+    def passes(self) -> Iterator[None]:
+        """Guard the passes of a step within. Collective.
+
+        Raises: UsageError: weights or optimizer state were written that would be lost.
+        """
+        if self._guards.enabled:
+            self._guards.before_step()
+        notes = nullcontext() if self._has_noted else self._first_notes()
+        self._has_noted = True
+        with self._guards.phase, notes:
+            yield
+        self._guards.phase.has_gradients = True
+        if self._guards.enabled:
+            self._guards.after_step()
+
+    def _first_notes(self) -> AbstractContextManager[None]:
+        """Return a context that notes what makes passes differ from those of one device."""
+        prepared, settings = self._prepared, self._prepared.settings
+        return noting_first_step(
+            prepared.local_model().module,
+            prepared.mesh,
+            settings.accumulate,
+            settings.draws == "global",
+            self._announce,
+        )
