@@ -94,7 +94,7 @@ def measured(case: PlannedCase) -> dict[str, Any] | str:
             "cpu_s": [cpu_s for _, cpu_s in samples],
             **dict.fromkeys(("peak_bytes", "parameters", "optimizer"), 0),
         }
-    with OwnPeak(parameters, state, run.device) as peak:
+    with OwnPeak(parameters, [*state, *batches[0]], run.device) as peak:
         step()
     return {
         "step_s": [wall_s for wall_s, _ in samples],

@@ -55,16 +55,14 @@ def _predicted(case: PlannedCase, workload: Workload, machine: Machine) -> dict[
     except ShoalError as error:
         return {"refused": str(error)}
     assert plan.time is not None
-    # Inputs are no tensors that a step makes, and buffers are there before: measure.py counts
-    # neither.
     step = plan.step
-    apart = step.model.input_bytes.at(step.local_batch * step.accumulate) + step.model.buffer_bytes
     held = max((rank_peak(step, rank) for rank in range(len(step.rows))), key=lambda h: h.total)
     return {
         "step_s": plan.seconds,
+        "latest_s": plan.latest_s,
         "on_path_s": dict(plan.time.on_path),
         "idle": plan.time.idle,
-        "peak_bytes": held.total - apart,
+        "peak_bytes": held.total - step.model.buffer_bytes,  # measure.py does not count them
         "parameters": held.parameters,
         "optimizer": held.optimizer,
     }

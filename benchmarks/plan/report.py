@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -16,12 +17,13 @@ CORES = json.loads((HERE / "machine.json").read_text())["cores"]
 
 
 class Compared(NamedTuple):
-    """A case with both numbers of one quantity."""
+    """A case with both numbers of one quantity; `latest` is what plans are ranked by."""
 
     label: str
     model: str
     predicted: float
     measured: float
+    latest: float = 0.0
 
     @property
     def error(self) -> float:
@@ -79,7 +81,8 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
         measured = shared / prediction["ranks"]
     else:
         measured = max(measured, shared / CORES)
-    return Compared(_label(prediction), prediction["model"], predicted, measured)
+    latest = prediction.get("latest_s", prediction["step_s"])
+    return Compared(_label(prediction), prediction["model"], predicted, measured, latest)
 
 
 def _summary(times: Sequence[Compared], memory: Sequence[Compared]) -> str:
@@ -89,7 +92,30 @@ def _summary(times: Sequence[Compared], memory: Sequence[Compared]) -> str:
         rows.append(_summary_row(f"seconds, {model}", [t for t in times if t.model == model]))
     right, pairs = _order(times)
     order = f"Of {pairs} pairs of plans of one model whose times differ by more than 5 %, {right} "
-    return f"{table(head, rows)}\n\n{order}are predicted in the right order ({right / pairs:.0%})."
+    right_share = f"{right / pairs:.0%}"
+    text = f"{order}are predicted in the right order ({right_share}). {_regret(times)}"
+    return f"{table(head, rows)}\n\n{text}"
+
+
+def _regret(times: Sequence[Compared]) -> str:
+    """Return how much longer the plans take that `--strategy auto` chooses than the fastest."""
+    groups: dict[str, list[Compared]] = defaultdict(list)
+    for one in times:
+        name, _, ranks = one.label.partition("` on ")
+        if "`local" not in name:  # its numbers are not those of one device
+            groups[f"{one.model} on {ranks}"].append(one)
+    lost = []
+    for plans in groups.values():
+        chosen = min(plans, key=lambda plan: plan.latest)
+        fastest = min(plan.measured for plan in plans)
+        lost.append((chosen.measured / fastest - 1, chosen.label))
+    lost = [each for each, plans in zip(lost, groups.values(), strict=True) if len(plans) > 1]
+    mean, (most, label) = sum(share for share, _ in lost) / len(lost), max(lost)
+    return (
+        "Of the exact plans of one model on as many ranks, the one that the planner ranks first "
+        f"takes {mean:.1%} longer than the fastest (mean of {len(lost)}; at most {most:.1%}, "
+        f"{label})."
+    )
 
 
 def _summary_row(name: str, compared: Sequence[Compared]) -> list[str]:

@@ -45,13 +45,17 @@ class _Stage(NamedTuple):
         backward: the same above the activations of others, with gradients of its weights that are
             there already.
         first_backward: (activations, gathered, gradients) where gradients appear one by one.
+        for_weights: gradients of outputs, from a backward pass for inputs to that for weights.
+        gradients: of the weights. largest: the largest of them.
     """
 
     kept: float
     forward: tuple[float, float]
     backward: tuple[float, float]
     first_backward: tuple[float, float, float]
+    for_weights: float
     gradients: float
+    largest: float
 
 
 def peak(step: StepCost) -> HeldBytes:
@@ -90,21 +94,26 @@ def _moments(step: StepCost, rank: int, all_gradients: float) -> Iterable[tuple[
     row = step.rows[rank] * min(step.accumulate, 2)
     for kind, number, _ in row:
         stage = stages[number]
+        is_first = number not in done and not step.gradients_stay
         if kind == "F":
             yield gradients, alive + stage.forward[0], stage.forward[1]
             alive += stage.kept
-            continue
-        if kind in "BI":
-            others = alive - stage.kept
-            if number not in done and not step.gradients_stay:
-                activations, gathered, new = stage.first_backward
-                yield gradients + new, others + activations, gathered
-                gradients += stage.gradients
-                done.add(number)
-            else:
-                yield gradients, others + stage.backward[0], stage.backward[1]
-        if kind in "BW":
+        elif kind == "I":
+            yield gradients, alive - stage.kept + stage.backward[0], stage.backward[1]
+            alive += stage.for_weights
+        elif kind == "W":
+            yield gradients + (stage.gradients if is_first else stage.largest), alive, 0.0
+            alive -= stage.kept + stage.for_weights
+        elif is_first:
+            activations, gathered, new = stage.first_backward
+            yield gradients + new, alive - stage.kept + activations, gathered
             alive -= stage.kept
+        else:
+            yield gradients, alive - stage.kept + stage.backward[0], stage.backward[1]
+            alive -= stage.kept
+        if kind in "BW" and is_first:
+            gradients += stage.gradients
+            done.add(number)
 
 
 def _stage(segments: Sequence[LocalSegment], samples: int) -> _Stage:
@@ -127,4 +136,10 @@ def _stage(segments: Sequence[LocalSegment], samples: int) -> _Stage:
         left = alive - segment.kept.at(samples)
         first = max(first, (left, segment.held_after, behind), key=sum)
         behind += sum(p.gradient_bytes for p in segment.parameters)
-    return _Stage(kept, forward, backward, first, behind)
+    for_weights = sum(
+        segment.work.output_bytes.at(samples) * segment.compute
+        for segment in segments
+        if any(p.gradient_bytes for p in segment.parameters)
+    )
+    largest = max((p.gradient_bytes for s in segments for p in s.parameters), default=0.0)
+    return _Stage(kept, forward, backward, first, for_weights, behind, largest)

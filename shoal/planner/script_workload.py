@@ -250,6 +250,7 @@ class _Follower:
         self._model, self._inputs = model, inputs
         self._passes.enter_context(self._precision())
         self._tracer = self._passes.enter_context(counting(_unwrapped(model)))
+        self._tracer.leave_out(inputs)
 
     def _backward_of_run(self, _: Any, run: Run, loss: Any, rows: int | None = None) -> None:
         terms = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]

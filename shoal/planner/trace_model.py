@@ -11,7 +11,7 @@ seen and not assumed. No weights are needed: a model of 70 billion parameters ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -199,6 +199,7 @@ def _count(
     size = num_bytes(batch)
     try:
         with counting(model) as tracer:
+            tracer.leave_out(tensors_of(batch))  # a view of a batch takes no more memory
             terms, _ = split_result(compute_loss(*batch))
             del batch
             tracer.begin_backward()
@@ -286,6 +287,10 @@ class StepTracer(DispatchMode):
                     stack.callback(hook.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             yield
+
+    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+        """Do not count the memory of tensors as activations."""
+        self._not_activations |= {storage_key(tensor) for tensor in tensors}
 
     def begin_backward(self) -> None:
         self._close_segment()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
+from shoal.costs.work import Affine
 from shoal.errors import StrategyRefused
 from shoal.strategies.model_parallel_options import PipelineOptions
 from shoal.strategies.pipeline.plan import balanced
@@ -46,7 +47,7 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
     passes = step.once(drawn, lambda: table(*drawn))
     step = replace(
         step,
-        segments=tuple(_with_sends(segments, crossing)),
+        segments=tuple(_with_sends(_with_ties(step, segments), crossing)),
         passes=passes,
         # Units of other stages are called too, and return absent tensors.
         around_pass=(("pipeline pass", 1), ("pipeline unit", len(calls))),
@@ -117,6 +118,24 @@ def _call_of(name: str, calls: Sequence[str], options: PipelineOptions) -> int:
     return found[0]
 
 
+def _with_ties(step: StepCost, segments: list[LocalSegment]) -> list[LocalSegment]:
+    """Let every stage that reads a tied parameter hold a copy of it."""
+    first_names: dict[int, str] = {}
+    homes = {p.name: (p, segment.stage) for segment in segments for p in segment.parameters}
+    result = list(segments)
+    for name, tensor in step.module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(tensor), name)
+        reader = name.rpartition(".")[0]
+        index = next((i for i, each in enumerate(segments) if each.work.path == reader), None)
+        if first == name or index is None or first not in homes:
+            continue
+        parameter, stage = homes[first]
+        if result[index].stage != stage:
+            held = (*result[index].parameters, parameter)
+            result[index] = result[index]._replace(parameters=held)
+    return result
+
+
 def _with_sends(segments: Sequence[LocalSegment], crossing: dict[int, float]) -> list[LocalSegment]:
     """Send activations behind each stage's last segment, and gradients behind its first."""
     result = list(segments)
@@ -127,6 +146,8 @@ def _with_sends(segments: Sequence[LocalSegment], crossing: dict[int, float]) ->
             result[index] = segment._replace(after_forward=(*segment.after_forward, message))
             following = result[index + 1]
             result[index + 1] = following._replace(
-                after_backward=(*following.after_backward, message)
+                after_backward=(*following.after_backward, message),
+                # What was received, and the copy that the stage may write into.
+                kept=following.kept + Affine(2 * crossing[behind], 0.0),
             )
     return result

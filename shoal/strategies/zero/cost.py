@@ -134,23 +134,32 @@ class _HeldUnits:
         self._sizes_up_to = [0.0, *accumulate(sizes)]
 
     def forward(self, index: int) -> float:
-        """Return gathered weights, and the message of the last gathering, which stays so long."""
-        return self._weights(index) + self._last_message(index)
+        """Return gathered weights, and the message of the last gathering, which stays so long: at
+        the beginning of a unit also that of the gathering before.
+        """
+        begun = self._begun[index]
+        begins = begun > 1 and index == self.first[self.order[begun - 1]]
+        before = self.scale * self.sizes[self.order[begun - 2]] if begins else 0.0
+        return self._weights(index) + self._last_message(index) + before
 
     def backward(self, index: int) -> float:
         """Return gathered weights, the copy from which the unit behind was reduced, and gradients
         of this unit that are there already.
         """
         behind = self.order[self._begun[index] : self._begun[index] + 1]
-        reduced_from = self.sizes[behind[0]] if behind else self._last_message(index)
+        # The message of the last gathering goes when the backward pass begins.
+        last = self._last_message(index) if self.frees else 0.0
+        reduced_from = self.sizes[behind[0]] if behind else last
         gradients = self.sizes[self.unit_of[index]] - self._so_far[index]
         return self._weights(index) + reduced_from + gradients
 
     def after(self, index: int) -> float:
-        """Return the weights and, at the end of a unit, its gradients and their copy."""
+        """Return the weights; at the end of a unit its gradients and their copy in place of its own
+        weights, which are freed before.
+        """
         name = self.unit_of[index]
         ends_unit = bool(name) and index == self.first[name]
-        return self._weights(index) + 2 * self.sizes[name] * ends_unit
+        return self._weights(index) + (2 - self.scale) * self.sizes[name] * ends_unit
 
     def _weights(self, index: int) -> float:
         name = self.unit_of[index]

@@ -1,0 +1,83 @@
+"""The memory that a plan predicts for the fullest rank is what tensors of real ranks hold."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from benchmarks.plan.cases import loss
+from benchmarks.plan.measure import OwnPeak
+from shoal.costs.cluster import one_host
+from shoal.costs.machine import UNKNOWN_CPU
+from shoal.costs.memory_peak import peak
+from shoal.models import build
+from shoal.planner.strategy_search import Planner, Workload
+from shoal.planner.trace_model import trace_model
+from shoal.run.supervised import supervised
+from shoal.testing import world
+
+ROWS = 8
+
+
+def gpt() -> nn.Module:
+    """Return a model whose head is its embedding."""
+    torch.manual_seed(0)
+    return build("gpt", 64, (32,), {"width": 64, "layers": 4, "heads": 4})
+
+
+def held_by_this_rank(strategy: str, accumulate: int) -> int:
+    """Return the most bytes that tensors of a step hold on this rank."""
+    run = shoal.init(strategy, accumulate=accumulate, announce=lambda _: None)
+    model = gpt()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = run.prepare(model, optimizer)
+    tokens = torch.zeros(ROWS // run.mesh.data.size, 32, dtype=torch.long)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        run.forward_backward(supervised(loss, model), tokens, tokens.clone())
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if run.mesh.pipeline.size > 1:  # the others are of other stages
+        parameters = [p for p in parameters if dict.get(optimizer.state, p)]
+    empty: dict[str, Tensor] = {}
+    state = [
+        value
+        for parameter in parameters
+        for value in dict.get(optimizer.state, parameter, empty).values()
+        if isinstance(value, Tensor)
+    ]
+    with OwnPeak(parameters, state, run.device) as held:
+        step()
+    return held.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        ("zero1", 1),
+        ("zero1", 2),
+        ("zero3", 1),
+        ("pipeline=2,schedule=gpipe,cuts=blocks.2", 1),
+        ("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
+    ],
+)
+def test_the_fullest_rank_holds_what_the_plan_predicts(strategy: str, accumulate: int) -> None:
+    model = gpt()
+    tokens = torch.zeros(1, 32, dtype=torch.long)
+    work = trace_model(
+        model,
+        lambda x, y: loss(model(x), y),
+        lambda module: torch.optim.AdamW(module.parameters()),
+        (tokens, tokens),
+    )
+    planner = Planner(Workload(work, model, ROWS, accumulate), UNKNOWN_CPU, one_host(2, 2.0**40))
+    step = planner.step_cost(strategy)
+    predicted = peak(step).total - step.model.buffer_bytes
+    found = max(world.run(2, held_by_this_rank, strategy, accumulate))
+    assert predicted == pytest.approx(found, rel=0.035)
