@@ -90,11 +90,12 @@ class Plan:
 
     @property
     def latest_s(self) -> float:
-        """Seconds of a step if the prediction is too short by its whole band, as most are.
+        """Seconds of a step if the prediction is too short by the whole band of its strategy.
 
+        What is wrong with the numbers of a machine is wrong for all strategies, so it ranks none.
         Without a prediction, of the least time.
         """
-        return (self.seconds if self.time is not None else self.least_s) / (1 - self.band)
+        return (self.seconds if self.time is not None else self.least_s) / (1 - self.step.band)
 
     @property
     def samples_per_s(self) -> float:

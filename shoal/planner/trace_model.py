@@ -252,6 +252,8 @@ class StepTracer(DispatchMode):
         self._is_backward = False
         self._storages: dict[int, float] = {}
         self._behind: list[float] = []
+        # Held, for the key of a tensor that is gone may be that of another one.
+        self._left_out: list[Tensor] = []
         tensors = [*model.parameters(), *model.buffers()]
         self._not_activations = {storage_key(tensor) for tensor in tensors}
 
@@ -290,7 +292,8 @@ class StepTracer(DispatchMode):
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """Do not count the memory of tensors as activations."""
-        self._not_activations |= {storage_key(tensor) for tensor in tensors}
+        self._left_out += tensors
+        self._not_activations |= {storage_key(tensor) for tensor in self._left_out}
 
     def begin_backward(self) -> None:
         self._close_segment()

@@ -66,11 +66,11 @@ def test_every_candidate_is_a_strategy_line_that_the_ranks_can_have(ranks: int) 
 
 def test_plans_are_sorted_by_time_and_best_is_exact(workload: Workload) -> None:
     plans = planner(workload, 2).search()
-    times = [plan.seconds for plan in plans.fitting]
+    times = [plan.latest_s for plan in plans.fitting]
     assert times == sorted(times)
     assert plans.best is not None
     assert plans.best.step.is_exact
-    assert plans.best.seconds <= 1.05 * min(p.seconds for p in plans.fitting if p.step.is_exact)
+    assert plans.best.latest_s <= 1.05 * min(p.latest_s for p in plans.fitting if p.step.is_exact)
 
 
 def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: Workload) -> None:
