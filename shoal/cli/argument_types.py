@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import tokenize
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
 from typing import NoReturn
 
-from shoal.config.setting_fields import PATH
+from shoal.config.setting_fields import PATH, is_path
 from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 
@@ -18,9 +20,8 @@ MAX_PROCESSES = 1024
 
 def path(text: str) -> Path:
     """Return an argument as a path. Raises ArgumentTypeError."""
-    is_path, requirement = PATH
     if not is_path(text):
-        raise argparse.ArgumentTypeError(requirement)
+        raise argparse.ArgumentTypeError(PATH[1])
     return Path(text)
 
 
@@ -66,6 +67,17 @@ def tolerance(text: str) -> float:
     return value
 
 
+def check_script(verb: str, name: str) -> None:
+    """Raise UsageError if a script is no Python file. Args: verb: that was typed."""
+    if not is_path(name) or not Path(name).is_file():
+        raise UsageError(f"{verb}: there is no script {name}. Give the path of a Python file.")
+    try:
+        with tokenize.open(name) as file:
+            ast.parse(file.read(), name)
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"{verb}: {name} is no Python file: {error}") from error
+
+
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     """Add --checkpoint, which chooses one of a run."""
     parser.add_argument(
@@ -86,7 +98,7 @@ def _checkpoint(text: str) -> str | int:
 
 
 class OptionInstead(argparse.Action):
-    """An option of earlier versions, or of another program. Its `const` says what to do."""
+    """An option of another program. Its `const` says what to do."""
 
     def __call__(
         self,

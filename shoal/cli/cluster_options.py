@@ -34,8 +34,6 @@ VALUES = {
 LISTS = {
     "sbatch-option": ("NAME=VALUE", "a further option, e.g. --sbatch-option=gres=gpu:4"),
 }
-OF_SBATCH = ("cpus-per-task", "account", "gres", "job-name")
-"""Options of earlier versions that are given to sbatch as they are."""
 FLAGS = {
     "slurm": "run on a Slurm cluster, as one job",
     "dry-run": "print the batch script, and submit nothing",
@@ -46,21 +44,6 @@ NAMES = tuple(f"--{name}" for name in (*VALUES, *LISTS, *FLAGS))
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, as a group of their own."""
     group = parser.add_argument_group("clusters", "See docs/clusters.md.")
-    group.add_argument(
-        "--kubernetes",
-        action=argument_types.OptionInstead,
-        nargs=0,
-        const="Shoal renders no JobSet. Put your command into the manifest of "
-        "docs/clusters.md#kubernetes, and give it to kubectl",
-        help=argparse.SUPPRESS,
-    )
-    for name in OF_SBATCH:
-        group.add_argument(
-            f"--{name}",
-            action=argument_types.OptionInstead,
-            const=f"give it to sbatch, by --sbatch-option={name}=VALUE",
-            help=argparse.SUPPRESS,
-        )
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
     for name, (metavar, help) in VALUES.items():

@@ -1,4 +1,4 @@
-"""Flags and verbs of torchrun, accelerate, deepspeed, horovodrun and lightning.
+"""Flags and verbs of torchrun, accelerate, deepspeed, horovodrun, lightning and sbatch.
 
 One that means the same is accepted in place of ours. One that does not is answered by a sentence
 that says what to write.
@@ -26,6 +26,15 @@ _MACHINES = (
 )
 _PRECISION = 'in a script shoal.init(precision="bf16"), in an experiment --train.precision bf16'
 _SHARDING = "sharding is a strategy: --strategy zero3, or zero2 or zero1"
+_HOSTFILE = (
+    "name the hosts themselves: --hosts a:2,b:2. Of a file with one HOST:RANKS a line, "
+    '--hosts "$(paste -sd, FILE)"'
+)
+_MANIFEST = (
+    "Shoal renders no JobSet. Put your command into the manifest of docs/clusters.md#kubernetes, "
+    "and give it to kubectl"
+)
+_SBATCH = "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
 _RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
 _INSTEAD = {
     _MEETING: (
@@ -36,6 +45,9 @@ _INSTEAD = {
     _PRECISION: ("--mixed-precision", "--fp16", "--bf16"),
     _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
     _RESTARTS: ("--max-restarts",),
+    _HOSTFILE: ("--hostfile",),
+    _MANIFEST: ("--kubernetes",),
+    _SBATCH: ("--account", "--cpus-per-task", "--gres", "--job-name"),
     "several processes are -n N. Leave it out": ("--multi-gpu",),
     "`--output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
     "`--address` names the address at which the first host is reached": ("--interface",),

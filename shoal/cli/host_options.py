@@ -23,13 +23,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("several hosts, by ssh")
     group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
     group.add_argument(
-        "--hostfile",
-        action=argument_types.OptionInstead,
-        const="name the hosts themselves: --hosts a:2,b:2. Of a file with one HOST:RANKS a line, "
-        '--hosts "$(paste -sd, FILE)"',
-        help=argparse.SUPPRESS,
-    )
-    group.add_argument(
         "--env",
         action="append",
         default=[],

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli import answers, argument_types, job_options
-from shoal.cli.script_check import check_script
 from shoal.errors import ConfigError, UsageError, raise_problems
 from shoal.train.console import envelope
 
 if TYPE_CHECKING:
-    from shoal.config.job import Job
     from shoal.costs.cluster import Cluster
     from shoal.costs.machine import Machine
     from shoal.planner.smallest_change import Command
@@ -80,38 +77,28 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     failures.add_argument("--restart", metavar="TIME", help="that a restart takes (default: 60s)")
 
 
-class _Numbers(NamedTuple):
-    """Quantities of the command line, in bytes and seconds; None where they were not given."""
+class _Request(NamedTuple):
+    """Request for a plan, whatever is planned. Quantities are in bytes and seconds.
 
+    Attributes:
+        memory, mtbf: None where they were not given.
+        command: that trains what is planned.
+        strategy: the one that was asked for; None for all.
+    """
+
+    machine: Machine
+    cluster: Cluster
     memory: float | None
     mtbf: float | None
     save: float
     restart: float
+    options: argparse.Namespace
+    command: Command | None = None
+    strategy: str | None = None
 
 
-class _PlanOptions(NamedTuple):
-    """Ranks and machine of a plan, and the form of the answer."""
-
-    machine: Machine
-    cluster: Cluster
-    numbers: _Numbers
-    servers: bool
-    json: bool
-    output: Path | None
-
-
-class _PlannedSource(NamedTuple):
-    """Source of a workload: a job, or a script.
-
-    Attributes:
-        command: that trains it.
-        strategy: the one that was asked for; None for all.
-        answer: returns the text of the plans, and the exit status.
-    """
-
-    command: Command
-    strategy: str | None
-    answer: Callable[[_PlanOptions, _PlannedSource], tuple[str, int]]
+Answer = Callable[[], tuple[str, int]]
+"""Returns the text of the plans, and the exit status."""
 
 
 def run(options: argparse.Namespace) -> int:
@@ -128,13 +115,13 @@ def run(options: argparse.Namespace) -> int:
     word = options.source[0] if len(options.source) == 1 else ""
     try:
         if word.endswith(".py"):
-            source = _script(options)
+            answer = _of_script(request)
         elif word.startswith(HUB):
-            source = _config_of_hub(options)
+            answer = _of_hub(request)
         elif Path(word).is_dir() and word:
-            return _compare_with_trace(options, request, problems)
+            return _compare_with_trace(request, problems)
         else:
-            source = _job(options, request.cluster.ranks)
+            answer = _of_job(request)
         if options.recalibrate:
             problems.append("--recalibrate: takes a traced run, as in `shoal plan runs/digits`")
     except ConfigError as error:
@@ -142,18 +129,29 @@ def run(options: argparse.Namespace) -> int:
     except UsageError as error:
         problems.append(str(error))
     raise_problems(problems)
-    text, status = source.answer(request, source)
+    text, status = answer()
     print(text)
     return status
 
 
-def _request(options: argparse.Namespace, problems: list[str]) -> _PlanOptions:
+def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
     """Return what the options ask for, whatever is planned; add their problems."""
     from shoal.costs import cluster as clusters
     from shoal.costs.find_machine import find_machine, one_machine
     from shoal.costs.machine import UNKNOWN_CPU
 
-    numbers = _numbers(options, problems)
+    def read(name: str, parse: Callable[[str], float], example: str) -> float | None:
+        text = getattr(options, name)
+        try:
+            return None if text is None else parse(text)
+        except ValueError as error:
+            problems.append(f"--{name} {text}: {error}, as in {example}")
+            return None
+
+    memory = read("memory", clusters.read_size, "16GiB")
+    mtbf = read("mtbf", clusters.read_time, "50000h")
+    save = read("save", clusters.read_time, "60s") or 60.0
+    restart = read("restart", clusters.read_time, "5min") or 60.0
     cluster, machine = None, UNKNOWN_CPU
     try:
         cluster = clusters.load(options.cluster) if options.cluster is not None else None
@@ -166,38 +164,36 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _PlanOptions:
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
     cluster = cluster or one_machine(machine, max(processes, 1))
-    return _PlanOptions(machine, cluster, numbers, options.servers, options.json, options.output)
+    return _Request(machine, cluster, memory, mtbf, save, restart, options)
 
 
-def _job(options: argparse.Namespace, ranks: int) -> _PlannedSource:
+def _of_job(request: _Request) -> Answer:
+    from shoal.planner.job_workload import job_workload
     from shoal.planner.smallest_change import Command
     from shoal.train import job_precheck
 
+    options = request.options
     if options.script_arguments:
         raise UsageError(NO_SCRIPT)
     if options.seq is not None:
         raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
-    settings, line, _ = job_options.settings(options, ranks)
+    settings, line, _ = job_options.settings(options, request.cluster.ranks)
     raise_problems(job_precheck.problems(settings.job))
     words = [f"--{name}={text}" for name, text in options.settings if name != "strategy"]
     asked = any(name == "strategy" for name, _ in options.settings) or options.allreduce
-    return _PlannedSource(
-        Command(("shoal", "train", *options.source, *words), (), "--train.accumulate"),
-        line.text if asked else None,
-        partial(_plans_of_job, settings.job),
+    request = request._replace(
+        command=Command(("shoal", "train", *options.source, *words), (), "--train.accumulate"),
+        strategy=line.text if asked else None,
     )
+    return lambda: _plans(job_workload(settings.job), request)
 
 
-def _plans_of_job(job: Job, request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
-    from shoal.planner.job_workload import job_workload
-
-    return _plans(job_workload(job), request, source)
-
-
-def _config_of_hub(options: argparse.Namespace) -> _PlannedSource:
+def _of_hub(request: _Request) -> Answer:
     from shoal import config
+    from shoal.integrations.hub_config import config_workload
     from shoal.planner.smallest_change import Command
 
+    options = request.options
     if options.script_arguments:
         raise UsageError(NO_SCRIPT)
     others = [name for name, _ in options.settings if not name.startswith(HUB_SETTINGS)]
@@ -209,24 +205,14 @@ def _config_of_hub(options: argparse.Namespace) -> _PlannedSource:
     flags = [("optimizer.name", "AdamW"), ("optimizer.lr", "1e-4"), *options.settings]
     job = config.read(None, flags).job
     asked = any(name == "strategy" for name, _ in options.settings)
-    return _PlannedSource(
-        Command(words=("train.py",)),
-        job.strategy if asked else None,
-        partial(_plans_of_config, options.source[0].removeprefix(HUB), job, options.seq),
+    request = request._replace(
+        command=Command(words=("train.py",)), strategy=job.strategy if asked else None
     )
+    place = options.source[0].removeprefix(HUB)
+    return lambda: _plans(config_workload(place, job, options.seq or SEQUENCE), request)
 
 
-def _plans_of_config(
-    place: str, job: Job, length: int | None, request: _PlanOptions, source: _PlannedSource
-) -> tuple[str, int]:
-    from shoal.integrations.hub_config import config_workload
-
-    return _plans(config_workload(place, job, length or SEQUENCE), request, source)
-
-
-def _compare_with_trace(
-    options: argparse.Namespace, request: _PlanOptions, problems: list[str]
-) -> int:
+def _compare_with_trace(request: _Request, problems: list[str]) -> int:
     """Print the plan of a traced run beside its trace."""
     from shoal.costs.find_machine import one_machine
     from shoal.costs.machine import default_path
@@ -237,6 +223,7 @@ def _compare_with_trace(
     from shoal.trace import chrome
     from shoal.train.run_directory import job_of
 
+    options = request.options
     name = options.source[0]
     given = [
         key for key in ("processes", "servers", "seq", "json", "output") if getattr(options, key)
@@ -262,12 +249,15 @@ def _compare_with_trace(
     return 0
 
 
-def _script(options: argparse.Namespace) -> _PlannedSource:
+def _of_script(request: _Request) -> Answer:
+    """Check a script. What is returned raises UsageError if it cannot be followed."""
+    from shoal.planner.script_process import plan_in_script
     from shoal.planner.smallest_change import Command
     from shoal.strategies import add_allreduce_option, parse_line
 
+    options = request.options
     name = options.source[0]
-    check_script("plan", name)
+    argument_types.check_script("plan", name)
     if options.seq is not None:
         raise UsageError(f"--seq: only for hf:DIRECTORY; {name} has its own batches.")
     others = [key for key, _ in options.settings if key != "strategy"]
@@ -283,67 +273,37 @@ def _script(options: argparse.Namespace) -> _PlannedSource:
             line = add_allreduce_option(line, options.allreduce)
         strategy = line.text
     words = (name, *options.script_arguments)
-    return _PlannedSource(Command(words=words), strategy, _plans_of_script)
+    request = request._replace(command=Command(words=words), strategy=strategy)
+    return lambda: plan_in_script(words, request.cluster.ranks, _plans, request)
 
 
-def _numbers(options: argparse.Namespace, problems: list[str]) -> _Numbers:
-    from shoal.costs import cluster as clusters
-
-    def read(name: str, parse: Callable[[str], float], example: str) -> float | None:
-        text = getattr(options, name)
-        if text is None:
-            return None
-        try:
-            return parse(text)
-        except ValueError as error:
-            problems.append(f"--{name} {text}: {error}, as in {example}")
-            return None
-
-    return _Numbers(
-        read("memory", clusters.read_size, "16GiB"),
-        read("mtbf", clusters.read_time, "50000h"),
-        read("save", clusters.read_time, "60s") or 60.0,
-        read("restart", clusters.read_time, "5min") or 60.0,
-    )
-
-
-def _plans_of_script(request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
-    """Return the text and the exit status for a script.
-
-    Raises: UsageError: it cannot be followed.
-    """
-    from shoal.planner.script_process import plan_in_script
-
-    return plan_in_script(source.command.words, request.cluster.ranks, _plans, request, source)
-
-
-def _plans(workload: Workload, request: _PlanOptions, source: _PlannedSource) -> tuple[str, int]:
+def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     """Return the text of the plans, and the exit status."""
     from shoal.planner import plan_report, server_report
     from shoal.planner.strategy_search import Planner
 
-    numbers = request.numbers
-    planner = Planner(workload, request.machine, request.cluster, numbers.memory)
-    if request.servers:
+    planner = Planner(workload, request.machine, request.cluster, request.memory)
+    as_json, output, command = request.options.json, request.options.output, request.command
+    assert command is not None
+    if request.options.servers:
         text = server_report.servers_text(planner)
-        answer = envelope("plan", True, result={"text": text}) if request.json else text
-        return answer, 0
-    strategy = source.strategy
-    if strategy is not None and not request.json:
+        return envelope("plan", True, result={"text": text}) if as_json else text, 0
+    strategy = request.strategy
+    if strategy is not None and not as_json:
         plan = planner.plan(strategy)
-        _draw(plan, request.output)
-        return plan_report.explain(planner, plan, source.command), int(plan.missing_bytes > 0)
+        _draw(plan, output)
+        return plan_report.explain(planner, plan, command), int(plan.missing_bytes > 0)
     plans = planner.search([strategy] if strategy is not None else None)
     status = int(not plans.fitting)
     if plans.best is not None:
-        _draw(plans.best, request.output)
-    if request.json:
+        _draw(plans.best, output)
+    if as_json:
         return envelope("plan", not status, result=plan_report.as_json(planner, plans)), status
-    text = plan_report.report(planner, plans, source.command)
-    mtbf_s = numbers.mtbf or request.cluster.mtbf_s
+    text = plan_report.report(planner, plans, command)
+    mtbf_s = request.mtbf or request.cluster.mtbf_s
     if mtbf_s < inf:
         step_s = plans.best.seconds if plans.best else inf
-        times = numbers.save, numbers.restart, step_s
+        times = request.save, request.restart, step_s
         text += "\n" + server_report.failures_text(mtbf_s, request.cluster.ranks, *times)
     return text, status
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -106,46 +105,9 @@ class Parser(argparse.ArgumentParser):
         )
 
 
-class VerbParser(Parser):
-    """The parser of a verb, whose --help leaves out what --help-all has."""
-
-    def format_usage(self) -> str:
-        with self._short():
-            return super().format_usage()
-
-    def format_help(self) -> str:
-        with self._short():
-            return super().format_help()
-
-    def format_help_all(self) -> str:
-        """Return the help with every option."""
-        return super().format_help()
-
-    @contextmanager
-    def _short(self) -> Iterator[None]:
-        rare = [action for action in self._actions if is_rare(action)]
-        before = [(action, action.help) for action in rare]
-        for action in rare:
-            action.help = argparse.SUPPRESS
-        try:
-            yield
-        finally:
-            for action, help in before:
-                action.help = help
-
-
 def is_rare(action: argparse.Action) -> bool:
     """Return True for an option that the short help leaves out."""
     return not RARE.isdisjoint(action.option_strings)
-
-
-class HelpAll(argparse.Action):
-    """Print the help with every option, and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        assert isinstance(parser, VerbParser)
-        print(parser.format_help_all(), end="")
-        raise SystemExit(0)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -181,7 +143,7 @@ def _wants_json(words: list[str]) -> bool:
 
 def _run(words: list[str]) -> int:
     """Parse the words, run the verb, and return its exit status."""
-    parser, verb_parsers = parsers()
+    parser, verb_parsers = parsers("--help-all" in words)
     settings: list[tuple[str, str]] = []
     script_arguments: list[str] = []
     typed_words = list(words)
@@ -201,8 +163,11 @@ def _run(words: list[str]) -> int:
     return VERBS[options.verb].run(options)
 
 
-def parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
-    """Return the program's parser, and those of its verbs by name."""
+def parsers(shows_rare: bool = True) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
+    """Return the program's parser, and those of its verbs by name.
+
+    Args: shows_rare: help has the options that the short help leaves out.
+    """
     formatter = argparse.RawDescriptionHelpFormatter  # keeps the line breaks of the examples
     parser = Parser(
         prog="shoal",
@@ -213,7 +178,7 @@ def parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
     subparsers = parser.add_subparsers(
-        dest="verb", metavar="VERB", help=argparse.SUPPRESS, parser_class=VerbParser, prog="shoal"
+        dest="verb", metavar="VERB", help=argparse.SUPPRESS, prog="shoal"
     )
     verb_parsers: dict[str, argparse.ArgumentParser] = {}
     for name, verb in VERBS.items():
@@ -224,9 +189,11 @@ def parsers() -> tuple[Parser, dict[str, argparse.ArgumentParser]]:
         verb.arguments(parser_of_verb)
         if any("-n" in action.option_strings for action in parser_of_verb._actions):
             foreign_flags.arguments(parser_of_verb)
-        if any(map(is_rare, parser_of_verb._actions)):
+        if rare := [each for each in parser_of_verb._actions if is_rare(each)]:
             help = "every option, those for several hosts and clusters too"
-            parser_of_verb.add_argument("--help-all", action=HelpAll, nargs=0, help=help)
+            parser_of_verb.add_argument("--help-all", action="help", help=help)
+            for action in [] if shows_rare else rare:
+                action.help = argparse.SUPPRESS
     return parser, verb_parsers
 
 

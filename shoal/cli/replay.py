@@ -25,12 +25,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="go as far as the checkpoint of step N, not the newest",
     )
-    parser.add_argument(
-        "-o",
-        action=argument_types.OptionInstead,
-        const="a faithful replay has the bits of the checkpoint, which `shoal export` writes",
-        help=argparse.SUPPRESS,
-    )
     answers.json_argument(parser)
 
 

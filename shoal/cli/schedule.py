@@ -39,13 +39,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="on each rank, for interleaved and zero-bubble",
     )
-    parser.add_argument(
-        "-o",
-        "--output",
-        action=argument_types.OptionInstead,
-        const="Schedules are drawn as text, on stdout",
-        help=argparse.SUPPRESS,
-    )
     answers.json_argument(parser)
 
 

@@ -27,13 +27,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="directory of a run trained with --trace, or a trace file",
     )
     answers.json_argument(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        action=argument_types.OptionInstead,
-        const="Shoal draws no traces. Open RUN/trace.json in https://ui.perfetto.dev",
-        help=argparse.SUPPRESS,
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -7,7 +7,6 @@ import sys
 import traceback
 
 from shoal.cli import answers, argument_types, job_options
-from shoal.cli.script_check import check_script
 from shoal.errors import ConfigError, ShoalError, UsageError, headline_of
 
 HELP = "prove that a strategy trains as one process does, in float64"
@@ -43,12 +42,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         action=argument_types.OptionInstead,
         const="scripts are compared in float64, where rounding hides nothing. Leave it out",
-        help=argparse.SUPPRESS,
-    )
-    script.add_argument(
-        "--plot",
-        action=argument_types.OptionInstead,
-        const="--json has the errors of all layers",
         help=argparse.SUPPRESS,
     )
     script.add_argument(
@@ -105,7 +98,7 @@ def _script_verdict(options: argparse.Namespace) -> int:
             f"--{others[0]}: no option of `shoal verify` for a script. The script's own words come "
             f"after --: shoal verify {options.source[0]} -- --{others[0]} ..."
         )
-    check_script("verify", options.source[0])
+    argument_types.check_script("verify", options.source[0])
     strategy = dict(options.settings).get("strategy")
     if options.allreduce is not None:
         from shoal.strategies import add_allreduce_option, parse_line

@@ -231,7 +231,6 @@ def _of_runs() -> Iterator[Command]:
     yield "servers", "run", "remove", HUGE
     for output in ("x.gif", "x", "", "directory", f"{LONG}.png", "file/x.png"):
         yield "plot", "oddrun", "-o", output
-        yield "trace", "oddrun", "-o", output
     yield "trace", "trace.json"
     yield "trace", "pipe.yaml"
     yield "trace", "binary.pt"
@@ -245,8 +244,6 @@ def _of_tools() -> Iterator[Command]:
         yield "schedule", "1f1b", "-p", number
         yield "schedule", "1f1b", "-m", number
         yield "schedule", "interleaved", "-v", number
-    for output in ("x.gif", "file/x.png", "", "directory", f"{LONG}.svg"):
-        yield "schedule", "1f1b", "-o", output
     for number in ("0", "-1", "x", "1.5", HUGE):
         yield "verify", "digits", "--steps", number
         yield "plan-tensor", "digits", "-t", number

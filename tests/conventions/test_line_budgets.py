@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_830,
+    "shoal/cli": 2_790,
     "shoal/comm": 3_180,
     "shoal/config": 2_000,
     "shoal/costs": 2_020,

@@ -131,7 +131,7 @@ def test_the_commands_of_two_pods_make_one_world(manifest: dict[str, Any], tmp_p
         ("train", "digits", "--image", "i", "--kubernetes", "--nodes", 2),
     ],
 )
-def test_the_former_flag_names_the_page(
+def test_a_flag_for_kubernetes_names_the_page(
     words: tuple[object, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     status, _, err = shoal(capsys, *words)

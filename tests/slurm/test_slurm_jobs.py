@@ -247,7 +247,7 @@ def test_an_option_that_sbatch_takes_as_it_is_names_the_way_to_it(
 ) -> None:
     status, _, err = shoal(capsys, "launch", "--slurm", option, value, "train.py")
     assert status == 2
-    cure = f"give it to sbatch, by --sbatch-option={option.removeprefix('--')}=VALUE"
+    cure = "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
     assert err == f"shoal: {option}: {cure}\n"
     _, _, err = shoal(capsys, "launch", "--slurm", "--sbatch-option=-C a100", "train.py")
     assert "'-C a100': give the long name of an option of sbatch and its value" in err

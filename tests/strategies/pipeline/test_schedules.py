@@ -91,6 +91,3 @@ def test_the_command_draws_in_the_terminal(capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().out
     assert render(table("1f1b", 4, 8)) in said
     assert "(p-1)/(m+p-1) gives 27.3 %" in said
-    with pytest.raises(SystemExit, match="2"):
-        main(["schedule", "1f1b", "-o", "1f1b.svg"])
-    assert "Schedules are drawn as text" in capsys.readouterr().err
