@@ -63,8 +63,12 @@ def all_settings() -> Mapping[str, Setting]:
 
 @cache
 def all_sections() -> Mapping[str, str]:
-    """Return the help texts of the sections, such as `train.warm_start`, by dotted name."""
-    return dict(_sections(Job, ""))
+    """Return the help texts of the sections, such as `train`, by name."""
+    return {
+        field.name: field.metadata["help"]
+        for field in fields(Job)
+        if is_dataclass(get_type_hints(Job)[field.name])
+    }
 
 
 def open_setting(name: str) -> tuple[str, str] | None:
@@ -121,15 +125,6 @@ def _settings(section: type, prefix: str) -> Iterator[Setting]:
         yield Setting(prefix + field.name, hints[field.name], default, help, check)
     for field in subsections:
         yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-
-
-def _sections(section: type, prefix: str) -> Iterator[tuple[str, str]]:
-    hints = get_type_hints(section)
-    for field in fields(section):
-        hint = hints[field.name]
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield prefix + field.name, field.metadata["help"]
-            yield from _sections(hint, f"{prefix}{field.name}.")
 
 
 def _build(section: type, prefix: str, values: Mapping[str, Any]) -> Any:

@@ -14,7 +14,6 @@ from shoal.config.job import Job
 # Only numbers that are known without reading the data. Data sets that --import registers are
 # checked where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
-LANGUAGE = {"stdlib"}
 
 Violation = tuple[tuple[str, ...], str]
 """The compared settings, by dotted name, and the problem."""
@@ -33,15 +32,8 @@ def violations(job: Job) -> Iterator[Violation]:
 
 
 def _training(job: Job) -> Iterator[Violation]:
-    """Check the lengths and parts of training, and two settings that contradict each other."""
+    """Check the parts of a batch, and settings that contradict each other."""
     train = job.train
-    if train.warm_start.epochs > train.epochs:
-        names = ("train.warm_start.epochs", "train.epochs")
-        yield (
-            names,
-            f"is {train.warm_start.epochs}, but train.epochs, among which they count, is "
-            f"{train.epochs}",
-        )
     if train.accumulate > train.batch_size:
         names = ("train.accumulate", "train.batch_size")
         yield (
@@ -117,12 +109,6 @@ def _data(job: Job) -> Iterator[Violation]:
             f"is {job.data.resize}, too small to crop data.image_size {job.data.image_size} out of "
             "it",
         )
-    for mix, value in (("mixup", job.train.mixup), ("cutmix", job.train.cutmix)):
-        if value > 0 and job.data.name in LANGUAGE:
-            yield (
-                (f"train.{mix}", "data.name"),
-                f"mixes images; {job.data.name} is text, so it must be 0",
-            )
 
 
 def _checkpoint(job: Job) -> Iterator[Violation]:

@@ -14,7 +14,6 @@ Check = tuple[Callable[[Any], bool], str]
 """A predicate of a value, and the sentence for the user where it is False."""
 POSITIVE: Check = (lambda v: v > 0, "must be greater than 0")
 NOT_NEGATIVE: Check = (lambda v: v >= 0, "must not be negative")
-SHARE: Check = (lambda v: 0 < v <= 1, "must be in (0, 1]")
 BELOW_ONE: Check = (lambda v: 0 <= v < 1, "must be in [0, 1)")
 UP_TO_ONE: Check = (lambda v: 0 <= v <= 1, "must be in [0, 1]")
 SEED: Check = (lambda v: 0 <= v < 1 << 63, "must be from 0 to 2^63 - 1")

@@ -2,7 +2,7 @@
 
 PyYAML does the syntax. The meaning of a plain word is defined here, for files, for flags and for
 the files that Shoal writes. The rules are those of YAML 1.2, and `none`: `5e-5` and `1e3` are
-numbers, `no` and `on` are words, `010` is ten. Tags and repeated keys are errors.
+numbers, `no` and `on` are words, `010` is ten. Tags, aliases and repeated keys are errors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,8 @@ PLAIN: tuple[tuple[str, re.Pattern[str], Callable[[str], Any]], ...] = (
     ("float", re.compile(r"[-+]?\.inf|\.nan"), lambda text: float(text.replace(".", ""))),
 )
 
-
 MAX_DEPTH = 32
-MAX_NODES = 10_000
-"""Limits of a text: its brackets inside each other, and its values once all aliases are written
-out. Without them a kilobyte of aliases to aliases would stand for terabytes.
-"""
-
-
-class _TextTooLarge(Exception):
-    """A text beyond the limits, with the line and the reason."""
+"""Most brackets inside each other, well before Python's own limit of recursion."""
 
 
 @dataclass(frozen=True)
@@ -116,103 +108,74 @@ def write(value: Any) -> str:
 def _parse(text: str, problems: list[str]) -> LocatedValue:
     """Return the tree of a text; append problems, each as `LINE: problem`."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        tree = None if node is None else _Tree(problems).locate(node, ())
-    except _TextTooLarge as error:
-        problems.append(str(error))
+        node = _Loader(text, problems).get_single_node()
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         problems.append(f"{line}: not YAML: {error.problem or error.context}")
     except yaml.reader.ReaderError as error:
         problems.append(f"{text.count(chr(10), 0, error.position) + 1}: not YAML: {error.reason}")
     else:
-        problems.extend(
-            f"{line}: tags (`!...`) are refused; write the plain value"
-            for line in loader.tagged_lines
-        )
-        if tree is not None:
-            return tree
+        if node is not None:
+            return _located(node, problems)
     return LocatedValue(None)
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes, and records the lines of tags. It never constructs a Python object."""
+    """Composes nodes. It never constructs a Python object; tags and aliases are problems.
 
-    def __init__(self, text: str) -> None:
-        self.tagged_lines: list[int] = []
+    A kilobyte of aliases to aliases would stand for terabytes.
+    """
+
+    def __init__(self, text: str, problems: list[str]) -> None:
+        self._problems = problems
         self._depth = 0
-        self._num_nodes = 0
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
-        if getattr(event, "tag", None) is not None:
-            self.tagged_lines.append(event.start_mark.line + 1)
-        self._depth += 1
-        self._num_nodes += 1
         line = event.start_mark.line + 1
-        if self._depth > MAX_DEPTH:  # well before Python's own limit of recursion
-            raise _TextTooLarge(f"{line}: brackets are more than {MAX_DEPTH} deep")
-        if self._num_nodes > MAX_NODES:
-            raise _TextTooLarge(f"{line}: there are more than {MAX_NODES:,} values")
+        if isinstance(event, yaml.AliasEvent):
+            self._problems.append(f"{line}: aliases (`*...`) are refused; write out what is meant")
+            self.get_event()
+            return yaml.ScalarNode("null", "", event.start_mark)  # type: ignore[arg-type]
+        if event.tag is not None:
+            self._problems.append(f"{line}: tags (`!...`) are refused; write the plain value")
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            problem = f"brackets are more than {MAX_DEPTH} deep"
+            raise yaml.composer.ComposerError(None, None, problem, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
 
-class _Tree:
-    """The values of a tree of nodes.
+def _located(node: yaml.Node, problems: list[str]) -> LocatedValue:
+    """Return the value of a node; append problems, each as `LINE: problem`."""
+    line = node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        return LocatedValue(dict(_items(node, problems)), line)
+    if isinstance(node, yaml.SequenceNode):
+        return LocatedValue([_located(item, problems) for item in node.value], line)
+    assert isinstance(node, yaml.ScalarNode)
+    value = node.value if node.style else plain_value(node.value)
+    return LocatedValue(value, line, node.value)
 
-    Args:
-        problems: each problem is appended here, as `LINE: problem`.
-    """
 
-    def __init__(self, problems: list[str]) -> None:
-        self._problems = problems
-        self._num_nodes = 0
-
-    def locate(self, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> LocatedValue:
-        """Return the value of a node; an alias to one of its `parents` is a problem."""
-        line = node.start_mark.line + 1
-        self._num_nodes += 1
-        if self._num_nodes > MAX_NODES or len(parents) > MAX_DEPTH:
-            raise _TextTooLarge(
-                f"{line}: with its aliases written out it has more than {MAX_NODES:,} values, or "
-                f"is more than {MAX_DEPTH} deep; write out what is meant"
+def _items(node: yaml.MappingNode, problems: list[str]) -> Iterator[tuple[str, LocatedValue]]:
+    lines: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line + 1
+        if not isinstance(key, yaml.ScalarNode):
+            problems.append(f"{line}: a key must be a word, not a list or a mapping")
+        elif key.value in lines:
+            problems.append(
+                f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove one"
             )
-        if node in parents:
-            self._problems.append(
-                f"{line}: an alias stands inside what it stands for; write the value out"
-            )
-            return LocatedValue(None, line)
-        path = (*parents, node)
-        if isinstance(node, yaml.MappingNode):
-            return LocatedValue(dict(self._items(node, path)), line)
-        if isinstance(node, yaml.SequenceNode):
-            return LocatedValue([self.locate(item, path) for item in node.value], line)
-        assert isinstance(node, yaml.ScalarNode)
-        value = node.value if node.style else plain_value(node.value)
-        return LocatedValue(value, line, node.value)
-
-    def _items(
-        self, node: yaml.MappingNode, path: tuple[yaml.Node, ...]
-    ) -> Iterator[tuple[str, LocatedValue]]:
-        lines: dict[str, int] = {}
-        for key, value in node.value:
-            line = key.start_mark.line + 1
-            if not isinstance(key, yaml.ScalarNode):
-                self._problems.append(f"{line}: a key must be a word, not a list or a mapping")
-            elif key.value in lines:
-                self._problems.append(
-                    f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove "
-                    "one"
-                )
-            else:
-                lines[key.value] = line
-                # A value has the line of its key, where a reader looks for it.
-                located = self.locate(value, path)
-                yield key.value, LocatedValue(located.value, line, located.text)
+        else:
+            lines[key.value] = line
+            # A value has the line of its key, where a reader looks for it.
+            located = _located(value, problems)
+            yield key.value, LocatedValue(located.value, line, located.text)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -139,7 +139,7 @@ def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics], in_epochs: bo
         _draw_run(axes, name, run, _line_style(index, len(runs)), in_epochs)
     axes.set_title(PANELS[name])
     if name == "loss":
-        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
+        axes.set_title(_smoothing_note(runs), loc="right", size=9, weight="normal")
     _scale(axes, name)
 
 
@@ -229,14 +229,14 @@ def _training_label(runs: Sequence[RunMetrics]) -> str:
     return "training (running mean; pale: as measured)" if smoothed else "training"
 
 
-def _soft_targets(runs: Sequence[RunMetrics]) -> str:
+def _smoothing_note(runs: Sequence[RunMetrics]) -> str:
     """Return a note on losses if training and validation loss cannot be compared."""
-    distinct = {run.soft_targets for run in runs}
-    if distinct == {""}:
+    distinct = {run.label_smoothing for run in runs}
+    if distinct == {0.0}:
         return ""
     if len(distinct) == 1:
-        return f"training with {distinct.pop()}"
-    return "training: the runs have different targets"
+        return f"training with label smoothing {distinct.pop():g}"
+    return "training: the runs have different label smoothing"
 
 
 def _legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:

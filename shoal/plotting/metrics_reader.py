@@ -33,14 +33,13 @@ class RunMetrics:
         name: the shortest end of its path that no other run has.
         curves: (kind, name of the quantity) -> curve; the kind is "train" or "validation".
         unreadable_lines: number of such lines in its metrics.jsonl.
-        soft_targets: the method that makes its training loss another quantity than its validation
-            loss, such as label smoothing; "" for none.
+        label_smoothing: of its training loss, which validation losses never have.
     """
 
     name: str
     curves: dict[tuple[str, str], Curve]
     unreadable_lines: int
-    soft_targets: str = ""
+    label_smoothing: float = 0.0
 
     @property
     def has_epochs(self) -> bool:
@@ -111,15 +110,15 @@ def _read(directory: Path, name: str) -> RunMetrics:
         for kind in ("train", "validation")
         for quantity, curve in _curves([record for record in records if record["kind"] == kind])
     }
-    return RunMetrics(name, curves, unreadable_lines, _soft_targets(directory))
+    return RunMetrics(name, curves, unreadable_lines, _label_smoothing(directory))
 
 
-def _soft_targets(directory: Path) -> str:
-    """Read it from the run's configuration; "" if that is missing or of another version."""
+def _label_smoothing(directory: Path) -> float:
+    """Read it from the run's configuration; 0 if that is missing or of another version."""
     try:
-        return read(str(directory / "config.yaml")).job.train.soft_targets
+        return read(str(directory / "config.yaml")).job.train.label_smoothing
     except ConfigError:
-        return ""
+        return 0.0
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:

@@ -6,9 +6,6 @@ from shoal.errors import ConfigError
 
 # Flags that break a rule, and the text of the error.
 BROKEN = {
-    "train.warm_start.epochs=11": (
-        "train.warm_start.epochs is 11, but train.epochs, among which they count, is 10"
-    ),
     "train.accumulate=3 train.batch_size=2": (
         "train.accumulate is 3, more parts than the 2 samples of train.batch_size"
     ),
@@ -36,7 +33,6 @@ BROKEN = {
     "data.name=imagefolder data.image_size=288": (
         "data.resize is 256, too small to crop data.image_size 288 out of it"
     ),
-    "data.name=stdlib train.mixup=0.2": "train.mixup mixes images; stdlib is text, so it must be 0",
     "checkpoint.every_steps=auto": "which needs checkpoint.job_mtbf, the mean time between",
     "checkpoint.every_steps=often": "must be a whole number, auto or none, not often",
     "checkpoint.every_steps=0": "checkpoint.every_steps must be greater than 0, not 0",

@@ -16,7 +16,6 @@ from shoal.data.seeds import (
     random_state,
     seed_all,
 )
-from shoal.data.warm_start import WarmStart
 
 
 class Noisy(Dataset):
@@ -178,21 +177,6 @@ def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_b
     )
     for left, right in zip(fast, slow, strict=True):
         assert equal(list(left), list(right))
-
-
-def test_a_warm_start_sees_a_fixed_part_and_then_everything() -> None:
-    def sampler() -> WarmStart:
-        return WarmStart(samples=23, epochs=2, fraction=0.4, seed=1)
-
-    loader = DistributedBatchLoader(
-        DataLoader(Noisy(), batch_size=5, sampler=sampler()), 0, 1, seed=7
-    )
-    assert [loader.batches_in(epoch) for epoch in range(3)] == [2, 2, 5]
-    seen = [torch.cat([index for index, _ in loader]).tolist() for _ in range(3)]
-    assert sorted(seen[0]) == sorted(seen[1])
-    assert seen[0] != seen[1]
-    assert len(seen[0]) == 9
-    assert sorted(seen[2]) == list(range(23))
 
 
 def test_neighbouring_streams_are_unrelated_and_depend_on_the_order_of_their_names() -> None:
