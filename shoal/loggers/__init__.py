@@ -1,4 +1,4 @@
-"""Where measurements of a run go: each file has one logger, and `open_logger` opens it by name.
+"""Loggers, to which the measurements of a run go; `open_logger` opens one by its name.
 
     logger = open_logger("wandb", directory, resume_step=0, settings={"optimizer.lr": 0.1})
     logger.write("train", {"step": 20, "loss": 2.1})       train/loss at step 20
@@ -22,11 +22,11 @@ from shoal.loggers.metrics_file import Record
 from shoal.platform.optional_packages import missing
 
 LOGGERS = {
-    "jsonl": ("metrics_file", "JsonLines", ""),
+    "jsonl": ("metrics_file", "MetricsFile", ""),
     "tensorboard": ("tensorboard_events", "Events", "tensorboard"),
-    "wandb": ("weights_and_biases", "WandbLogger", "wandb"),
-    "mlflow": ("ml_flow", "MlflowLogger", "mlflow"),
-    "trackio": ("track_io", "TrackioLogger", "trackio"),
+    "wandb": ("trackers", "WandbLogger", "wandb"),
+    "mlflow": ("trackers", "MlflowLogger", "mlflow"),
+    "trackio": ("trackers", "TrackioLogger", "trackio"),
 }
 """By name: the module, its class, and the package that it needs."""
 

@@ -34,15 +34,19 @@ class MetricsFile:
     """A metrics.jsonl that only ever changes by complete lines.
 
     Args:
-        path: the file; it is made if it does not exist.
+        directory: of the run; directory and file are made if they do not exist.
         resume_step: lines of later steps are removed, and so is an incomplete last line.
+        settings: are not written.
 
     Raises:
         OSError: here or in `write`. A line that does not fit on the disk is left out completely.
     """
 
-    def __init__(self, path: Path, resume_step: int) -> None:
-        descriptor = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+    def __init__(
+        self, directory: Path, resume_step: int, settings: Mapping[str, Any] | None = None
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(directory / NAME, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         self._file = io.FileIO(descriptor, "a+")  # unbuffered: what was written survives SIGKILL
         self._known = self._truncate_after(resume_step)
 
@@ -82,14 +86,6 @@ class MetricsFile:
         if not last.endswith(b"\n"):
             append(self._file, b"\n")
         return known
-
-
-class JsonLines(MetricsFile):
-    """`metrics.jsonl` in the directory of a run. Arguments as in `open_logger`."""
-
-    def __init__(self, directory: Path, resume_step: int, settings: Mapping[str, Any]) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        super().__init__(directory / NAME, resume_step)
 
 
 def read_metrics(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -47,16 +47,20 @@ class Log:
         if not active:
             return
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._group.loggers.append(MetricsFile(directory / NAME, resume_step))
+            self._group.loggers.append(MetricsFile(directory, resume_step))
         except OSError as error:
             raise UsageError(
                 f"{directory / NAME} cannot be written: {error.strerror}. Give another --out."
             ) from error
-        if tensorboard:
-            self._open_events(directory, resume_step)
-        for name in dict.fromkeys(loggers):
-            self._group.loggers.append(open_logger(name, directory, resume_step, settings or {}))
+        if tensorboard and (sentences := missing("tensorboard")):
+            self.note(f"no TensorBoard events are written: {sentences[0]}")
+            tensorboard = False
+        for name in dict.fromkeys([*(["tensorboard"] if tensorboard else []), *loggers]):
+            try:
+                logger = open_logger(name, directory, resume_step, settings or {})
+                self._group.loggers.append(logger)
+            except OSError as error:
+                self._group.note_loss(error, name)
 
     def header(self, lines: Sequence[str]) -> None:
         """Print the lines that describe the run."""
@@ -81,21 +85,10 @@ class Log:
         for index, file in enumerate(self._group.loggers):
             if isinstance(file, MetricsFile):
                 file.close()
-                self._group.loggers[index] = MetricsFile(self._directory / NAME, 0)
+                self._group.loggers[index] = MetricsFile(self._directory, 0)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Close the files, and print the closing table. A run that was stopped has no summary."""
         self._group.close()
         if self._active and summary is not None:
             print_summary(summary)
-
-    def _open_events(self, directory: Path, resume_step: int) -> None:
-        try:
-            from shoal.loggers.tensorboard_events import Events
-
-            self._group.loggers.append(Events(directory, resume_step))
-        except ImportError:
-            (sentence,) = missing("tensorboard") or ["tensorboard cannot be imported"]
-            self.note(f"no TensorBoard events are written: {sentence}")
-        except OSError as error:
-            self._group.note_loss(error, "TensorBoard")

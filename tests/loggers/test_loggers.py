@@ -14,7 +14,7 @@ import torch
 import shoal
 from shoal.errors import UsageError
 from shoal.loggers import LoggerGroup, open_logger
-from shoal.loggers.metrics_file import JsonLines, Record
+from shoal.loggers.metrics_file import MetricsFile, Record
 from shoal.platform.optional_packages import is_installed
 from shoal.testing import world
 
@@ -147,7 +147,7 @@ class LosesAll:
 def test_a_logger_that_loses_records_is_noted_once_and_the_others_go_on(tmp_path: Path) -> None:
     notes: list[str] = []
     group = LoggerGroup(notes.append)
-    group.loggers += [LosesAll(), JsonLines(tmp_path, 0, {})]
+    group.loggers += [LosesAll(), MetricsFile(tmp_path, 0)]
     for step in (1, 2):
         group.write("train", {"step": step, "loss": 0.5})
     group.close()

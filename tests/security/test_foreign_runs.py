@@ -110,19 +110,22 @@ def test_neither_the_lock_nor_the_metrics_are_written_through_a_link(tmp_path: P
             claim(job)
     (directory / "metrics.jsonl").symlink_to(precious)
     with pytest.raises(OSError, match="symbolic link"):
-        MetricsFile(directory / "metrics.jsonl", 0)
+        MetricsFile(directory, 0)
     assert precious.read_text() == "all that I know\n"
 
 
 @needs_root
 def test_neither_is_written_into_a_file_or_a_pipe_of_another_user(tmp_path: Path) -> None:
-    pipe, file = tmp_path / "pipe", tmp_path / "file"
-    os.mkfifo(pipe)
-    file.touch()
-    os.chown(file, STRANGER, STRANGER)
-    for path, reason in ((pipe, "is no regular file"), (file, f"belongs to user {STRANGER}")):
+    with_pipe, with_file = tmp_path / "pipe", tmp_path / "file"
+    with_pipe.mkdir()
+    with_file.mkdir()
+    os.mkfifo(with_pipe / "metrics.jsonl")
+    (with_file / "metrics.jsonl").touch()
+    os.chown(with_file / "metrics.jsonl", STRANGER, STRANGER)
+    reasons = {with_pipe: "is no regular file", with_file: f"belongs to user {STRANGER}"}
+    for directory, reason in reasons.items():
         with pytest.raises(OSError, match=reason):
-            MetricsFile(path, 0)
+            MetricsFile(directory, 0)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/x", "a/../../x", "..", "x\x1b[2J", "n" * 300])
