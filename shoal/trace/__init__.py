@@ -6,9 +6,8 @@
                                         └── all_reduce ──┘
                               ├─────────┤      rank 0 has entered, rank 1 has not: waiting
 
-recorder.py   records spans on one rank     breakdown.py   spans -> shares of a step's time
-span.py       the spans                     chrome.py      spans -> Chrome's trace events, and back
-intervals.py  sets of moments               report.py      the breakdown as a table and as JSON
+recorder.py   spans, recorded on one rank    breakdown.py   spans -> shares of a step's time
+report.py     the breakdown as a table       chrome.py      spans -> Chrome's trace events, and back
 
 An *exchange* is a collective, or a message between two ranks.
 """

@@ -18,11 +18,10 @@ Everything here is arithmetic on spans: no clock, no file, no process.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from shoal.trace.intervals import Interval, Intervals, difference, intersection, total_length, union
 from shoal.trace.recorder import (
     ASIDE,
     BACKWARD,
@@ -35,6 +34,10 @@ from shoal.trace.recorder import (
     Span,
 )
 
+Interval = tuple[int, int]
+"""Half-open, [start, end)."""
+Intervals = Sequence[Interval]
+"""A set of moments: {0, 1, 2, 5, 6} is [(0, 3), (5, 7)]. None overlap, touch or are empty."""
 Spans = Mapping[int, Sequence[Span]]
 """Rank -> its spans, all on one clock."""
 Collectives = Mapping[tuple[str, int], Mapping[int, Span]]
@@ -279,3 +282,57 @@ def _slowest(shares: Mapping[int, StepBreakdown]) -> Straggler | None:
     # Waiting and communication are effects of the other ranks, not causes.
     component = max(("compute", "data", "optimizer", "other"), key=excess_s)
     return Straggler(rank, share.blamed_s, component, excess_s(component))
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Return the moments in any of these intervals, which may overlap or be empty."""
+    result: list[Interval] = []
+    for start, end in sorted(intervals):
+        if end <= start:
+            continue
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def intersection(first: Intervals, second: Intervals) -> list[Interval]:
+    """Return the moments in both sets."""
+    result = []
+    i = 0
+    j = 0
+    while i < len(first) and j < len(second):
+        start = max(first[i][0], second[j][0])
+        end = min(first[i][1], second[j][1])
+        if start < end:
+            result.append((start, end))
+        # The interval that ends first overlaps nothing later.
+        if first[i][1] < second[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def difference(first: Intervals, second: Intervals) -> list[Interval]:
+    """Return the moments in the first set that are not in the second."""
+    result = []
+    begin = 0  # intervals of `second` before this index end before all of `first` that remain
+    for start, end in first:
+        while begin < len(second) and second[begin][1] <= start:
+            begin += 1
+        index = begin
+        while index < len(second) and second[index][0] < end:
+            if second[index][0] > start:
+                result.append((start, second[index][0]))
+            start = max(start, second[index][1])
+            index += 1
+        if start < end:
+            result.append((start, end))
+    return result
+
+
+def total_length(intervals: Intervals) -> int:
+    """Return the number of moments."""
+    return sum(end - start for start, end in intervals)

@@ -30,8 +30,7 @@ from shoal.data.source import Source
 from shoal.errors import ConfigError
 from shoal.run import Run, init_with_place
 from shoal.strategies.base import ComputeLoss
-from shoal.train.lr_schedule import factor, set_learning_rate
-from shoal.train.optimizer import scaled_rate
+from shoal.train.optimizer import factor, scaled_rate, set_learning_rate
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
 from shoal.weights import empty_weights

@@ -8,19 +8,14 @@
         tensor 1, rows 3 4 5     ...
         ...
 
-One process maps a part of one rank's file at a time and writes each chunk to its offset. So it
-needs little more than the memory of the largest chunk: a shard of a tensor if a strategy that
-shards has saved it, a tensor otherwise. The header can be written first, because the checkpoint's
-index has shapes and dtypes.
+One process reads one tensor at a time, so it needs little more than the memory of the largest. The
+header can be written first, because the checkpoint's index has shapes and dtypes.
 """
 
 from __future__ import annotations
 
-import io
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +24,7 @@ from torch import Tensor
 
 from shoal.checkpoint import Checkpoints, Which, shard_format
 from shoal.checkpoint.tensor_files import blocks
-from shoal.checkpoint.tensor_index import Chunk, TensorEntry, stored
+from shoal.checkpoint.tensor_index import TensorEntry, stored
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
 from shoal.train.console import warn
@@ -116,40 +111,17 @@ def _write(
         if dtype not in shard_format.NAMES:
             raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
     head, starts, end = shard_format.header(shapes, metadata)
-    places = {key: starts[name] for name, key in names.items()}
-    chunks = [(key, chunk) for key in places for chunk in entries[key].chunks]
     with atomic_write(output, survives="rename", mode=0o644) as stream:
         stream.write(head)
-        for key, chunk, numbers in blocks(chunks):
-            _copy(numbers, runs(chunk, entries[key].shape), stream, places[key])
+        for name in starts:
+            stream.write(_whole(names[name], entries[names[name]]).numpy().data)
     return end
 
 
-def _copy(
-    numbers: Tensor,
-    places: Iterable[tuple[int, int]],
-    stream: io.BufferedWriter[Any],
-    start_bytes: int,
-) -> None:
-    """Write a chunk to its `runs` in a tensor that starts at byte `start_bytes` of the file."""
-    values, itemsize, done = numbers.reshape(-1).view(torch.uint8).numpy().data, numbers.itemsize, 0
-    for first, length in places:
-        stream.seek(start_bytes + first * itemsize)
-        stream.write(values[done : done + length * itemsize])
-        done += length * itemsize
-
-
-def runs(chunk: Chunk, full_shape: torch.Size) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of each run of a chunk in the full tensor.
-
-    Both are in elements, in the order of the chunk. A chunk that is cut only in dimension 0 is one
-    run.
-    """
-    cut_dims = [dim for dim, size in enumerate(full_shape) if chunk.shape[dim] != size]
-    last_cut = max(cut_dims, default=0)
-    strides = [math.prod(full_shape[dim + 1 :]) for dim in range(len(full_shape))]
-    first = sum(index * stride for index, stride in zip(chunk.offsets, strides, strict=True))
-    length = math.prod(chunk.shape[last_cut:])
-    # From the last dimension that is cut on, elements follow each other in both tensors.
-    for outer in product(*(range(size) for size in chunk.shape[:last_cut])):
-        yield first + sum(index * strides[dim] for dim, index in enumerate(outer)), length
+def _whole(name: str, entry: TensorEntry) -> Tensor:
+    """Return the bytes of a tensor of the checkpoint, of all of its chunks."""
+    full = torch.empty(entry.shape, dtype=entry.dtype)
+    for _, chunk, numbers in blocks((name, chunk) for chunk in entry.chunks):
+        ends = map(sum, zip(chunk.offsets, chunk.shape, strict=True))
+        full[tuple(map(slice, chunk.offsets, ends))] = numbers
+    return full.reshape(-1).view(torch.uint8)

@@ -11,8 +11,7 @@ from PIL import Image
 from shoal.config import Job, to_yaml
 from shoal.config.job import TrainConfig
 from shoal.errors import ConfigError
-from shoal.plotting.curves import COLORS, plot
-from shoal.plotting.metrics_reader import read_runs
+from shoal.plotting.curves import COLORS, plot, read_runs
 
 
 def make_run(

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trace.intervals import difference, intersection, total_length, union
+from shoal.trace.breakdown import difference, intersection, total_length, union
 
 STRETCHES = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 

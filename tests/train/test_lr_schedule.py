@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from shoal.config.job import ScheduleConfig
-from shoal.train.lr_schedule import factor, set_learning_rate
+from shoal.train.optimizer import factor, set_learning_rate
 
 
 def test_warm_up_is_linear_from_its_factor_to_one() -> None:

@@ -1,7 +1,7 @@
 """The tables of docs/configuration.md, generated from the settings.
 
-`python -m shoal.config.reference docs/configuration.md` writes them. A test fails where the page is
-not up to date.
+`python docs/site_settings.py docs/configuration.md` writes them. A test fails where the
+page is not up to date.
 """
 
 from __future__ import annotations
