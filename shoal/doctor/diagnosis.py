@@ -109,7 +109,6 @@ def _cure_of_import(error: str, is_other: bool, pip_torchvision: str) -> str:
 
 def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     machine = facts["machine"]
-    communication = facts["communication"]
     conflict = facts["launch"]["conflict"]
     problems = []
     shared_bytes = machine["shared_memory_bytes"]
@@ -128,13 +127,6 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
             f"a process may open {machine['open_files']} files, which many ranks or workers exceed"
         )
         problems.append(Problem(fact, "ulimit -n 4096"))
-    if communication["loopback_error"]:
-        fact = f"no port can be used on 127.0.0.1: {communication['loopback_error']}"
-        problems.append(
-            Problem(
-                fact, "bring the interface up (ip link set lo up), or lift the sandbox's ban on it"
-            )
-        )
     if conflict:
         problems.append(
             Problem(conflict.rstrip("."), "unset the variables that do not belong to this launcher")
@@ -180,8 +172,6 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
             "nccl" in facts["communication"]["backends"],
             "no GPU build of torch; needed on GPUs only",
         ),
-        "bf16": _precision("bf16", devices),
-        "fp16": _precision("fp16", devices),
         "torch.compile": _compile(software),
     }
 
@@ -196,11 +186,6 @@ def _gpus(devices: Mapping[str, Any]) -> Diagnosis:
         "torch is a CPU build; with an NVIDIA driver, plain `pip install torch` takes the CUDA "
         "build",
     )
-
-
-def _precision(precision: str, devices: Mapping[str, Any]) -> Diagnosis:
-    fast = devices["gpus"] or precision in devices.get("cpu_half_precision", [])
-    return Diagnosis(True, "" if fast else ", but slow: this CPU has no instructions for it")
 
 
 def _compile(software: Mapping[str, Any]) -> Diagnosis:

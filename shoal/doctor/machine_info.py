@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -72,7 +72,7 @@ def machine() -> Facts:
         "memory_limit_bytes": memory_limit_bytes,
         "shared_memory_bytes": shared.total if shared else None,
         "shared_memory_free_bytes": shared.free if shared else None,
-        "open_files": _open_files(),
+        "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "fork": "ranks are forked from one server"
         if sys.platform == "linux"
         else "every rank is a new interpreter",
@@ -89,7 +89,6 @@ def devices() -> Facts:
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
         "cuda_build": torch.version.cuda,
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_half_precision": _half_precision(),
     }
 
 
@@ -98,7 +97,6 @@ def communication() -> Facts:
     return {
         "backends": _backends(),
         "compiled_all_reduce": _compiled(),
-        "loopback_error": _loopback_error(),
         **_all_reduce(),
     }
 
@@ -215,13 +213,6 @@ def _gpu(index: int) -> Facts:
     }
 
 
-def _half_precision() -> list[str]:
-    """Return those of bf16 and fp16 for which this CPU has instructions."""
-    flags = set(_read(Path("/proc/cpuinfo")).partition("flags")[2].partition("\n")[0].split())
-    flags_by_precision = {"bf16": {"avx512_bf16", "amx_bf16"}, "fp16": {"avx512_fp16", "amx_fp16"}}
-    return [precision for precision, names in flags_by_precision.items() if names & flags]
-
-
 def _backends() -> list[str]:
     try:
         import torch.distributed as dist
@@ -241,27 +232,3 @@ def _compiled() -> bool | None:
     except (ImportError, OSError):
         return None
     return native.version() > 0
-
-
-def _loopback_error() -> str | None:
-    try:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as server,
-            socket.create_connection(server.getsockname(), timeout=5),
-        ):
-            return None
-    except OSError as error:
-        return str(error)
-
-
-def _open_files() -> int:
-    import resource
-
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -16,7 +16,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/config": 1_850,
     "shoal/costs": 2_020,
     "shoal/data": 3_350,
-    "shoal/doctor": 540,
+    "shoal/doctor": 500,
     "shoal/integrations": 680,
     "shoal/launch": 6_260,
     "shoal/loggers": 550,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 68_190,
+    "tests": 68_170,
     "benchmarks": 11_950,
 }
 SLACK = 0.03

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -117,12 +116,6 @@ def test_without_torch_there_are_no_ranks_and_the_cure_is_named(report):
         ),
         ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB", "--shm-size"),
         ("machine", {"open_files": 256}, "256 files", "ulimit -n"),
-        (
-            "communication",
-            {"loopback_error": "Permission denied"},
-            "Permission denied",
-            "ip link set lo up",
-        ),
         ("launch", {"conflict": "RANK is set, WORLD_SIZE is not."}, "WORLD_SIZE", "unset"),
     ],
 )
@@ -150,16 +143,11 @@ def test_what_a_feature_lacks_is_named(report, changes, feature, missing):
     assert missing in verdict.remark
 
 
-def test_a_gpu_is_shown_with_its_memory_and_makes_half_precision_fast(report):
+def test_a_gpu_is_shown_with_its_memory(report):
     gpu = {"name": "NVIDIA H100", "capability": "9.0", "memory_bytes": 80 * 2**30}
     well = altered(report, "devices", gpus=[gpu], cuda_build="13.0")
-    assert well.features["GPUs"] == well.features["bf16"] == diagnosis.Diagnosis(True)
+    assert well.features["GPUs"] == diagnosis.Diagnosis(True)
     assert "NVIDIA H100 (80.0 GiB, capability 9.0)" in diagnosis.render(well)
-
-
-def test_a_taken_port_is_no_reason_to_call_the_loopback_broken():
-    with socket.create_server(("127.0.0.1", 0)):
-        assert machine_info._loopback_error() is None
 
 
 def test_packages_that_a_script_cannot_import_are_tried_as_a_script_does(monkeypatch, tmp_path):

@@ -26,7 +26,6 @@ NAMES = {
 SITES = {
     # module: the calls there, and words of the row of docs/security.md that tells of them
     "comm/mesh.py": (["FileStore", "HashStore"], "the meeting of ranks"),
-    "doctor/machine_info.py": (["create_server"], "a port of 127.0.0.1 for a moment"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
     "launch/hosts/addresses.py": (["listen_at"], "the try of the network"),
     "launch/private_memory.py": (["memfd_create"], "the secret of a job on several hosts"),
