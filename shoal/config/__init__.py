@@ -4,10 +4,9 @@ Nothing here imports torch, because login nodes of clusters have none.
 """
 
 from shoal.config.distribuuuu import translate
-from shoal.config.explain import explain, to_yaml
+from shoal.config.explain import differences, explain, to_yaml
 from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
-from shoal.config.job_differences import differences
 from shoal.config.layers import builtin_names
 from shoal.config.read import Settings, read
 

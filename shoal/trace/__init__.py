@@ -6,8 +6,9 @@
                                         └── all_reduce ──┘
                               ├─────────┤      rank 0 has entered, rank 1 has not: waiting
 
-recorder.py   spans, recorded on one rank    breakdown.py   spans -> shares of a step's time
-report.py     the breakdown as a table       chrome.py      spans -> Chrome's trace events, and back
+recorder.py   spans, recorded on one rank
+breakdown.py  spans -> shares of a step's time
+chrome.py     spans -> Chrome's trace events, and back
 
 An *exchange* is a collective, or a message between two ranks.
 """

@@ -1,9 +1,9 @@
 import pytest
 
 from shoal.config import Job, differences, read
+from shoal.config.explain import NON_SEMANTIC
 from shoal.config.fields import all_sections, all_settings
 from shoal.config.job import ModelConfig
-from shoal.config.job_differences import NON_SEMANTIC
 
 
 def test_a_job_does_not_differ_from_itself() -> None:

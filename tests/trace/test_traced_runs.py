@@ -201,7 +201,7 @@ def _over_gloo(directory: Path) -> None:
 
 
 def test_the_json_has_every_figure(tmp_path: Path) -> None:
-    from shoal.trace.report import lines, to_json
+    from shoal.cli.trace import lines, to_json
 
     trace, found = traced(tmp_path, 2, "ddp", "2@2", "data")
     told = json.loads(json.dumps(to_json(trace, found)))
