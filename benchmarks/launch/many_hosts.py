@@ -26,9 +26,10 @@ from pathlib import Path
 import shoal
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions, RemoteWork
+from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions, specification
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.private_memory import new_secret
+from shoal.launch.restarting import Work
 
 SOURCES = Path(shoal.__file__).parents[1]
 SSHD = """
@@ -75,12 +76,12 @@ def connect(count: int) -> float:
     hosts = [SshHost(f"h{number}", 1) for number in range(1, count + 1)]
     options = HostsOptions(hosts, sys.executable)
     request = FactsRequest(os.getcwd())
-    work = RemoteWork("builtins:print", (), (), {}, "first", (), request)
+    work = Work("builtins:print", (), (), {}, "first", ())
     started_s = time.monotonic()
     secret = new_secret()
-    specification = work.specification({}, secret)
-    with HostConnections(hosts, options.python, specification) as connections:
-        HostsJob(connections, options, work, secret).connect()
+    told = specification(work, request, {}, secret)
+    with HostConnections(hosts, options.python, told) as connections:
+        HostsJob(connections, options, work, request, secret).connect()
         return time.monotonic() - started_s
 
 

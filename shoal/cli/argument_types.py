@@ -44,7 +44,6 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
         value = int(text) if len(digits) < 30 else high + 1
         if not low <= value <= high:
             limit = f"at least {low}, below 2^63" if high == 2**63 - 1 else f"from {low} to {high}"
-            limit = limit if low >= 0 else f"at most {high}"
             raise argparse.ArgumentTypeError(f"{text} must be {limit}")
         return value
 
@@ -52,8 +51,6 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 processes = integer(1, MAX_PROCESSES)
-# The command itself tells what is wrong with fewer than one.
-processes_or_fewer = integer(-(2**63), MAX_PROCESSES)
 
 
 def tolerance(text: str) -> float:

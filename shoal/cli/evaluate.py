@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n",
         "--processes",
-        type=argument_types.processes_or_fewer,
+        type=argument_types.processes,
         help="processes on this machine (default: 1)",
     )
     argument_types.checkpoint_argument(parser)
@@ -50,6 +50,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shoal.train import entry
     from shoal.train.run_directory import job_of
 
     info = execution.rank_info(options.processes)
@@ -58,7 +59,8 @@ def run(options: argparse.Namespace) -> int:
         if options.strategy is not None:
             raise UsageError("--strategy: only for a run, as in `shoal eval RUN --strategy zero3`.")
         job = _job_of_cfg(options, world)
-        return execution.call(info.world, world, "evaluate_weights", (job, options.json))
+        weights = "evaluate_weights", (job,), options.json
+        return execution.call(info.world, world, entry.evaluate, weights)
     if len(options.run) != 1 or not is_path(options.run[0]):
         raise UsageError("one run directory is needed, as in `shoal eval runs/digits`.")
     directory = Path(options.run[0])
@@ -73,8 +75,9 @@ def run(options: argparse.Namespace) -> int:
         from shoal.strategies.precheck import check
 
         raise_problems(check(parse_line(options.strategy), world))
-    arguments = (directory, options.checkpoint, options.json, options.strategy)
-    code = execution.call(info.world, world, "evaluate_run", arguments)
+    arguments = (directory, options.checkpoint, options.strategy)
+    what = "evaluate_run", arguments, options.json
+    code = execution.call(info.world, world, entry.evaluate, what)
     if code and options.json:
         answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
     return code

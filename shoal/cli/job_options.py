@@ -41,7 +41,7 @@ def arguments(
         processes: the help of -n.
         shown: settings that the help names.
     """
-    parser.add_argument("-n", "--processes", type=argument_types.processes_or_fewer, help=processes)
+    parser.add_argument("-n", "--processes", type=argument_types.processes, help=processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )

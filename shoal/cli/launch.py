@@ -157,20 +157,21 @@ def _run_on_hosts(
     options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
     from shoal.launch.hosts.host_facts import FactsRequest
-    from shoal.launch.hosts.hosts_job import RemoteWork, run_on_hosts
+    from shoal.launch.hosts.hosts_job import run_on_hosts
     from shoal.launch.local import script_preload
+    from shoal.launch.restarting import Work
 
     arguments = [script.module or script.file, list(options.arguments)]
-    work = RemoteWork(
+    work = Work(
         target=f"shoal.launch.rank:{'module' if script.module else 'script'}",
         arguments=arguments,
         again=arguments,
         environment=environment,
         output=options.output,
         preload=script_preload(script.file),
-        request=FactsRequest(host_options.working_directory(), script=script.file),
     )
-    return run_on_hosts(hosts, work)
+    request = FactsRequest(host_options.working_directory(), script=script.file)
+    return run_on_hosts(hosts, work, request)
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:

@@ -158,12 +158,9 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
         machine = find_machine(options.machine or (cluster.machine if cluster else ""))
     except ConfigError as error:
         problems += error.problems
-    processes = 1 if options.processes is None else options.processes
-    if processes < 1:
-        problems.append(f"-n {processes}: there must be at least one process")
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
-    cluster = cluster or one_machine(machine, max(processes, 1))
+    cluster = cluster or one_machine(machine, options.processes or 1)
     return _Request(machine, cluster, memory, mtbf, save, restart, options)
 
 

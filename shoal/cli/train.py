@@ -65,7 +65,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--restarts",
-        type=argument_types.integer(-(2**63), 1_000_000),
+        type=argument_types.integer(0, 1_000_000),
         help="with -n or --hosts: how often a run goes on by itself when a process was killed "
         "(default: 3)",
     )
@@ -109,7 +109,8 @@ def run(options: argparse.Namespace) -> int:
         elif restarts is not None:
             code = entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
         else:
-            code = execution.call(info.world, world, "train", (settings.job,))
+            entry.train(settings.job)
+            code = 0
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     return _tell_saved(code, info.rank, settings.job)
@@ -175,9 +176,6 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         problems += error.problems
     except UsageError as error:
         problems.append(str(error))
-    restarts = 3 if options.restarts is None else options.restarts
-    if restarts < 0:
-        problems.append(f"--restarts {restarts}: must not be negative")
     words = cluster_options.without(options.words, ["--restarts"])
     return ClusterWork(
         name=name,
@@ -185,7 +183,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         environment=environment,
         needs_rank_variables=False,
         output=None,
-        restarts=restarts,
+        restarts=3 if options.restarts is None else options.restarts,
     )
 
 
@@ -200,8 +198,6 @@ def _check_single(info: RankInfo) -> None:
 def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:
     """Return how often this command may start its ranks again; None if it starts none."""
     given = options.restarts
-    if given is not None and given < 0:
-        raise UsageError(f"--restarts {given}: must not be negative")
     if info.world == 1 and options.processes is not None:
         from shoal.train.entry import RESTARTS
 

@@ -74,8 +74,6 @@ def _verdict(options: argparse.Namespace) -> int:
             raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
-    if ranks < 1:
-        raise UsageError(f"-n {ranks}: at least one process is needed")
     settings, line, notes = job_options.settings(options, ranks)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)

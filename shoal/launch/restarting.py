@@ -17,19 +17,51 @@ from __future__ import annotations
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
 from shoal.launch import rank
 from shoal.launch.control_channel import ControlConnection, ControlServer
-from shoal.launch.output import print_note
+from shoal.launch.output import Output, print_note
 from shoal.launch.rank_set import RankSet
-from shoal.launch.start import start
+from shoal.launch.start import imported, start
 from shoal.launch.supervise import Supervision, arrived, caught
 
 # `shoal scale` reaches a run at most so long after the run has claimed its directory.
 CONTROL_OPEN_S = 0.1
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of all ranks, on this host or on several.
+
+    Args:
+        target: `module:function`, called in every rank. Work that is resumed must save after a
+            SIGTERM and end with exit code 75; when it is called again it must resume from there.
+        arguments: of the first start, plain data of JSON.
+        again: of every later start.
+        environment: variables of the ranks alone.
+        output: the outputs that the user sees.
+        preload: modules that are imported before ranks are forked, besides that of `target`.
+        saved_step: `module:function` and its arguments, which returns the step from which the next
+            start resumes; None for work that is not resumed.
+        problems: returns why so many ranks cannot do the work; empty where they can.
+    """
+
+    target: str
+    arguments: Sequence[Any]
+    again: Sequence[Any]
+    environment: Mapping[str, str]
+    output: Output
+    preload: Sequence[str]
+    saved_step: tuple[str, Sequence[Any]] | None = None
+    problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
+
+    @property
+    def modules(self) -> list[str]:
+        """The modules to import before ranks are forked."""
+        return [*self.preload, self.target.partition(":")[0]]
 
 
 class ResumableJob(ABC):
@@ -41,9 +73,12 @@ class ResumableJob(ABC):
 
     secret: bytes | None = None
 
-    @abstractmethod
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
     def problems(self, processes: int) -> Sequence[str]:
         """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
+        return self.work.problems(processes)
 
     @abstractmethod
     def saved_step(self) -> int | None:
@@ -72,43 +107,24 @@ class ResumableJob(ABC):
         return processes
 
 
-@dataclass(frozen=True)
 class LocalJob(ResumableJob):
-    """A run on ranks of this machine that can be resumed.
-
-    Args:
-        target: called in every rank, where it joins the world by Shoal's mesh, not by `env://`.
-            After a SIGTERM it must save and end with exit code 75; when it is called again it must
-            resume from there.
-        arguments: of the first start.
-        restart_arguments: of every later start.
-        find_problems, find_saved_step: as `problems` and `saved_step` of the base class.
-        environment: as for `shoal.launch.local.run`.
-        preload: as for `shoal.launch.local.run`.
-    """
-
-    target: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    restart_arguments: tuple[Any, ...]
-    find_problems: Callable[[int], Sequence[str]]
-    find_saved_step: Callable[[], int | None]
-    environment: Mapping[str, str]
-    preload: Sequence[str]
-
-    def problems(self, processes: int) -> Sequence[str]:
-        return self.find_problems(processes)
+    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`."""
 
     def saved_step(self) -> int | None:
-        return self.find_saved_step()
+        if self.work.saved_step is None:
+            return None
+        function, arguments = self.work.saved_step
+        step: int | None = imported(function)(*arguments)
+        return step
 
     def start(self, processes: int, again: bool) -> RankSet[Any]:
         return start(
-            self.target,
-            self.restart_arguments if again else self.arguments,
+            imported(self.work.target),
+            tuple(self.work.again if again else self.work.arguments),
             processes,
-            self.environment,
-            "first",
-            preload=[*self.preload, self.target.__module__],
+            self.work.environment,
+            self.work.output,
+            preload=self.work.modules,
             torch_store=False,
         )
 

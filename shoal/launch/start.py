@@ -14,6 +14,7 @@ several hosts meet there too, at an address of one of them.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -129,6 +130,13 @@ def _named_end_of_fork_server() -> Iterator[None]:
             "of a module that this process imports first; if none does, the process was killed: "
             "start the same command again."
         ) from error
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """Return the function `module:function`."""
+    module, _, function = name.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
 
 
 def prepare(preload: Iterable[str] = ()) -> ForkServerContext:

@@ -13,15 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import HostsOptions, RemoteWork, run_on_hosts
+from shoal.launch.hosts.hosts_job import HostsOptions, run_on_hosts
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import LocalJob, run_with_restarts
+from shoal.launch.restarting import LocalJob, Work, run_with_restarts
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
@@ -29,9 +28,6 @@ from shoal.train.console import envelope, measures
 from shoal.train.run_directory import CONFIG, fast_directory
 from shoal.train.run_directory import last_saved as last_saved_in
 from shoal.watchdog import hang_limit
-
-if TYPE_CHECKING:
-    from shoal.checkpoint import Which
 
 RESTARTS = 3
 """Restarts after a lost rank, unless `--restarts` says otherwise."""
@@ -53,18 +49,9 @@ def train_on_ranks(
 
     Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
     """
-    # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
-    resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
-    check = partial(check_job, job, line)
-    environment = {hang_limit.VARIABLE: f"{hang_limit_s:g}"}
-    saved_step = partial(last_saved, job.directory, job.checkpoint.fast_dir)
-    with (
-        ControlServer(Path(job.directory), CONFIG) as control,
-        _server_directory() as folder,
-    ):
-        environment["SHOAL_SERVER_DIRECTORY"] = folder
-        spec = LocalJob(train, (job,), (resumed,), check, saved_step, environment, PRELOAD)
-        return run_with_restarts(spec, processes, control, restarts)
+    with ControlServer(Path(job.directory), CONFIG) as control, _server_directory() as folder:
+        work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
+        return run_with_restarts(LocalJob(work), processes, control, restarts)
 
 
 def train_on_hosts(
@@ -83,20 +70,24 @@ def train_on_hosts(
 
     Returns: the exit code, as `train_on_ranks`.
     """
+    request = FactsRequest(directory, run_directory=job.directory)
+    with ControlServer(Path(job.directory), CONFIG) as control:
+        return run_on_hosts(hosts, _work(job, line, hang_limit_s), request, control, restarts)
+
+
+def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str) -> Work:
+    # A restart resumes, also under `checkpoint.resume=false`: that is about older runs.
     resumed = replace(job, checkpoint=replace(job.checkpoint, resume=True))
-    work = RemoteWork(
+    return Work(
         target="shoal.train.entry:train_settings",
         arguments=[to_yaml(job)],
         again=[to_yaml(resumed)],
-        environment={hang_limit.VARIABLE: f"{hang_limit_s:g}"},
+        environment={hang_limit.VARIABLE: f"{hang_limit_s:g}", **environment},
         output="first",
         preload=PRELOAD,
-        request=FactsRequest(directory, run_directory=job.directory),
         saved_step=("shoal.train.entry:last_saved", [job.directory, job.checkpoint.fast_dir]),
         problems=partial(check_job, job, line),
     )
-    with ControlServer(Path(job.directory), CONFIG) as control:
-        return run_on_hosts(hosts, work, control, restarts)
 
 
 def train(job: Job) -> None:
@@ -107,7 +98,7 @@ def train(job: Job) -> None:
 
 
 def train_settings(settings: str) -> None:
-    """Train the job whose settings are the YAML text `settings`. As `train`, for another host."""
+    """Train the job whose settings are the YAML text `settings`. As `train`."""
     with tempfile.TemporaryDirectory(prefix="shoal-") as directory:
         path = Path(directory, "config.yaml")
         path.write_text(settings)
@@ -125,26 +116,14 @@ def last_saved(directory: str, fast_dir: str | None) -> int | None:
     return last_saved_in(Path(directory), fast_directory(directory, fast_dir))
 
 
-def evaluate_run(directory: Path, which: Which, as_json: bool, strategy: str | None = None) -> None:
-    """Evaluate a run's checkpoint, and print the results on rank 0. Collective."""
-    from shoal.train.evaluation import evaluate_run as evaluate_here
+def evaluate(function: str, arguments: tuple[object, ...], as_json: bool) -> None:
+    """Call a function of `shoal.train.evaluation`; print what it returns on rank 0. Collective."""
+    from shoal.train import evaluation
 
-    _print_report(*evaluate_here(directory, which, strategy), as_json)
-
-
-def evaluate_weights(job: Job, as_json: bool) -> None:
-    """Evaluate the weights that `job` starts from, and print the results on rank 0. Collective."""
-    from shoal.train.evaluation import evaluate_weights as evaluate_here
-
-    _print_report(*evaluate_here(job), as_json)
-
-
-def _print_report(rank: int, report: dict[str, float | int], as_json: bool) -> None:
-    if rank != 0:
-        return
-    if as_json:
+    rank, report = getattr(evaluation, function)(*arguments)
+    if rank == 0 and as_json:
         print(envelope("eval", True, result=report))
-    else:
+    elif rank == 0:
         step = [f"step {report['step']}"] if "step" in report else []
         print("  ".join([*step, *measures(report), f"{report['samples']} samples"]))
 

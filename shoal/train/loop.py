@@ -179,14 +179,12 @@ class Training:
 
     def _log(self, rate: float) -> None:
         """Log one record of the steps since the last one."""
-        interval = self.state.end_interval()
         record = {
             "step": self.step,
             "epoch": self.loader.epoch + 1,
             "sample": self.loader.position,
-            **self.task.training_report(interval.loss, interval.hits, interval.predictions),
+            **self.state.end_interval(self.task),
             "lr": rate,
-            "samples_per_s": interval.samples_per_s,
             "time_s": self.state.watch.seconds,
         }
         self.log.step(record)

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from shoal.checkpoint import Saved
 from shoal.run import Run
 from shoal.strategies.base import TOTALS_LENGTH
 from shoal.train.run_saver import Report, State
+from shoal.train.task import Task
 
 
 class Stopwatch:
@@ -42,20 +43,6 @@ class Stopwatch:
             yield
         finally:
             self._offset_s += before_s - self.seconds
-
-
-class LogInterval(NamedTuple):
-    """Results of the steps between two log lines, over all ranks.
-
-    Attributes:
-        loss: mean over all samples; NaN if all steps were skipped.
-        hits, predictions: correct predictions, and all.
-    """
-
-    loss: float
-    hits: float
-    predictions: float
-    samples_per_s: float
 
 
 class TrainingState:
@@ -99,19 +86,19 @@ class TrainingState:
         self._interval_samples = 0
         self._interval_start_s = self.watch.seconds
 
-    def end_interval(self) -> LogInterval:
-        """Return the results of the steps since the last log line, and begin the next interval.
+    def end_interval(self, task: Task) -> dict[str, float]:
+        """Return the measures of the steps since the last log line, and begin the next interval.
 
-        A step waits for the device only here: `tolist` copies the sums to the CPU.
+        The loss is NaN if all steps were skipped. A step waits for the device only here: `tolist`
+        copies the sums to the CPU.
         """
         loss, count, _, hits, predictions, *_ = self.sums.tolist()
         self.sums.zero_()
         seconds = max(self.watch.seconds - self._interval_start_s, 1e-9)
         samples_per_s = self._interval_samples / seconds
         self.begin_interval()
-        # No count: all steps were skipped.
-        mean_loss = loss / count if count else math.nan
-        return LogInterval(mean_loss, hits, predictions, samples_per_s)
+        report = task.training_report(loss / count if count else math.nan, hits, predictions)
+        return {**report, "samples_per_s": samples_per_s}
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """Put the moving average in the place of the weights in this context, if there is one."""

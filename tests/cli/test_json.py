@@ -79,7 +79,7 @@ def test_a_result_has_its_names(
         ("verify digits --tolerance x", ["argument --tolerance"]),
         ("schedule nosuch", ["nosuch"]),
         ("schedule 1f1b -m x", ["'x' is no whole number"]),
-        ("plan digits -n 0", ["-n 0: there must be at least one process"]),
+        ("plan digits -n 0", ["argument -n/--processes: 0 must be from 1 to 1024"]),
         ("scale missing 2", ["missing"]),
         ("servers missing", ["missing"]),
         ("replay missing", ["missing"]),

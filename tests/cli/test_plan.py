@@ -138,11 +138,6 @@ def test_all_bad_input_comes_in_one_error(
         assert problem in error
 
 
-def test_no_process_at_all_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shoal("plan", "digits", "-n", "0") == 2
-    assert "-n 0: there must be at least one process" in capsys.readouterr().err
-
-
 def test_a_machine_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("plan", "digits", "--machine", "h10") == 2
     assert "did you mean 'h100'?" in capsys.readouterr().err

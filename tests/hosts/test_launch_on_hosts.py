@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from hosts_command import hosts_command, kill, until
 
-from shoal.launch.hosts import line_printer
-from shoal.launch.hosts.line_printer import LinePrinter
+from shoal.launch import output
+from shoal.launch.output import LinePrinter
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """
@@ -181,7 +181,7 @@ def test_a_terminal_that_stands_still_blocks_nobody_and_loses_lines_that_are_cou
         stands_still.wait()
         write(printer, stream, text)
 
-    monkeypatch.setattr(line_printer, "MOST_WAITING", 10)
+    monkeypatch.setattr(output, "MOST_WAITING", 10)
     monkeypatch.setattr(LinePrinter, "_write", wait_and_write)
     printer = LinePrinter("first")
     for number in range(100):

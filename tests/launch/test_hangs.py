@@ -23,7 +23,7 @@ from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
 from shoal.launch.local import run as run_once
 from shoal.launch.rank_monitor import EXIT_HANG
-from shoal.launch.restarting import LocalJob, run_with_restarts
+from shoal.launch.restarting import LocalJob, Work, run_with_restarts
 from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
 
@@ -31,17 +31,16 @@ NOTE = "2 processes start from the beginning, for there is no checkpoint (restar
 
 
 def run(folder: Path, target: Callable[..., None], *arguments: Any, limit_s: float = 0) -> int:
-    job = LocalJob(
-        target,
+    work = Work(
+        f"hang_targets:{target.__name__}",
         (str(folder), "first", *arguments),
         (str(folder), "again", *arguments),
-        lambda _: [],
-        lambda: None,
         {hang_limit.VARIABLE: str(limit_s)},
+        "first",
         (),
     )
     with ControlServer(folder, "claimed") as control:
-        return run_with_restarts(job, 2, control, restarts=3)
+        return run_with_restarts(LocalJob(work), 2, control, restarts=3)
 
 
 def ended(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import NAME, ControlServer, request
-from shoal.launch.restarting import LocalJob, run_with_restarts
+from shoal.launch.restarting import LocalJob, Work, run_with_restarts
 from tests.harness.waiting import until
 
 
@@ -30,16 +30,18 @@ def run(
     restarts: int = 3,
     asked: Callable[[], object] = lambda: None,
 ) -> int:
-    def saved() -> int | None:
-        asked()
-        return saved_step(folder)
+    class Job(LocalJob):
+        def saved_step(self) -> int | None:
+            asked()
+            return saved_step(folder)
 
     first = (str(folder), "first", *arguments)
     again = (str(folder), "again", *arguments)
-    work = LocalJob(target, first, again, restart_targets.takes_even_numbers, saved, {}, ())
+    name, can = f"restart_targets:{target.__name__}", restart_targets.takes_even_numbers
+    work = Work(name, first, again, {}, "first", (), problems=can)
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
-        return run_with_restarts(work, processes, control, restarts)
+        return run_with_restarts(Job(work), processes, control, restarts)
 
 
 def starts(folder: Path, rank: int = 0) -> list[str]:

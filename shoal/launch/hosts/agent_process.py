@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import importlib
 import os
 import secrets
 import socket
@@ -36,7 +35,7 @@ from shoal.launch.output import StreamName
 from shoal.launch.private_memory import hold_secret
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited
 from shoal.launch.ranks import Ranks
-from shoal.launch.start import prepare, start, wait_for_imports
+from shoal.launch.start import imported, prepare, start, wait_for_imports
 from shoal.platform.processes import adopt_orphans, kill_descendants
 from shoal.watchdog.progress_word import decode_page
 
@@ -310,10 +309,3 @@ def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
         for rank, silent_s in ranks.look().silent_s.items()
         if decode_page(pages[rank]) is not None
     ]
-
-
-def imported(name: str) -> Callable[..., Any]:
-    """Return the function `module:function`."""
-    module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found

@@ -19,9 +19,9 @@ from shoal.launch.hosts.driver_session import (
     HostSpoke,
 )
 from shoal.launch.hosts.host_facts import HostFacts
-from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.ssh_client import SshClient, agent_command, describe_ssh_failure
 from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.output import LinePrinter
 
 RETRY_S = 0.02  # until a connection takes more bytes
 MOST_STARTS = 8

@@ -7,7 +7,7 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from socket import socket
 from typing import Any
@@ -24,14 +24,13 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.line_printer import LinePrinter
 from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
-from shoal.launch.output import Output, print_note
+from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
-from shoal.launch.restarting import ResumableJob, run_with_restarts
+from shoal.launch.restarting import ResumableJob, Work, run_with_restarts
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
@@ -66,51 +65,26 @@ class HostsOptions:
         return self.hosts[host].processes or 1
 
 
-@dataclass(frozen=True)
-class RemoteWork:
-    """The work of all ranks.
+def specification(
+    work: Work, request: FactsRequest, variables: Mapping[str, str], secret: bytes
+) -> dict[str, Any]:
+    """Return what an agent is told first.
 
-    Args:
-        target: `module:function`, called in every rank.
-        arguments: of the first start, plain data of JSON.
-        again: of every later start.
-        environment: variables of the ranks alone.
-        output: the outputs that the user sees.
-        preload: modules that are imported before ranks are forked.
-        request: the paths that every host is asked about.
-        saved_step: `module:function` and its arguments, which returns the step from which the next
-            start resumes; None for work that is not resumed.
-        problems: returns why so many ranks cannot do the work; empty where they can.
+    Args: secret: of the job, the same for all agents.
     """
-
-    target: str
-    arguments: Sequence[Any]
-    again: Sequence[Any]
-    environment: Mapping[str, str]
-    output: Output
-    preload: Sequence[str]
-    request: FactsRequest
-    saved_step: tuple[str, Sequence[Any]] | None = None
-    problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
-
-    def specification(self, variables: Mapping[str, str], secret: bytes) -> dict[str, Any]:
-        """Return what an agent is told first.
-
-        Args: secret: of the job, the same for all agents.
-        """
-        return {
-            "variables": dict(variables),
-            "secret": secret.hex(),
-            "request": asdict(self.request),
-            "work": {
-                "target": self.target,
-                "arguments": list(self.arguments),
-                "again": list(self.again),
-                "environment": dict(self.environment),
-                "output": self.output,
-                "preload": [*self.preload, self.target.partition(":")[0]],
-            },
-        }
+    return {
+        "variables": dict(variables),
+        "secret": secret.hex(),
+        "request": asdict(request),
+        "work": {
+            "target": work.target,
+            "arguments": list(work.arguments),
+            "again": list(work.again),
+            "environment": dict(work.environment),
+            "output": work.output,
+            "preload": work.modules,
+        },
+    }
 
 
 class HostsJob(ResumableJob):
@@ -120,15 +94,22 @@ class HostsJob(ResumableJob):
         connections: to the hosts, not connected yet.
         options: of the command.
         work: of the ranks.
+        request: the paths that every host is asked about.
         secret: that the agents hold for their ranks, 32 bytes.
     """
 
     def __init__(
-        self, connections: HostConnections, options: HostsOptions, work: RemoteWork, secret: bytes
+        self,
+        connections: HostConnections,
+        options: HostsOptions,
+        work: Work,
+        request: FactsRequest,
+        secret: bytes,
     ) -> None:
+        super().__init__(work)
         self.connections = connections
         self.options = options
-        self.work = work
+        self.request = request
         self.secret = secret
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
@@ -142,7 +123,7 @@ class HostsJob(ResumableJob):
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
-        if problems := host_problems(self.connections, self.work.request, failed):
+        if problems := host_problems(self.connections, self.request, failed):
             # A name that stands for no host is a wrong word in the command; a host may come back.
             kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
             raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
@@ -157,7 +138,7 @@ class HostsJob(ResumableJob):
                 f"{processes} processes were asked for, and its hosts have room for "
                 f"{sum(slots.values())} ({listed}). Start it again with a longer list to have more."
             ]
-        return self.work.problems(processes)
+        return super().problems(processes)
 
     def saved_step(self) -> int | None:
         if self.work.saved_step is None or not self.connections.connected:
@@ -227,7 +208,7 @@ class HostsJob(ResumableJob):
             self.connections.pump(remaining_s, [signals])
         problems = self.connections.connect(hosts, [signals])
         # A host that came back with another torch cannot take part.
-        problems += host_problems(self.connections, self.work.request, [])
+        problems += host_problems(self.connections, self.request, [])
         return problems
 
     def _missing(self) -> list[int]:
@@ -270,13 +251,16 @@ class HostsJob(ResumableJob):
 
 def run_on_hosts(
     options: HostsOptions,
-    work: RemoteWork,
+    work: Work,
+    request: FactsRequest,
     control: ControlServer | None = None,
     restarts: int = 0,
 ) -> int:
     """Run `work` on all hosts to its end. Main thread only.
 
-    Args: control, restarts: as for `run_with_restarts`.
+    Args:
+        request: the paths that every host is asked about.
+        control, restarts: as for `run_with_restarts`.
 
     Returns:
         The exit code, as `shoal.launch.local.run`.
@@ -286,11 +270,11 @@ def run_on_hosts(
         UsageError: an option, the ssh client or the name of a host cannot be used.
     """
     secret = new_secret()
-    specification = work.specification(options.variables, secret)
+    told = specification(work, request, options.variables, secret)
     printer = LinePrinter(work.output)
     try:
-        with HostConnections(options.hosts, options.python, specification, printer) as connections:
-            job = HostsJob(connections, options, work, secret)
+        with HostConnections(options.hosts, options.python, told, printer) as connections:
+            job = HostsJob(connections, options, work, request, secret)
             job.connect()
             return run_with_restarts(job, options.processes, control, restarts)
     except KeyboardInterrupt:  # before signals are caught
