@@ -26,7 +26,6 @@ from shoal.models import build
 from shoal.run import init_with_place
 from shoal.run.supervised import supervised
 from shoal.strategies.pipeline.p2p import StageComm
-from shoal.strategies.pipeline.schedule_table import ScheduleTable
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
     expected_bubble,
@@ -34,7 +33,7 @@ from shoal.strategies.pipeline.schedule_timing import (
     length,
     timeline,
 )
-from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
+from shoal.strategies.pipeline.schedules import SCHEDULES, ScheduleTable, problems, table
 from shoal.testing import world
 
 RESULT = Path(__file__).with_name("result.json")

@@ -172,7 +172,7 @@ def _whole_of_strides() -> bool:
 
 def _halves(_: Any) -> bool:
     from shoal.platform.torch_private.pipelining import stage_backward_input
-    from shoal.strategies.pipeline.parameter_groups import add_weight_gradients
+    from shoal.strategies.pipeline.engine import add_weight_gradients
 
     layer, x = nn.Linear(2, 2).double(), torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     layer(x).sum().backward()

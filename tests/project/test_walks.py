@@ -25,7 +25,7 @@ HELPERS = {
     *("run/guards/guards.py", "run/guards/guarded_models.py"),
     "run/guards/shard_functions.py",
     *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
-    *("strategies/pipeline/meta_call.py", "strategies/pipeline/stage_map.py"),
+    "strategies/pipeline/meta_call.py",
     *("strategies/pipeline/ties.py", "strategies/full_model.py", "strategies/module_snapshot.py"),
     *("run/guards/absent_values.py", "run/state_access.py"),
     "parameter_server/worker/flat_params.py",

@@ -3,15 +3,14 @@
 `strategy.py` goes through these files in order:
 
 1. Observe: `units.py` finds the modules that are called whole, `observed_units.py` runs the user's
-   function on a sample with them, `unit_profile.py` measures each call.
-2. Partition: `plan.py` chooses the cuts; `stage_map.py` says which call is whose.
-3. Walk: `walk.py` runs the function for one stage. Other stages' values are absent: `absent.py`,
-   `meta_call.py`. `dry_run.py` finds what crosses each cut, `division.py` puts these together,
-   and `random_streams.py` makes random numbers independent of stages.
-4. Schedule: `schedules.py` makes the table of actions, `schedule_table.py` checks it.
+   function on a sample with them, and measures each call.
+2. Partition: `plan.py` chooses the cuts.
+3. Walk: `walk.py` runs the function for one stage, and finds before what crosses each cut. Other
+   stages' values are absent: `absent.py`, `meta_call.py`. `division.py` puts these together, and
+   `random_streams.py` makes random numbers independent of stages.
+4. Schedule: `schedules.py` makes the table of actions, and checks it.
 5. Execute: `executor.py` makes micro-batches, `engine.py` takes this rank's row of the table.
-6. Send: `stage_messages.py` says which message follows from which action, and has its header;
-   `p2p.py` sends it.
+6. Send: `p2p.py` says which message follows from which action, and sends it.
 7. Finish: `ties.py` sums tied gradients, `executor.py` tells all ranks what the last stage has.
 
 `schedule_timing.py` shows a table without running it.

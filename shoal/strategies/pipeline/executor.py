@@ -1,4 +1,7 @@
-"""The stages of one rank in use: a training step through the pipeline, and an evaluation."""
+"""The stages of one rank in use: a training step through the pipeline, and an evaluation.
+
+A call of a divided model outside of a step is an evaluation too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.costs.pass_table import Action
@@ -17,6 +20,7 @@ from shoal.data.seeds import HostGenerators, derive_seed
 from shoal.data.tree_map import SPARSE
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import accumulation_dtype
+from shoal.platform.torch_private.module_state import replace_call
 from shoal.platform.torch_private.pytree import (
     tree_flatten,
     tree_unflatten,
@@ -35,9 +39,11 @@ from shoal.strategies.base import (
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Summed
 from shoal.strategies.microbatch import split_microbatches
-from shoal.strategies.pipeline.call_planner import CallPlanner, PlannedCall, StageCall
 from shoal.strategies.pipeline.division import (
+    CallPlanner,
     DividedModel,
+    PlannedCall,
+    StageCall,
     StageRun,
     code_key,
     refusals_as_errors,
@@ -48,10 +54,15 @@ from shoal.strategies.pipeline.engine import (
     StageOutput,
     is_reached_by_others,
 )
-from shoal.strategies.pipeline.p2p import P2PLink, StageComm, downward_group
+from shoal.strategies.pipeline.p2p import (
+    P2PLink,
+    StageComm,
+    downward_group,
+    message_after,
+    message_before,
+)
 from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed
-from shoal.strategies.pipeline.schedule_table import ScheduleTable
-from shoal.strategies.pipeline.stage_messages import message_after, message_before
+from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
 from shoal.trace.recorder import Recorder
@@ -204,7 +215,7 @@ class PipelineExecutor:
             sent = message_after(self.table, action)
             if sent is not None:
                 self._check_constants(stage, found.values)
-                comm.send_forward(sent, found.values)
+                comm.send(sent, found.values)
         self.link.flush()
         return result if self.last_stage in self.stages else None
 
@@ -314,3 +325,45 @@ def _dumped(value: Any) -> str:
             f"pipeline: what the function returns beside tensors must be numbers and texts, for "
             f"all ranks to get it: {error}."
         ) from error
+
+
+class RoutedForward:
+    """A model's forward function that goes through all stages.
+
+    A copy of the model gets one that refuses: this one would call the original.
+
+    Args: forward: of the model.
+    """
+
+    def __init__(self, forward: Callable[..., Any], executor: PipelineExecutor) -> None:
+        self._forward = forward
+        self._executor = executor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward function. Collective over the pipeline outside of steps."""
+        if self._executor.divided.units.is_watching:
+            return self._forward(*args, **kwargs)
+        return self._executor.evaluate(self._forward, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[type[CopiedForward], tuple[()]]:
+        return CopiedForward, ()
+
+
+class CopiedForward:
+    """The forward function of a copy, which has the layers of one rank alone."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise UsageError(
+            "pipeline: this is a copy of a model of which the values of some layers are on another "
+            "rank. Copy the model before the first step, and load run.weights() into the copy, on "
+            "all ranks."
+        )
+
+
+def route_calls(model: nn.Module, executor: PipelineExecutor) -> None:
+    """Let a call of the model outside of a step go through all stages.
+
+    A model that the script has compiled runs as it is written from now on.
+    """
+    replace_call(model, None)
+    vars(model)["forward"] = RoutedForward(model.forward, executor)

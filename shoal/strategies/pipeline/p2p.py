@@ -4,12 +4,16 @@
                           ── x ─ shortcut ───────────>                         all others
                           <─ gradient of x ─ gradient of shortcut ──           with headers alike
 
-`StageComm` moves the messages of one step (`stage_messages.py`), over a `P2PLink` that moves single
-tensors and lives as long as the run.
+`StageComm` moves the messages of one step, over a `P2PLink` that moves single tensors and lives as
+long as the run. Every rank knows the whole schedule table, so every rank knows which messages it
+gets from whom, and in which order. Messages therefore need no label.
 
-[1] *Headers* have dtypes and shapes. One is sent once for each shape of the model's inputs, forward
-    and backward. All ranks of a pipeline see the same inputs, so sender and receiver agree on when
-    a header comes.
+[1] *Headers* have what the table does not tell. One is sent once for each shape of the model's
+    inputs, forward and backward. All ranks of a pipeline see the same inputs, so sender and
+    receiver agree on when a header comes. It is an int64 tensor:
+
+        n │ dtype  has_gradient  dims  shape ... │ dtype  ...     256 numbers
+
 [2] *Missing gradients.* Where an activation has no gradient, none is sent, which the header tells.
     A zero gradient would be wrong: momentum and weight decay would still change the weight.
 [3] *Contiguous.* Every tensor is made contiguous before it is sent. A `batch_first` LSTM returns a
@@ -37,24 +41,152 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis, new_group
+from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
-from shoal.strategies.pipeline.schedule_table import ScheduleTable
-from shoal.strategies.pipeline.stage_messages import (
-    HEADER_LENGTH,
-    NO_GRADIENT,
-    Message,
-    TensorMeta,
-    TensorMetas,
-    acknowledged,
-    decode_metas,
-    describe_metas,
-    describe_present,
-    encode_metas,
-    messages,
-    receiver_of,
-    sender_of,
-)
+from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
+from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.trace.recorder import Recorder
+
+
+class Message(NamedTuple):
+    """Activations from `stage` to `stage + 1` ("F"), or their gradients back ("B")."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+def message_after(table: ScheduleTable, action: Action) -> Message | None:
+    """Return the message that an action produces for another stage; None if there is none."""
+    if action.kind == "F" and action.stage < table.num_stages - 1:
+        return Message("F", action.stage, action.microbatch)
+    if action.kind in "BI" and action.stage > 0:
+        return Message("B", action.stage - 1, action.microbatch)
+    return None
+
+
+def message_before(table: ScheduleTable, action: Action) -> Message | None:
+    """Return the message that an action needs from another stage; None if there is none."""
+    if action.kind == "F" and action.stage > 0:
+        return Message("F", action.stage - 1, action.microbatch)
+    if action.kind in "BI" and action.stage < table.num_stages - 1:
+        return Message("B", action.stage, action.microbatch)
+    return None
+
+
+def sender_of(table: ScheduleTable, message: Message) -> int:
+    """Return the rank that sends a message."""
+    return table.rank_of(message.stage if message.kind == "F" else message.stage + 1)
+
+
+def receiver_of(table: ScheduleTable, message: Message) -> int:
+    """Return the rank that receives a message."""
+    return table.rank_of(message.stage + 1 if message.kind == "F" else message.stage)
+
+
+def messages(table: ScheduleTable, sender: int, receiver: int) -> list[Message]:
+    """List all messages of a step from one rank to another, in the order of sending."""
+    sent = (message_after(table, action) for action in table.rows[sender])
+    return [
+        message
+        for message in sent
+        if message is not None and receiver_of(table, message) == receiver != sender
+    ]
+
+
+def acknowledged(table: ScheduleTable, message: Message) -> Message | None:
+    """Return the latest message to the sender of `message` that its arrival acknowledges.
+
+    A rank takes its actions in the order of its row, and an action waits for the message that it
+    needs. Whoever gets `message` from a rank thus knows that this rank has received the messages of
+    all its earlier actions.
+
+          rank 0   send F(0,0)   send F(0,1)   send F(0,2)   receive B(0,0)
+          rank 1   f0 needs F(0,0)  ──>  b0 sends B(0,0)      acknowledges F(0,0), not yet F(0,1)
+
+    Returns: a message from the receiver of `message` to its sender. None: it acknowledges nothing.
+    """
+    sender = sender_of(table, message)
+    receiver = receiver_of(table, message)
+    row = table.rows[sender]
+    index = row.index(_sending_action(table, message))
+    while index >= 0:
+        needed = message_before(table, row[index])
+        if needed is not None and sender_of(table, needed) == receiver != sender:
+            return needed
+        index -= 1
+    return None
+
+
+def _sending_action(table: ScheduleTable, message: Message) -> Action:
+    if message.kind == "F":
+        return Action("F", message.stage, message.microbatch)
+    backward = Action("B", message.stage + 1, message.microbatch)
+    return backward if table.has(backward) else backward._replace(kind="I")
+
+
+HEADER_LENGTH = 256
+"""Numbers in a header. The length is fixed, since the receiver does not know how
+many tensors come."""
+
+
+class TensorMeta(NamedTuple):
+    """The dtype and shape of a tensor; whether the loss is differentiated with respect to it, or,
+    of a gradient, whether there is one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_gradient: bool
+
+
+TensorMetas = tuple[TensorMeta, ...]
+NO_GRADIENT = TensorMeta(torch.float32, (), False)
+
+
+def encode_metas(metas: TensorMetas, device: torch.device) -> Tensor:
+    """Return a header: (HEADER_LENGTH,), int64.
+
+    Raises: UsageError: the tensors are too many for one header.
+    """
+    numbers = [len(metas)]
+    for meta in metas:
+        numbers += [DTYPE_NUMBERS[meta.dtype], meta.has_gradient, len(meta.shape), *meta.shape]
+    if len(numbers) > HEADER_LENGTH:
+        raise UsageError(
+            f"pipeline: {len(metas)} tensors cross one cut, more than a header describes. Put the "
+            "cut where fewer do, with cuts=NAME."
+        )
+    padding = [0] * (HEADER_LENGTH - len(numbers))
+    return torch.tensor(numbers + padding, dtype=torch.int64, device=device)
+
+
+def decode_metas(header: Tensor) -> TensorMetas:
+    """Return what `encode_metas` has encoded."""
+    numbers = deque(header.tolist())
+    metas = []
+    for _ in range(numbers.popleft()):
+        dtype = DTYPES[numbers.popleft()]
+        has_gradient = bool(numbers.popleft())
+        dims = numbers.popleft()
+        shape = tuple(numbers.popleft() for _ in range(dims))
+        metas.append(TensorMeta(dtype, shape, has_gradient))
+    return tuple(metas)
+
+
+def describe_metas(metas: TensorMetas) -> str:
+    """Describe tensors for an error message."""
+    return ", ".join(
+        f"{meta.dtype} {list(meta.shape)} {'with' if meta.has_gradient else 'without'} a gradient"
+        for meta in metas
+    )
+
+
+def describe_present(metas: TensorMetas) -> str:
+    """Name the values that have a gradient, for an error message."""
+    present = [f"number {index}" for index, meta in enumerate(metas) if meta.has_gradient]
+    return ", ".join(present) or "none"
+
 
 HeaderKey = tuple[str, int, Hashable]
 """A header is sent once for each key: forward or backward, the stage, and what determines the
@@ -178,30 +310,35 @@ class StageComm:
             for sender in range(table.num_ranks)
         }
         self._posted: dict[Message, list[PendingRecv]] = {}
-        self._handed_over: dict[Message, list[Tensor | None]] = {}
-        self._handed_metas: dict[Message, TensorMetas] = {}
+        self._handed_over: dict[Message, tuple[list[Tensor | None], TensorMetas]] = {}
         # Message -> how many tensors had been sent to its receiver when it was sent.
         self._sent_until: dict[Message, int] = {}
 
-    def send_forward(self, message: Message, values: Sequence[Tensor]) -> None:
-        """Send activations to the next stage.
+    def send(self, message: Message, values: Sequence[Tensor | None]) -> None:
+        """Send activations to the next stage, or gradients to the stage before.
 
-        Raises: UsageError: dtypes or shapes differ from those of an earlier message, though the
-            inputs have the same shapes.
+        Args: values: None for a value that has no gradient.
+
+        Raises: UsageError: dtypes or shapes of activations differ from those of an earlier message,
+            though the inputs have the same shapes; or other values have a gradient.
         """
-        metas = tuple(TensorMeta(v.dtype, tuple(v.shape), v.requires_grad) for v in values)
-        self._send(message, metas, values)
-
-    def send_backward(self, message: Message, gradients: Sequence[Tensor | None]) -> None:
-        """Send gradients to the stage before; None for a value that has no gradient.
-
-        Raises: UsageError: other values have a gradient than in an earlier message.
-        """
+        is_backward = message.kind == "B"
         metas = tuple(
-            NO_GRADIENT if g is None else TensorMeta(g.dtype, tuple(g.shape), True)
-            for g in gradients
+            NO_GRADIENT
+            if value is None
+            else TensorMeta(value.dtype, tuple(value.shape), is_backward or value.requires_grad)
+            for value in values
         )
-        self._send(message, metas, gradients)
+        receiver = receiver_of(self.table, message)
+        if receiver == self.rank:
+            detached = [None if value is None else value.detach() for value in values]
+            self._handed_over[message] = detached, metas
+            return
+        self._send_header(message, metas, receiver)
+        with self.link.recorder.tagged(f"{message.kind}{message.microbatch}"):
+            for value in values:
+                if value is not None:
+                    self._sent_until[message] = self.link.send(value, receiver)
 
     def recv_forward(self, message: Message) -> tuple[list[Tensor], TensorMetas]:
         """Receive activations. Blocks."""
@@ -237,22 +374,9 @@ class StageComm:
                 return True
         return False
 
-    def _send(self, message: Message, metas: TensorMetas, values: Sequence[Tensor | None]) -> None:
-        receiver = receiver_of(self.table, message)
-        if receiver == self.rank:
-            detached = [None if value is None else value.detach() for value in values]
-            self._handed_over[message] = detached
-            self._handed_metas[message] = metas
-            return
-        self._send_header(message, metas, receiver)
-        with self.link.recorder.tagged(f"{message.kind}{message.microbatch}"):
-            for value in values:
-                if value is not None:
-                    self._sent_until[message] = self.link.send(value, receiver)
-
     def _receive(self, message: Message) -> tuple[list[Tensor | None], TensorMetas]:
         if message in self._handed_over:
-            return self._handed_over.pop(message), self._handed_metas.pop(message)
+            return self._handed_over.pop(message)
         if message not in self._posted:
             self.post_recv(message)
         tensors = []

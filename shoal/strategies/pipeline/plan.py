@@ -18,16 +18,16 @@ from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
 from shoal.strategies.pipeline.absent import WalkRefusal, absence_explained
-from shoal.strategies.pipeline.dry_run import DryRun
 from shoal.strategies.pipeline.observed_units import (
     ObservedUnits,
     PlanRequest,
+    UnitProfile,
     observed_run,
     open_places,
     side_way,
 )
-from shoal.strategies.pipeline.stage_map import StageMap
-from shoal.strategies.pipeline.unit_profile import UnitProfile
+from shoal.strategies.pipeline.units import StageMap
+from shoal.strategies.pipeline.walk import DryRun
 
 REPEATS = 3
 """Measured runs; the shortest time of each call counts, for the first one warms up."""

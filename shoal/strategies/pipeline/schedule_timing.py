@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from shoal.costs.pass_table import Action, Kind
-from shoal.strategies.pipeline.schedule_table import ScheduleTable
+from shoal.strategies.pipeline.schedules import ScheduleTable
 
 COSTS: Mapping[Kind, float] = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """A backward pass takes about twice as long as a forward pass; its halves are equal."""

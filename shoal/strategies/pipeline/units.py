@@ -4,12 +4,13 @@
             GPT.forward, the user's compute_loss               glue: all code around them
 
 A module that holds more than its share of all parameters is looked into, and so are lists.
-Layers of torch.nn are not, and modules without parameters belong to the glue.
+Layers of torch.nn are not, and modules without parameters belong to the glue. Each call of a unit
+has a stage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -21,7 +22,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.module_snapshot import uncompiled
-from shoal.strategies.pipeline.absent import own_functions_refused
+from shoal.strategies.pipeline.absent import ValueName, own_functions_refused
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -214,3 +215,45 @@ def _is_divisible(module: nn.Module) -> bool:
         return False
     containers = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     return isinstance(module, containers) or not type(module).__module__.startswith("torch.nn.")
+
+
+class StageMap(NamedTuple):
+    """The stages of all calls of units in a run on a sample.
+
+    Attributes:
+        names: of units, in the order of the model.
+        stages: call -> stage; calls in the order of the sample.
+    """
+
+    names: Sequence[str]
+    stages: Mapping[UnitCall, int]
+    last: int
+
+    def stage_of(self, name: str, turn: int) -> int:
+        """Return the stage of a call. A call that the sample did not make is beside the ones
+        before it.
+        """
+        stage = self.stages.get(UnitCall(name, turn))
+        if stage is not None:
+            return stage
+        for earlier in range(turn - 1, -1, -1):
+            stage = self.stages.get(UnitCall(name, earlier))
+            if stage is not None:
+                return stage
+        place = self.names.index(name)
+        before = (self.stages.get(UnitCall(other, 0)) for other in reversed(self.names[:place]))
+        return next((stage for stage in before if stage is not None), 0)
+
+
+class Crossing(NamedTuple):
+    """The values that cross the cuts for one shape of the batch.
+
+    Attributes:
+        names: for each cut the names of the values.
+        makers: for each cut the labels of the events that made them, for messages.
+        paths: for each cut the checksum of the events before it, and the label of the last one.
+    """
+
+    names: list[list[ValueName]]
+    makers: list[list[str]]
+    paths: list[tuple[int, str]]

@@ -12,8 +12,10 @@
     received, wherever they turn up.
 [3] It ends where the first unit of the next stage is called, with its arguments complete: code
     between two stages belongs to the earlier one. An exception leaves the function there.
-[4] The *path* is a checksum of the events on the way. It must be that of the dry run, which has
-    found by the same events what crosses each cut (`dry_run.py`).
+[4] The *path* is a checksum of the events on the way. It must be that of the *dry run*, a walk with
+    all units absent. Every rank makes its own, once for each shape of the batch, and compares a
+    digest with the other ranks. It tells what crosses each cut: what is made before it and used
+    behind it. Skips, encoder outputs and position biases are no special cases.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ from shoal.strategies.pipeline.absent import (
     property_of,
     seems_to_require_grad,
     tensors_in,
+    tensors_of_result,
 )
 from shoal.strategies.pipeline.meta_call import (
     DEVICE_FUNCTIONS,
@@ -60,8 +63,7 @@ from shoal.strategies.pipeline.meta_call import (
     written_target,
 )
 from shoal.strategies.pipeline.random_streams import draw_seed, may_draw, seeded
-from shoal.strategies.pipeline.stage_map import Crossing, StageMap
-from shoal.strategies.pipeline.units import Units
+from shoal.strategies.pipeline.units import Crossing, StageMap, Units
 
 
 class Walk(TorchFunctionMode):
@@ -104,6 +106,7 @@ class Walk(TorchFunctionMode):
                 names = crossing.names[stage - 1]
                 self.received.by_name = dict(zip(names, received, strict=True))
         self._path = 0
+        self._paths: list[tuple[int, str]] = []  # at the end of each stage, with the last event
         self._inside = 0
         self._is_done = False
         self._turns: Counter[str] = Counter()
@@ -268,7 +271,7 @@ class Walk(TorchFunctionMode):
                     "What the function does must not follow from values, nor from earlier calls, "
                     "and modules that are no blocks can have no backward hooks."
                 )
-            self._leave_stage(last)
+            self._paths.append((self._path, last))
             if self.is_computing:
                 self._is_done = True
                 raise StageDone
@@ -306,9 +309,6 @@ class Walk(TorchFunctionMode):
         self.labels.append(label)
         self._path = zlib.crc32(label.encode(), self._path)
 
-    def _leave_stage(self, last: str) -> None:
-        """Do nothing: the walk of one stage knows its path from the dry run."""
-
     def _name_results(self, out: Any) -> None:
         event = len(self.labels)
         for leaf, value in enumerate(tree_leaves(out)):
@@ -319,13 +319,99 @@ class Walk(TorchFunctionMode):
             self._made(name, value)
             if absent is not None:
                 absent.value_name = name
-                continue
-            value.shoal_staged = (self._token, name)  # type: ignore[attr-defined]
-            if name in self._wanted:
-                self.kept[name] = value
+            else:
+                value.shoal_staged = (self._token, name)  # type: ignore[attr-defined]
 
     def _made(self, name: ValueName, value: Tensor) -> None:
-        """Do nothing: a dry run notes in which stage a value is made."""
+        """Keep a value of this stage that later ones use."""
+        if name in self._wanted and absent_of(value) is None:
+            self.kept[name] = value
 
     def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
         return AbsentTensor(meta, device, self.received)
+
+
+class DryRun(Walk):
+    """One run of a function, in which all units are absent.
+
+    Attributes:
+        parameter_users: name of a parameter -> stages in which code around units uses it.
+    """
+
+    def __init__(self, units: Units, forms: OutputForms, stage_map: StageMap) -> None:
+        super().__init__(units, forms, stage_map, None)
+        self.parameter_users: dict[str, set[int]] = {}
+        self._stage_made: dict[ValueName, int] = {}
+        self._size_bytes: dict[ValueName, int] = {}
+        self._stage_used: dict[ValueName, int] = {}
+
+    def run(self, function: Callable[[], Any]) -> Crossing:
+        """Run the function.
+
+        Raises: WalkRefusal: it cannot be divided.
+        """
+        try:
+            with self.units.observed_by(self), self:
+                result = [*tensors_of_result(function())]
+                self.end()
+                self._use(result)
+        except StageDone:
+            pass
+        except WalkRefusal:
+            # Behind the last unit the rank of the last stage has all values.
+            if not self._is_behind_last_unit():
+                raise
+        self.pass_to(self.stage_map.last, "the end")
+        return self._crossing()
+
+    def _refuse_look(self, label: str) -> None:
+        if self._is_behind_last_unit():
+            raise StageDone
+        super()._refuse_look(label)
+
+    def _is_behind_last_unit(self) -> bool:
+        calls = self.stage_map.stages
+        if self._turns.total() >= len(calls):
+            return True
+        # A layer before it may have been left out by a random number.
+        *_, last = calls
+        return self._turns[last.unit] > last.turn
+
+    def _event(self, label: str, used: Sequence[Any]) -> None:
+        super()._event(label, used)
+        self._use(used)
+
+    def _use(self, used: Sequence[Any]) -> None:
+        """Note in which stage these values are used."""
+        for value in used:
+            absent = absent_of(value)
+            if absent is not None:
+                self._stage_used[absent.value_name] = self.at
+            elif isinstance(value, Tensor) and id(value) in self.units.parameters:
+                name = self.units.parameters[id(value)]
+                self.parameter_users.setdefault(name, set()).add(self.at)
+
+    def _made(self, name: ValueName, value: Tensor) -> None:
+        self._stage_made[name] = self.at
+        self._size_bytes[name] = value.numel() * value.element_size()
+
+    def crossing_bytes(self) -> list[int]:
+        """Return for each cut the bytes that cross it."""
+        return [sum(self._size_bytes[name] for name in names) for names in self._crossing().names]
+
+    def _crossing(self) -> Crossing:
+        names = [
+            sorted(
+                name
+                for name, used in self._stage_used.items()
+                if self._stage_made.get(name, used) <= cut < used
+            )
+            for cut in range(self.stage_map.last)
+        ]
+        makers = [[self.labels[name.event - 1] for name in of_cut] for of_cut in names]
+        return Crossing(names, makers, self._paths)
+
+
+def digest(crossing: Crossing) -> int:
+    """Return a checksum of a dry run, to compare with those of other ranks."""
+    return zlib.crc32(repr((crossing.names, crossing.makers, crossing.paths)).encode())

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from shoal.comm.axis import Axis
 from shoal.errors import UsageError
 from shoal.strategies.pipeline.engine import ScheduleExecutor, StageOutput
-from shoal.strategies.pipeline.p2p import P2PLink, StageComm
-from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
-from shoal.strategies.pipeline.stage_messages import (
+from shoal.strategies.pipeline.p2p import (
     Message,
+    P2PLink,
+    StageComm,
     TensorMeta,
     acknowledged,
     decode_metas,
@@ -19,6 +19,7 @@ from shoal.strategies.pipeline.stage_messages import (
     message_before,
     messages,
 )
+from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
 from shoal.strategies.pipeline.stage_module import NameTree, collect
 from shoal.testing import world
 from shoal.trace.recorder import Recorder

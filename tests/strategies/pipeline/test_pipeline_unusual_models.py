@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from shoal.errors import ShoalError, UsageError
 from shoal.run import init_with_place
 from shoal.run.supervised import supervised
-from shoal.strategies.pipeline.p2p import StageComm
+from shoal.strategies.pipeline.p2p import NO_GRADIENT, Message, StageComm, TensorMeta, decode_metas
 from shoal.strategies.pipeline.schedules import table
-from shoal.strategies.pipeline.stage_messages import NO_GRADIENT, Message, TensorMeta, decode_metas
 from shoal.testing import world
 from tests.matrix.cases import image_loader
 

@@ -9,7 +9,6 @@ import pytest
 from shoal.cli import main
 from shoal.costs.pass_table import Action
 from shoal.errors import ConfigError
-from shoal.strategies.pipeline.schedule_table import ScheduleTable, check
 from shoal.strategies.pipeline.schedule_timing import (
     bubble_fractions,
     expected_bubble,
@@ -17,7 +16,7 @@ from shoal.strategies.pipeline.schedule_timing import (
     render,
     timeline,
 )
-from shoal.strategies.pipeline.schedules import SCHEDULES, problems, table
+from shoal.strategies.pipeline.schedules import SCHEDULES, ScheduleTable, check, problems, table
 
 SHAPES = [(p, m) for p in (1, 2, 3, 4, 8) for m in (1, 2, 3, 4, 5, 8, 16)]
 
