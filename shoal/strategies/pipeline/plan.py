@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence, Set
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 from shoal.comm.axis import Axis
@@ -75,11 +76,15 @@ def parameter_users(
     observed: ObservedUnits, stage_map: StageMap, function: Callable[[], Any]
 ) -> dict[str, set[int]]:
     """Return the parameters that code around units uses, with the stages in which it does."""
+    return _dry_run(observed, stage_map, function).parameter_users
+
+
+def _dry_run(observed: ObservedUnits, stage_map: StageMap, function: Callable[[], Any]) -> DryRun:
     dry = DryRun(observed.units, observed.forms, stage_map)
     device = observed.units.device
     with preserve_rng_state([device]), observed.units.watched(), absence_explained():
         dry.run(function)
-    return dry.parameter_users
+    return dry
 
 
 def _plan(observed: ObservedUnits, request: PlanRequest, function: Callable[[], Any]) -> StagePlan:
@@ -119,10 +124,7 @@ def _crossing_bytes(observed: ObservedUnits, function: Callable[[], Any]) -> lis
     call.
     """
     every_place = observed.stage_map(range(1, len(observed.profile.calls)))
-    dry = DryRun(observed.units, observed.forms, every_place)
-    device = observed.units.device
-    with preserve_rng_state([device]), observed.units.watched(), absence_explained():
-        dry.run(function)
+    dry = _dry_run(observed, every_place, function)
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
 
 
@@ -158,31 +160,8 @@ def _is_inside(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
-def _touches(unit: str, names: Set[str]) -> bool:
-    return any(_is_inside(name, unit) or _is_inside(unit, name) for name in names)
-
-
 SLACK = 1.05
 """The longest stage may be 5 % longer than in the best partition if less is sent that way."""
-
-Value = tuple[float, float]
-"""Minimised in this order: longest stage or bytes sent; sum of squared costs."""
-UNREACHED: Value = (float("inf"), float("inf"))
-
-
-class _BalanceProblem(NamedTuple):
-    """The input of the dynamic programming.
-
-    Attributes:
-        prefix: prefix[i] is the cost of all steps before step i.
-        crossing: for each place, as in `balanced`.
-        boundaries: 0, the places, the number of steps.
-    """
-
-    prefix: Sequence[float]
-    crossing: Sequence[float]
-    boundaries: Sequence[int]
-    num_stages: int
 
 
 def balanced(
@@ -210,73 +189,45 @@ def balanced(
     Returns: num_stages - 1 of `places`, ascending.
     """
     assert 0 < num_stages <= len(places) + 1
-    prefix = [0.0]
-    for cost in costs:
-        prefix.append(prefix[-1] + cost)
-    boundaries = [0, *places, len(costs)]
-    problem = _BalanceProblem(prefix, crossing, boundaries, num_stages)
-    unsent = problem._replace(crossing=[0.0] * len(crossing))
-    shortest = _partition(unsent, float("inf"), minimize_longest=True)
+    prefix = [0.0, *accumulate(costs)]
+    ends = [*places, len(costs)]
+    shortest = _partition(prefix, ends, num_stages)
     longest = max(
         prefix[stop] - prefix[start] for start, stop in pairwise([0, *shortest, len(costs)])
     )
     # The tiny addend: with costs of zero, no stage would be below a limit of zero.
-    return _partition(problem, longest * SLACK + 1e-30, minimize_longest=False)
+    return _partition(prefix, ends, num_stages, crossing, longest * SLACK + 1e-30)
 
 
-def _partition(problem: _BalanceProblem, limit: float, minimize_longest: bool) -> list[int]:
+def _partition(
+    prefix: Sequence[float],
+    ends: Sequence[int],
+    num_stages: int,
+    crossing: Sequence[float] | None = None,
+    limit: float = inf,
+) -> list[int]:
     """Return the first steps of stages 1, 2, ... of the best partition.
 
     Minimise, in this order: (1) the cost of the longest stage, or else the amount sent, where no
     stage costs more than `limit`; (2) the sum of squared stage costs, so that the other stages are
     even too.
+
+    Args:
+        prefix: prefix[i] is the cost of all steps before step i.
+        ends: the places, and the number of steps.
+        crossing: as in `balanced`; None to minimise the longest stage.
     """
-    boundaries = problem.boundaries
-    count = len(boundaries)
-    best: list[list[Value]] = [[UNREACHED] * count for _ in range(problem.num_stages + 1)]
-    previous: list[list[int]] = [[0] * count for _ in range(problem.num_stages + 1)]
-    best[0][0] = (0.0, 0.0)
-    for stage in range(1, problem.num_stages + 1):
-        for right in range(stage, count):
-            best[stage][right], previous[stage][right] = _best_last_stage(
-                problem, best[stage - 1], stage, right, limit, minimize_longest
-            )
-    cuts = []
-    index = count - 1
-    for stage in range(problem.num_stages, 1, -1):
-        index = previous[stage][index]
-        cuts.append(boundaries[index])
-    return cuts[::-1]
-
-
-def _best_last_stage(
-    problem: _BalanceProblem,
-    before: Sequence[Value],
-    stage: int,
-    right: int,
-    limit: float,
-    minimize_longest: bool,
-) -> tuple[Value, int]:
-    """Choose where stage number `stage`, counted from 1, begins if it ends at boundary `right`.
-
-    Args: before: for each boundary, the value of the best partition with one stage less that ends
-        there.
-
-    Returns: the best value, and the boundary at which the stage begins.
-    """
-    stop = problem.boundaries[right]
-    ends_with_cut = right < len(problem.boundaries) - 1
-    sent = problem.crossing[stop] if ends_with_cut else 0.0
-    best = UNREACHED
-    best_left = 0
-    for left in range(stage - 1, right):
-        length = problem.prefix[stop] - problem.prefix[problem.boundaries[left]]
-        longest_or_sent, squares = before[left]
-        if length > limit or longest_or_sent == float("inf"):
-            continue
-        first = max(longest_or_sent, length) if minimize_longest else longest_or_sent + sent
-        value = (first, squares + length**2)
-        if value < best:
-            best = value
-            best_left = left
-    return best, best_left
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for _ in range(num_stages):
+        before, best = best, {}
+        for stop in ends:
+            sent = crossing[stop] if crossing is not None and stop < ends[-1] else 0.0
+            found = (inf, inf, 0)
+            for start, (first, squares, _) in before.items():
+                length = prefix[stop] - prefix[start]
+                if start < stop and length <= limit:
+                    longest_or_sent = first + sent if crossing is not None else max(first, length)
+                    found = min(found, (longest_or_sent, squares + length**2, start))
+            if found[0] < inf:
+                best[stop] = (*found[:2], [*before[found[2]][2], stop])
+    return best[ends[-1]][2][:-1]
