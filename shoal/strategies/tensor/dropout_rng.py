@@ -1,4 +1,4 @@
-"""Dropout on attention weights that are divided between heads, with the numbers of one device.
+"""Dropout on values that are divided, such as attention weights, with the numbers of one device.
 
       one device   draws   [ head 0  head 1  head 2  head 3 ]
       rank 0       draws   [ head 0  head 1  head 2  head 3 ]   and keeps heads 0 1
@@ -86,10 +86,13 @@ def _dropout_rate(args: Any, options: Any) -> float:
     return float(rate)
 
 
-def dropout_factors(weights: Tensor, p: float, axis: Axis) -> Tensor:
-    """Return 0 or 1/(1-p) for each weight of this rank's heads, drawn for all ranks' heads."""
-    shape = list(weights.shape)
-    shape[HEADS_DIM] *= axis.size
-    factors = F.dropout(torch.ones(shape, dtype=weights.dtype, device=weights.device), p)
-    # A clone: a view would keep the factors of all heads until the backward pass.
-    return local_slice(factors, axis, HEADS_DIM).clone()
+def dropout_factors(x: Tensor, p: float, axis: Axis, dim: int = HEADS_DIM) -> Tensor:
+    """Return 0 or 1/(1-p) for each value of this rank, drawn for the values of all ranks.
+
+    Args: dim: along which ranks divide; that of heads for attention weights.
+    """
+    shape = list(x.shape)
+    shape[dim] *= axis.size
+    factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), p)
+    # A clone: a view would keep the factors of all ranks until the backward pass.
+    return local_slice(factors, axis, dim).clone()

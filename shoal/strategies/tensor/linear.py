@@ -33,8 +33,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import local_slice, reduce_from_region
-from shoal.strategies.tensor.derivatives import check_first_derivative
+from shoal.comm.mappings import reduce_from_region
+from shoal.strategies.tensor.dropout_rng import dropout_factors
+from shoal.strategies.tensor.lazy_gather import check_first_derivative
 from shoal.strategies.tensor.region import (
     Region,
     local_part,
@@ -141,11 +142,7 @@ class ShardedDropout(nn.Dropout):
         if not self.training or self.p == 0:
             return x
         self.region.check_inside()
-        shape = list(x.shape)
-        shape[self.dim] *= self.axis.size
-        factors = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
-        # A clone: a view would keep all factors in memory until the backward pass.
-        return x * local_slice(factors, self.axis, self.dim).clone()
+        return x * dropout_factors(x, self.p, self.axis, self.dim)
 
 
 all_to_all = getattr(dist, "all_to_all_single")  # noqa: B009 - untyped in torch's stubs
@@ -167,87 +164,35 @@ class _Regroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, stored: Tensor, axis: Axis, parts: int) -> Tensor:
-        ctx.axis = axis
-        ctx.parts = parts
-        num_rows = len(stored) * axis.size
-        return _exchange_rows(
-            stored, _stored_rows(num_rows, axis), _used_rows(num_rows, axis, parts), axis
-        )
+        ctx.axis, ctx.parts = axis, parts
+        storing, using = _ranks_of_rows(len(stored) * axis.size, axis.size, parts)
+        return _exchange_rows(stored, storing, using, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         check_first_derivative()
-        num_rows = len(gradient) * ctx.axis.size
-        stored_gradient = _exchange_rows(
-            gradient,
-            _used_rows(num_rows, ctx.axis, ctx.parts),
-            _stored_rows(num_rows, ctx.axis),
-            ctx.axis,
-        )
-        return stored_gradient, None, None
+        storing, using = _ranks_of_rows(len(gradient) * ctx.axis.size, ctx.axis.size, ctx.parts)
+        return _exchange_rows(gradient, using, storing, ctx.axis), None, None
 
 
-def _stored_rows(num_rows: int, axis: Axis) -> list[list[range]]:
-    """Return for each rank the rows that it stores."""
-    size = num_rows // axis.size
-    return [[range(rank * size, (rank + 1) * size)] for rank in range(axis.size)]
+def _ranks_of_rows(num_rows: int, num_ranks: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Return for each row the rank that stores it, and the rank that computes with it."""
+    rows, part = torch.arange(num_rows, device="cpu"), num_rows // parts
+    return rows // (num_rows // num_ranks), rows % part // (part // num_ranks)
 
 
-def _used_rows(num_rows: int, axis: Axis, parts: int) -> list[list[range]]:
-    """Return for each rank the rows that it computes with: 1/T of each part."""
-    part_size = num_rows // parts
-    size = part_size // axis.size
-    return [
-        [
-            range(part_start + rank * size, part_start + (rank + 1) * size)
-            for part_start in range(0, num_rows, part_size)
-        ]
-        for rank in range(axis.size)
-    ]
-
-
-def _exchange_rows(
-    tensor: Tensor, before: list[list[range]], after: list[list[range]], axis: Axis
-) -> Tensor:
-    """Move rows between ranks: from the assignment `before` to the assignment `after`.
+def _exchange_rows(tensor: Tensor, before: Tensor, after: Tensor, axis: Axis) -> Tensor:
+    """Move rows between ranks. Collective.
 
     Args:
-        tensor: the rows `before[axis.rank]`.
-        before, after: ranges of rows of each rank, in ascending order.
+        tensor: this rank's rows of those that the ranks `before` have, in ascending order.
+        before, after: for each row the rank that has it, and the rank that gets it.
     """
-    own = before[axis.rank]
-    sent = [_overlaps(own, rows) for rows in after]
-    received = [_overlaps(rows, after[axis.rank]) for rows in before]
-    slices = [_rows_of(tensor, own, rows) for to_rank in sent for rows in to_rank]
-    # Contiguous, also for a transposed matrix: a message is sent as it lies in memory.
-    send_buffer = torch.cat(slices).contiguous()
-    receive_buffer = torch.empty_like(send_buffer)
-    all_to_all(receive_buffer, send_buffer, _num_rows(received), _num_rows(sent), group=axis.group)
-    arrived = [rows for from_rank in received for rows in from_rank]
-    chunks = receive_buffer.split([len(rows) for rows in arrived])
-    in_order = sorted(range(len(arrived)), key=lambda index: arrived[index].start)
-    return torch.cat([chunks[index] for index in in_order])
-
-
-def _overlaps(some: list[range], others: list[range]) -> list[range]:
-    """Return the rows that are in both, in ascending order."""
-    both = [
-        range(max(rows.start, other.start), min(rows.stop, other.stop))
-        for rows in some
-        for other in others
-    ]
-    return [rows for rows in both if rows]
-
-
-def _rows_of(tensor: Tensor, held: list[range], rows: range) -> Tensor:
-    """Return some rows of a tensor that holds the rows `held`; `rows` is within one range of it."""
-    position = 0
-    for each in held:
-        if rows.start in each:
-            return tensor.narrow(0, position + rows.start - each.start, len(rows))
-        position += len(each)
-    raise AssertionError(f"rows {rows} are not among {held}")
-
-
-def _num_rows(rows_by_rank: list[list[range]]) -> list[int]:
-    return [sum(len(rows) for rows in from_rank) for from_rank in rows_by_rank]
+    receivers, senders = after[before == axis.rank], before[after == axis.rank]
+    # Rows travel in the order of ranks, those of two ranks in ascending order.
+    send_order, receive_order = (ranks.argsort(stable=True) for ranks in (receivers, senders))
+    sent = tensor[send_order.to(tensor.device)].contiguous()
+    received = torch.empty_like(sent)
+    counts = (ranks.bincount(minlength=axis.size).tolist() for ranks in (senders, receivers))
+    all_to_all(received, sent, *counts, group=axis.group)
+    return received[receive_order.argsort().to(tensor.device)]

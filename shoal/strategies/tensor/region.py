@@ -37,7 +37,7 @@ from shoal.platform.torch_private.tensor_state import (
     in_function_transform,
     version,
 )
-from shoal.strategies.tensor.derivatives import check_first_derivative
+from shoal.strategies.tensor.lazy_gather import check_first_derivative
 from shoal.strategies.tensor.sequence import SequenceParallelTensor
 
 

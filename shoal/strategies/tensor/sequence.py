@@ -29,8 +29,11 @@ from shoal.comm.mappings import copy_to_region, local_slice, reduce_from_region,
 from shoal.platform.tensors import flatten_tensors, is_in_order, unflatten_tensors
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map, tree_map_only
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
-from shoal.strategies.tensor.derivatives import AUTOGRAD_FUNCTIONS, check_first_derivative
-from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
+from shoal.strategies.tensor.lazy_gather import (
+    AUTOGRAD_FUNCTIONS,
+    LazyGatherTensor,
+    check_first_derivative,
+)
 
 
 class SequenceParallelTensor(LazyGatherTensor):

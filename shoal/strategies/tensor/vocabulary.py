@@ -29,8 +29,11 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import reduce_from_region
 from shoal.platform.torch_private.kernels import assert_async
-from shoal.strategies.tensor.derivatives import AUTOGRAD_FUNCTIONS, check_first_derivative
-from shoal.strategies.tensor.lazy_gather import LazyGatherTensor
+from shoal.strategies.tensor.lazy_gather import (
+    AUTOGRAD_FUNCTIONS,
+    LazyGatherTensor,
+    check_first_derivative,
+)
 from shoal.strategies.tensor.region import local_shard, reduce_scatter_sequence, to_column_input
 
 
