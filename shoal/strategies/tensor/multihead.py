@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.errors import UsageError
-from shoal.platform.torch_private.kernels import safe_softmax
-from shoal.strategies.tensor.dropout_rng import dropout_factors
+from shoal.strategies.tensor.dropout_rng import GlobalDropout, dropout_factors
 from shoal.strategies.tensor.linear import add_bias, regroup_qkv, row_parallel_matmul
 from shoal.strategies.tensor.region import Region, local_shard
 
@@ -49,7 +48,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """Compute as torch does. Weights are those of all heads, or their mean. Collective.
 
         Raises:
-            UsageError: a causal flag without a mask, or nested tensors.
+            UsageError: a causal flag without a mask, nested tensors, or a sequence without a batch.
         """
         if is_causal and attn_mask is None:
             raise UsageError(
@@ -57,7 +56,12 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             )
         if query.is_nested:
             raise UsageError(NESTED_TENSOR_MESSAGE)
-        is_batched = query.dim() == 3  # else (time, width), without samples
+        if query.dim() != 3:
+            raise UsageError(
+                "tensor: attention in slices takes a batch of sequences (3 dimensions), and got "
+                f"{tuple(query.shape)}. Add a dimension of one sample, x.unsqueeze(...), or keep "
+                "the attention whole by the strategy's option `whole`."
+            )
         with _inside(self.region):
             inputs = self._batch_first_inputs(query, key, value)
             mask = self._merge_masks(query, key_padding_mask, attn_mask)
@@ -65,14 +69,12 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
             # Time first in memory, as in torch: a dropout that follows draws in this order.
             merged = heads.permute(2, 0, 1, 3).flatten(-2)
             out_weight = local_shard(self.out_proj.weight)
-            shard_dim = 0 if self.sequence and is_batched else None
+            shard_dim = 0 if self.sequence else None
             output = row_parallel_matmul(merged, out_weight, self.region.axis, shard_dim)
         output = add_bias(output, self.out_proj.bias)
-        if not is_batched:
-            output = output.squeeze(1)
-        elif self.batch_first:
+        if self.batch_first:
             output = output.transpose(0, 1)
-        return output, self._all_weights(weights, average_attn_weights, is_batched)
+        return output, self._all_weights(weights, average_attn_weights)
 
     def _batch_first_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return query, key and value as (batch, time, width).
@@ -80,8 +82,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         Inputs that are one tensor stay one: then the region copies it, or gathers it, once.
         """
         inputs = (query, key, value)
-        if query.dim() != 3:
-            return [x.unsqueeze(0) for x in inputs]
         if self.batch_first:
             return list(inputs)
         transposed = {id(x): x.transpose(0, 1) for x in inputs}
@@ -96,16 +96,15 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         """
         axis = self.region.axis
         query, key, value = self._project(inputs)
-        # Three ways, as in torch: its kernel where nothing is drawn and no weights are needed.
-        if self.dropout == 0 or not self.training:
-            if not need_weights:
-                heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-                return heads, None
-            weights = _attention_weights(query, key, mask)
-            return weights @ value, weights
-        weights = _attention_weights(query, key, mask, is_safe=not need_weights)
-        weights = weights * dropout_factors(weights, self.dropout, axis)
-        return weights @ value, weights if need_weights else None
+        rate = self.dropout if self.training else 0.0
+        if not need_weights:
+            with GlobalDropout(axis):
+                return F.scaled_dot_product_attention(query, key, value, mask, rate), None
+        scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+        weights = (scores if mask is None else scores + mask).softmax(-1)
+        if rate:
+            weights = weights * dropout_factors(weights, rate, axis)
+        return weights @ value, weights
 
     def _project(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return this rank's heads of query, key and value."""
@@ -131,27 +130,21 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
                 by_head = merged.unflatten(0, (-1, self.num_heads))
                 merged = local_slice(by_head, self.region.axis, 1)
         if padding is not None:
-            additive = _additive_mask(padding, query.dtype)
-            batched = additive if padding.dim() == 2 else additive.unsqueeze(0)
-            additive = batched[:, None, None, :]
+            additive = _additive_mask(padding, query.dtype)[:, None, None, :]
             merged = additive if merged is None else merged + additive
         return merged
 
-    def _all_weights(
-        self, weights: Tensor | None, is_average: bool, is_batched: bool
-    ) -> Tensor | None:
+    def _all_weights(self, weights: Tensor | None, is_average: bool) -> Tensor | None:
         """Return the weights of all heads, or their mean, on every rank. Collective."""
         if weights is None:
             return None
         axis = self.region.axis
         if is_average:
-            result = reduce_from_region(weights.sum(1) / self.num_heads, axis)
-        else:
-            # A sum with zeros for other ranks' heads: as a gather, and differentiable.
-            padded = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])
-            local_slice(padded, axis, 1).copy_(weights)
-            result = reduce_from_region(padded, axis)
-        return result if is_batched else result.squeeze(0)
+            return reduce_from_region(weights.sum(1) / self.num_heads, axis)
+        # A sum with zeros for other ranks' heads: as a gather, and differentiable.
+        padded = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])
+        local_slice(padded, axis, 1).copy_(weights)
+        return reduce_from_region(padded, axis)
 
 
 @contextmanager
@@ -163,20 +156,6 @@ def _inside(region: Region) -> Iterator[None]:
     finally:
         region.depth -= 1
         region.entered = []
-
-
-def _attention_weights(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_safe: bool = False
-) -> Tensor:
-    """Return the softmax of the scores.
-
-    Args:
-        is_safe: a row with all keys masked is 0, as in torch's SDPA, and not NaN.
-    """
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    if mask is not None:
-        scores = scores + mask
-    return safe_softmax(scores, -1) if is_safe else scores.softmax(-1)
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
