@@ -72,7 +72,6 @@ class ColumnRowPair:
         columns: column parallel layers: one, or several of which the products are taken.
         between: modules between the two that have one entry for each unit, or that draw.
         row: the row parallel layer.
-        sequential: True for linear layers, which compute each token by itself; convolutions don't.
         caller: the innermost module whose forward function calls them all, as a trace has seen it;
             None where no trace has: then the innermost module that contains them all.
     """
@@ -80,7 +79,6 @@ class ColumnRowPair:
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
-    sequential: bool
     caller: str | None = None
 
     @property
@@ -202,8 +200,7 @@ class PairMatcher:
         columns = sorted({self._name(node) for node in self.columns})
         between = sorted(set(self.between))
         caller = self._innermost_caller((*self.inside, row))
-        is_linear = self.kinds == LINEAR
-        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), is_linear, caller)
+        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), caller)
 
     def _innermost_caller(self, nodes: Iterable[fx.Node]) -> str | None:
         """Return the module in whose forward function all nodes were recorded, if that is known.

@@ -73,23 +73,6 @@ class TensorPlan:
             pairs=tuple(pair for pair in self.pairs if pair.row in names),
         )
 
-    def boundaries(self) -> tuple[list[str], list[str]]:
-        """Return the modules after which, and before which, activations are sequence parallel."""
-        pairs = [pair for pair in self.pairs if pair.sequential]
-        begin = [
-            *self.embeddings,
-            *(heads.row for heads in self.heads),
-            *self.multihead,
-            *(pair.row for pair in pairs),
-        ]
-        end = [
-            *(name for heads in self.heads for name in heads.columns),
-            *self.multihead,
-            *(name for pair in pairs for name in pair.columns),
-            *self.vocabulary_heads,
-        ]
-        return begin, end
-
     def parallel_styles(self) -> dict[str, str]:
         """Return the name of each divided module, with the way in which it is divided."""
         styles: dict[str, str] = dict.fromkeys(self.multihead, "heads")
@@ -204,7 +187,6 @@ def _feed_forward_pair(name: str) -> ColumnRowPair:
         columns=(f"{prefix}linear1",),
         between=(f"{prefix}dropout",),
         row=f"{prefix}linear2",
-        sequential=True,
     )
 
 

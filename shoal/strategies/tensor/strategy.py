@@ -197,11 +197,9 @@ def describe(made: TensorPlan, sequence: bool = False) -> list[str]:
         for style, names in _names_by_value(made.parallel_styles()).items()
     ]
     if sequence:
-        begin, end = made.boundaries()
         lines.append(
-            f"{head}: in slices of the sequence: the stream from "
-            f"{_collapse_layer_numbers(begin)} to {_collapse_layer_numbers(end)}, in "
-            "all that takes each token by itself; anything else gets it whole"
+            f"{head}: in slices of the sequence: activations between these layers, in all that "
+            "takes each token by itself; anything else gets them whole"
         )
     lines += [
         f"{head}: whole: {_collapse_layer_numbers(names)}: {reason}"

@@ -86,8 +86,7 @@ def test_an_lstm_is_refused() -> None:
 def test_the_head_of_a_run_says_what_lies_in_slices_of_the_sequence() -> None:
     said = describe(tensor_plan(gpt(), TensorParallel(2, sequence=True)), sequence=True)
     (found,) = [line for line in said if "sequence" in line]
-    assert "from token_embedding, blocks.*.attention.output (2), blocks.*.mlp.down (2) to " in found
-    assert "blocks.*.mlp.up (2), head, in all that takes each token by itself" in found
+    assert "activations between these layers, in all that takes each token by itself" in found
 
 
 Function = Callable[[Tensor, Tensor, Tensor], Tensor]
