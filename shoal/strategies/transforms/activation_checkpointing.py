@@ -7,14 +7,9 @@
 
 It costs a third more computing, and needs the activations of one unit instead of all (Chen et al.,
 2016). The numbers stay the same: recomputing draws random masks from the same generator state,
-reads buffers as the forward pass found them, and does not update running statistics again.
-
-Numbers of a unit as its forward pass found them, for when it is computed again.
+reads buffers and numbers of modules as the forward pass found them, and changes none a second time:
 
       self.temperature *= 0.99      forward: 1.0 -> 0.99      recompute: 1.0 again, then 0.99 stays
-
-A module may count its forward passes. Computed again in the backward pass, it would count twice and
-compute other values than those that were differentiated.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from dataclasses import replace
 from functools import wraps
 from itertools import groupby
 from types import MethodType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -160,41 +155,36 @@ def _recomputed(module: nn.Module) -> Callable[..., Any]:
         lambda _, *inputs, __forward=module.forward, **options: __forward(*inputs, **options)
     )
     has_buffers = any(True for _ in module.buffers())
-    numbers = RecomputedNumbers()
 
     @wraps(module.forward)
     def run(self: nn.Module, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *inputs, **options)
-        modes = _torch_function_modes()
+        is_compiling = torch.compiler.is_compiling()
         extra: dict[str, Any] = {}
-        if has_buffers or modes:  # else without contexts, which torch.compile does not take
+        if has_buffers or not is_compiling:  # torch.compile takes no contexts
+            modes = _torch_function_modes()
             extra["context_fn"] = lambda: _contexts(self, modes)
-        compute = forward if torch.compiler.is_compiling() else _explained(forward, numbers)
+        compute = forward if is_compiling else _explained(forward)
         return checkpoint(compute, self, *inputs, use_reentrant=False, **extra, **options)
 
     return run
 
 
-def _explained(forward: Callable[..., Any], numbers: RecomputedNumbers) -> Callable[..., Any]:
-    """Return a forward method that finds the same numbers when it runs for the second time, and
-    whose error then names the cause.
-    """
-    before: Numbers | None = None
+def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward method whose error names the cause when it runs for the second time."""
+    is_again = False
 
     def compute(self: nn.Module, *inputs: Any, **options: Any) -> Any:
-        nonlocal before
-        if before is None:
-            before = numbers.read(self)
-            output = forward(self, *inputs, **options)
-            numbers.learn(self, before)
-            return output
+        nonlocal is_again
+        was_run, is_again = is_again, True
         try:
-            with numbers.as_before(self, before):
-                return forward(self, *inputs, **options)
+            return forward(self, *inputs, **options)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
+            if not was_run:
+                raise
             raise StrategyRefused(
                 f"recompute: {type(self).__name__} fails when it is computed again ({error}): it "
                 "has changed what it is given, such as a cache of keys and values. Give the model "
@@ -219,8 +209,8 @@ def _contexts(
     module: nn.Module, modes: list[TorchFunctionMode]
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
-    buffers = _RecomputeBuffers(module)
-    return buffers.saved(), _RecomputeContext([buffers, *modes])
+    state = _UnitState(module)
+    return state.noted(), _RecomputeContext([state, *modes])
 
 
 class _RecomputeContext:
@@ -239,123 +229,67 @@ class _RecomputeContext:
         self._stack.close()
 
 
-class BufferSlot(NamedTuple):
-    """A name of a buffer in the module that owns it."""
+class _UnitState:
+    """Buffers and numbers of one unit as its forward pass found them.
 
-    owner: nn.Module
-    key: str
-
-
-class _RecomputeBuffers:
-    """Buffers as one forward pass of a unit found them, such as running statistics.
-
-      forward       copy all buffers, run, keep the copies of changed ones
-      recompute     enter: copies take the place of buffers      exit: buffers come back
-
-    Recomputing thus reads the values of the forward pass, and changes no buffer a second time.
+    forward       copy all, run, keep the copies of changed ones
+    recompute     enter: copies take their places      exit: what was there comes back
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._copies: list[tuple[list[BufferSlot], Tensor]] = []
-        self._replaced: list[tuple[BufferSlot, Tensor | None]] = []
+    def __init__(self, unit: nn.Module) -> None:
+        self._unit = unit
+        self._copies: list[tuple[dict[str, Any], str, Any]] = []
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
     @contextmanager
-    def saved(self) -> Iterator[None]:
-        """Save the buffers that the forward pass inside this context changes."""
-        before = [(slots, buffer, buffer.clone()) for buffer, slots in self._slots().items()]
+    def noted(self) -> Iterator[None]:
+        """Note the values that the forward pass inside this context changes."""
+        copies: dict[int, Any] = {}  # a buffer may be shared
+        before = []
+        for table, key, value in self._values():
+            if isinstance(value, Tensor) and id(value) not in copies:
+                copies[id(value)] = value.clone()
+            before.append((table, key, value, copies.get(id(value), value)))
         yield
         self._copies = [
-            (slots, copy)
-            for slots, buffer, copy in before
-            if _may_have_changed(slots, buffer, copy)
+            (table, key, copy)
+            for table, key, value, copy in before
+            if _may_have_changed(table.get(key), value, copy)
         ]
 
     def __enter__(self) -> None:
-        """Put copies of the saved values in the place of buffers.
+        """Put the noted values in their places.
 
-        New copies each time: there may be several backward passes, or one in two halves, as in a
-        zero-bubble pipeline.
+        Buffers are copied each time: there may be several backward passes, or one in two halves, as
+        in a zero-bubble pipeline.
         """
-        for slots, copy in self._copies:
-            replacement = copy.clone()
-            for slot in slots:
-                buffers = own_buffers(slot.owner)
-                self._replaced.append((slot, buffers[slot.key]))
-                buffers[slot.key] = replacement
+        clones = {id(copy): copy.clone() for _, _, copy in self._copies if isinstance(copy, Tensor)}
+        for table, key, copy in self._copies:
+            self._replaced.append((table, key, table[key]))
+            table[key] = clones.get(id(copy), copy)
 
     def __exit__(self, *_: object) -> None:
-        for slot, buffer in self._replaced:
-            own_buffers(slot.owner)[slot.key] = buffer
+        for table, key, value in self._replaced:
+            table[key] = value
         self._replaced = []
 
-    def _slots(self) -> dict[Tensor, list[BufferSlot]]:
-        """Map every buffer to all of its slots: a buffer may be shared."""
-        slots: dict[Tensor, list[BufferSlot]] = {}
-        for owner in self._module.modules():
-            for key, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-                slots.setdefault(buffer, []).append(BufferSlot(owner, key))
-        return slots
+    def _values(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
+        """Yield the buffers and numbers of all modules, with the tables that have them."""
+        for module in self._unit.modules():
+            numbers, buffers = vars(module), own_buffers(module)
+            yield from ((numbers, k, v) for k, v in numbers.items() if type(v) in (int, float))
+            yield from ((buffers, key, b) for key, b in buffers.items() if b is not None)
 
 
-def _may_have_changed(slots: Sequence[BufferSlot], buffer: Tensor, copy: Tensor) -> bool:
-    """Return True if a slot may have another tensor than `buffer`, or other values than `copy`.
+def _may_have_changed(now: Any, before: Any, copy: Any) -> bool:
+    """Return True if there may be another value than `before`, or other values in its tensor.
 
     BatchNorm's kernels do not count versions, so values are compared. Not on a GPU, where comparing
     would wait. A DTensor is compared by its shard: comparing DTensors is a collective of all ranks,
     and other ranks may have other buffers.
     """
-    if any(own_buffers(slot.owner)[slot.key] is not buffer for slot in slots):
+    if not isinstance(before, Tensor):
+        return bool(now != before)
+    if now is not before or before.device.type != "cpu":
         return True
-    return buffer.device.type != "cpu" or not torch.equal(to_local(buffer), to_local(copy))
-
-
-Numbers = dict[tuple[int, str], int | float]
-"""Values by the place of a module among those of the unit, and the attribute's name."""
-LOOKS = 2
-"""Forward passes after which numbers that have not changed are taken for constants."""
-
-
-class RecomputedNumbers:
-    """The numbers that the forward passes of one unit change."""
-
-    def __init__(self) -> None:
-        self._looks = LOOKS
-        self._changing: set[tuple[int, str]] = set()
-
-    def read(self, unit: nn.Module) -> Numbers:
-        """Return the numbers that may change, as they are now."""
-        if not self._looks and not self._changing:
-            return {}
-        tables = [vars(module) for module in unit.modules()]
-        if not self._looks:
-            return {(index, key): tables[index][key] for index, key in self._changing}
-        return {
-            (index, key): value
-            for index, table in enumerate(tables)
-            for key, value in table.items()
-            if type(value) in (int, float)
-        }
-
-    def learn(self, unit: nn.Module, before: Numbers) -> None:
-        """Note which numbers a forward pass has changed."""
-        if self._looks:
-            now = self.read(unit)
-            self._changing |= {at for at, value in before.items() if now.get(at) != value}
-            self._looks -= 1
-
-    @contextmanager
-    def as_before(self, unit: nn.Module, before: Numbers) -> Iterator[None]:
-        """Put numbers back inside of this context to what they were before the forward pass."""
-        if not self._changing:
-            yield
-            return
-        tables = [vars(module) for module in unit.modules()]
-        now = [(tables[index], key, tables[index][key]) for index, key in self._changing]
-        for index, key in self._changing:
-            tables[index][key] = before[index, key]
-        try:
-            yield
-        finally:
-            for table, key, value in now:
-                table[key] = value
+    return not torch.equal(to_local(before), to_local(copy))
