@@ -2,10 +2,14 @@
 
 apply      Linear (8, 6) ──> ColumnParallelLinear, its weight a DTensor, of which (4, 6) lie here
 whole      Linear (8, 6), whole on every rank, with the values of all steps since
+
+A trial runs the models on a few rows, another number of times on each rank. So hooks of an engine,
+which gather and reduce with all ranks, are taken off meanwhile.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -16,17 +20,23 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import full_tensor
-from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+from shoal.platform.torch_private.module_state import (
+    HOOKS,
+    HOOKS_OF_STATE,
+    own_buffers,
+    own_parameters,
+)
 
 MOST_BYTES = 1 << 30
 """Whole parameters that are put beside shards on the CPU for a while."""
 SHARE_OF_FREE = 0.25
 """Share of a GPU's free memory that they may take there; gradients come to as much."""
+HOOK_TABLES = (*HOOKS, *HOOKS_OF_STATE)
 Table = dict[str, Any]
 """The own parameters of a module, or its own buffers, by their keys."""
 
 
-def whole_fits(model: nn.Module, axis: Axis) -> bool:
+def _whole_fits(model: nn.Module, axis: Axis) -> bool:
     """Return whether every rank has room for whole parameters beside its shards. Collective.
 
     Args: axis: over which parameters are sharded.
@@ -40,7 +50,7 @@ def whole_fits(model: nn.Module, axis: Axis) -> bool:
     return not axis.all_reduce_max(is_too_large).item()
 
 
-def put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:
+def _put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:
     """Put whole tensors in the place of DTensors. Collective.
 
     Args: shards: what was there is added to it.
@@ -59,37 +69,43 @@ def put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]])
 
 
 class FormerModules:
-    """The classes and attributes of all modules of a model, before a strategy changes them.
+    """The classes, attributes and hooks of all modules of a model, before a strategy changes them.
 
     Args: model: as it is now.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen = [(module, type(module), dict(vars(module))) for module in model.modules()]
+        self._seen = [
+            (module, type(module), dict(vars(module)), {n: {*vars(module)[n]} for n in HOOK_TABLES})
+            for module in model.modules()
+        ]
         self._changes: list[_Change] = []
 
     def note_changes(self) -> None:
         """Note what has changed since the beginning. The script may change other attributes later,
         which stay as they are then.
         """
-        for module, kind, before in self._seen:
+        for module, kind, before, hooks_before in self._seen:
             now = vars(module)
             replaced = {key: value for key, value in before.items() if now.get(key) is not value}
             added = now.keys() - before.keys()
-            if replaced or added or type(module) is not kind:
-                self._changes.append(_Change(module, kind, replaced, added))
+            hooks = {name: now[name].keys() - hooks_before[name] for name in HOOK_TABLES}
+            if replaced or added or type(module) is not kind or any(hooks.values()):
+                self._changes.append(_Change(module, kind, replaced, added, hooks))
         self._seen = []  # holds values that the script may replace
 
     @contextmanager
-    def whole(self, axis: Axis) -> Iterator[bool]:
+    def whole(self, axis: Axis, is_bounded: bool = True) -> Iterator[bool]:
         """Let this rank run the models alone inside, and yield True; False if they do not fit.
 
         Collective at its beginning; passes inside are not.
 
-        Args: axis: over which parameters are sharded.
+        Args:
+            axis: over which parameters are sharded.
+            is_bounded: False: they fit, for a step makes them whole too.
         """
-        if not whole_fits(self._model, axis):
+        if is_bounded and not _whole_fits(self._model, axis):
             yield False
             return
         shards: list[tuple[Table, str, DTensor]] = []
@@ -102,7 +118,7 @@ class FormerModules:
             for (module, kind, before), change in zip(divided, self._changes, strict=True):
                 module.__class__ = kind
                 attributes = vars(module)
-                keys = change.added | change.replaced.keys()
+                keys = change.added | change.replaced.keys() | change.hooks.keys()
                 for key in keys & attributes.keys() - before.keys():
                     del attributes[key]
                 attributes.update({key: before[key] for key in keys & before.keys()})
@@ -116,13 +132,16 @@ class FormerModules:
         """
         modules = [*self._model.modules()]
         tables = (table for each in modules for table in (own_parameters(each), own_buffers(each)))
-        put_whole(tables, shards)
-        for module, kind, replaced, added in self._changes:
+        _put_whole(tables, shards)
+        for module, kind, replaced, added, hooks in self._changes:
             module.__class__ = kind
             attributes = vars(module)
             for key in added & attributes.keys():
                 del attributes[key]
             attributes.update(replaced)
+            for name, added_hooks in hooks.items():
+                kept = (item for item in attributes[name].items() if item[0] not in added_hooks)
+                attributes[name] = OrderedDict(kept)
 
 
 class _Change(NamedTuple):
@@ -131,9 +150,11 @@ class _Change(NamedTuple):
     Attributes:
         replaced: attributes that have other values now.
         added: names of attributes that it did not have.
+        hooks: name of a table of hooks -> keys of those that it did not have.
     """
 
     module: nn.Module
     kind: type[nn.Module]
     replaced: dict[str, Any]
     added: set[str]
+    hooks: dict[str, set[int]]

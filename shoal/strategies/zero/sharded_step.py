@@ -34,11 +34,11 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
+from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.local_step import mean_result, scaled_for_mean
 from shoal.strategies.wrap_units import innermost, units
 from shoal.strategies.zero.lockstep import Lockstep
 from shoal.strategies.zero.step_root import StepRoot
-from shoal.strategies.zero.whole_models import WholeModels
 
 
 class ShardedStep:
@@ -70,7 +70,7 @@ class ShardedStep:
         self.root = StepRoot(model.module)
         self.engines: list[FSDPModule] = []
         self._offloads = False
-        self._whole_models = WholeModels(model.module, data)
+        self._former = FormerModules(model.module)
 
     def shard(
         self,
@@ -119,7 +119,7 @@ class ShardedStep:
         is_container = type(model).forward is nn.Module.forward
         models = model.children() if is_container else [model]
         self.root.open_for_calls({*models, *wrapped.values()}, self.release)
-        self._whole_models.note_hooks()
+        self._former.note_changes()
         self._offloads = isinstance(policy, CPUOffloadPolicy)
         for name, scalar in self.scalars.items():
             self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
@@ -148,7 +148,7 @@ class ShardedStep:
     @contextmanager
     def _whole_and_undivided(self) -> Iterator[bool]:
         """Make whole what this strategy has sharded, then what others have divided. Collective."""
-        with self._whole_models.whole(is_bounded=self.stage == 3) as fits:
+        with self._former.whole(self.data, is_bounded=self.stage == 3) as fits:
             inner = self.model.outside_step.whole_models
             with inner() if fits and inner is not None else nullcontext(fits) as is_whole:
                 yield is_whole
