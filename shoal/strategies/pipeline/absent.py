@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DisableTorchFunctionSubclass,
@@ -65,6 +65,15 @@ class StageDone(BaseException):
 
 class WalkRefusal(BaseException):
     """The reason why a function cannot be divided. Passes `except Exception` in user code too."""
+
+
+@contextmanager
+def refusals_as_errors() -> Iterator[None]:
+    """Raise StrategyRefused for a WalkRefusal, outside of the user's function."""
+    try:
+        yield
+    except WalkRefusal as refusal:
+        raise StrategyRefused(str(refusal)) from refusal
 
 
 @contextmanager

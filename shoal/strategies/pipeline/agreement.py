@@ -14,13 +14,12 @@ from typing import Any
 
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
-from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.division import refusals_as_errors
+from shoal.strategies.pipeline.absent import WalkRefusal, refusals_as_errors
 from shoal.strategies.pipeline.observed_units import ObservedUnits, observe_named
 from shoal.strategies.pipeline.units import UnitCall, Units
 
 
-def agreed(world: Axis, function: Callable[[], Any]) -> Any:
+def agreed(axis: Axis, function: Callable[[], Any]) -> Any:
     """Return the function's result; raise on all ranks what it raises on one. Collective."""
     failure: BaseException | None = None
     result = None
@@ -28,13 +27,13 @@ def agreed(world: Axis, function: Callable[[], Any]) -> Any:
         result = function()
     except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
         failure = error
-    texts = world.all_gather_str(str(failure or "") or ("" if failure is None else repr(failure)))
+    texts = axis.all_gather_str(str(failure or "") or ("" if failure is None else repr(failure)))
     if failure is not None:
         with refusals_as_errors():
             raise failure
-    for rank, text in enumerate(texts):
+    for text in texts:
         if text:
-            raise StrategyRefused(f"rank {rank} says: {text}")
+            raise StrategyRefused(f"another rank says: {text}")
     return result
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,7 +19,8 @@ from shoal.data.seeds import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import LocalBatch, LossWrapper
-from shoal.strategies.pipeline.absent import StageDone, WalkRefusal, filled_result
+from shoal.strategies.pipeline.absent import StageDone, filled_result
+from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.meta_call import OutputForms, form_of
 from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed, seeded
 from shoal.strategies.pipeline.units import Crossing, StageMap, Units, enclosing
@@ -216,15 +216,6 @@ def _content(cell: Any) -> Any:
         return None
 
 
-@contextmanager
-def refusals_as_errors() -> Iterator[None]:
-    """Raise StrategyRefused for a WalkRefusal, outside of the user's function."""
-    try:
-        yield
-    except WalkRefusal as refusal:
-        raise StrategyRefused(str(refusal)) from refusal
-
-
 def _draws_nothing(before: Tensor, num_seeds: int) -> bool:
     """Return whether the generator has moved since `before` by the seeds of units alone.
 
@@ -284,33 +275,22 @@ class CallPlanner:
 
         Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
         """
-        is_known = all(self.divided.knows(call.key) for call in calls)
-        crossings: list[Crossing] = []
-        failure: BaseException | None = None
-        try:
-            for call in calls:
-                crossings.append(self.divided.crossing(call.function, call.key, call.seed))
-        except (WalkRefusal, Exception) as error:  # noqa: BLE001 - of the user's function
-            failure = error
-        if not is_known:
-            self._compare_over_pipeline(crossings, failure)
-        if failure is not None:
-            with refusals_as_errors():
-                raise failure
-        return [PlannedCall(*pair) for pair in zip(calls, crossings, strict=True)]
 
-    def _compare_over_pipeline(
-        self, crossings: Sequence[Crossing], failure: BaseException | None
-    ) -> None:
-        own = json.dumps([str(failure or ""), [digest(crossing) for crossing in crossings]])
-        found = [json.loads(text) for text in self.axis.all_gather_str(own)]
-        refusal = next((text for text, _ in found if text), "")
-        if failure is None and refusal:
-            raise StrategyRefused(f"another rank of the pipeline says: {refusal}")
-        if refusal:
-            return
-        for rank, (_, digests) in enumerate(found):
-            if digests != found[0][1]:
+        def crossings() -> list[Crossing]:
+            return [self.divided.crossing(call.function, call.key, call.seed) for call in calls]
+
+        if all(self.divided.knows(call.key) for call in calls):
+            found = crossings()
+        else:
+            found = agreed(self.axis, crossings)
+            self._compare_over_pipeline(found)
+        return [PlannedCall(*pair) for pair in zip(calls, found, strict=True)]
+
+    def _compare_over_pipeline(self, crossings: Sequence[Crossing]) -> None:
+        own = json.dumps([digest(crossing) for crossing in crossings])
+        digests = self.axis.all_gather_str(own)
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
                 raise StrategyRefused(
                     f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
                     "function, for the same batch. It must not depend on the rank, the time or "

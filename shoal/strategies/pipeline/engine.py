@@ -97,11 +97,12 @@ class ScheduleExecutor:
         self.table = table
         self.comm = comm
         self.compute = compute
-        self.parameters = parameters
         self._saved: dict[tuple[int, int], _SavedForward] = {}
         self._weight_backwards: dict[tuple[int, int], _WeightBackward] = {}
-        self._trainable: dict[int, list[nn.Parameter]] = {}
         self._has_split_backward = any(action.kind == "W" for row in table.rows for action in row)
+        # The look-up takes as long as a small layer.
+        split = table.stages_of(comm.rank) if self._has_split_backward else []
+        self._trainable = {s: [p for p in parameters(s) if p.requires_grad] for s in split}
 
     def run(self) -> Iterator[Action]:
         """Take all actions of this rank. Yield each action when it is done."""
@@ -135,7 +136,8 @@ class ScheduleExecutor:
         message = message_before(self.table, action)
         values, metas = self.comm.recv_forward(message) if message else ([], ())
         leaves = [
-            _leaf(value, meta.has_gradient) for value, meta in zip(values, metas, strict=True)
+            value.requires_grad_(meta.has_gradient)
+            for value, meta in zip(values, metas, strict=True)
         ]
         # A stage may begin with an in-place step, which autograd forbids on a leaf. A clone of a
         # leaf is no leaf.
@@ -164,7 +166,7 @@ class ScheduleExecutor:
         saved = self._saved.pop(action[1:])
         roots = self._roots(action, saved)
         leaves = [leaf for leaf in saved.leaves if leaf.requires_grad]
-        parameters = self._trainable_of(action.stage)
+        parameters = self._trainable[action.stage]
         # torch's halves find only parameters between the roots and the leaves. Roots that do not
         # depend on a leaf wait for the half of the weights; nobody waits for their gradients.
         dependent, independent = _split_roots(roots, leaves)
@@ -193,14 +195,6 @@ class ScheduleExecutor:
             torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
         add_weight_gradients(groups)
 
-    def _trainable_of(self, stage: int) -> list[nn.Parameter]:
-        """Return the trainable parameters of a stage. Cached: the look-up takes as long as a
-        small layer.
-        """
-        if stage not in self._trainable:
-            self._trainable[stage] = [p for p in self.parameters(stage) if p.requires_grad]
-        return self._trainable[stage]
-
     def _roots(self, action: Action, saved: _SavedForward) -> _Roots:
         """Return the roots of a backward pass; receive their gradients. Blocks."""
         objective = saved.output.objective
@@ -228,10 +222,6 @@ class ScheduleExecutor:
 def _span_name(action: Action) -> str:
     """Return the name of an action in traces."""
     return f"{action.kind}{action.microbatch} of stage {action.stage}"
-
-
-def _leaf(value: Tensor, has_gradient: bool) -> Tensor:
-    return value.requires_grad_() if has_gradient else value
 
 
 def _split_roots(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Roots]:

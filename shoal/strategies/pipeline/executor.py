@@ -39,6 +39,7 @@ from shoal.strategies.base import (
 from shoal.strategies.local_step import weighted_loss
 from shoal.strategies.loss_terms import Summed
 from shoal.strategies.microbatch import split_microbatches
+from shoal.strategies.pipeline.absent import refusals_as_errors
 from shoal.strategies.pipeline.division import (
     CallPlanner,
     DividedModel,
@@ -46,7 +47,6 @@ from shoal.strategies.pipeline.division import (
     StageCall,
     StageRun,
     code_key,
-    refusals_as_errors,
     shape_key,
 )
 from shoal.strategies.pipeline.engine import (

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
-from shoal.strategies.pipeline.absent import WalkRefusal, absence_explained
+from shoal.strategies.pipeline.absent import absence_explained
+from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.observed_units import (
     ObservedUnits,
     PlanRequest,
@@ -60,16 +61,9 @@ def plan(
 
     Raises: StrategyRefused, on every rank: a name is no place to cut, or there are too few places.
     """
-    sent = ""
-    if world.rank == 0:
-        try:
-            sent = json.dumps(_plan(observed, request, function)._asdict())
-        except (WalkRefusal, Exception) as refusal:  # noqa: BLE001 - of the user's function
-            sent = json.dumps({"refusal": str(refusal) or repr(refusal)})
-    received = json.loads(world.broadcast_str(sent))
-    if "refusal" in received:
-        raise StrategyRefused(received["refusal"])
-    return StagePlan(**received)
+    made = agreed(world, lambda: None if world.rank else _plan(observed, request, function))
+    chosen = json.loads(world.broadcast_str(json.dumps(None if world.rank else made._asdict())))
+    return StagePlan(**chosen)
 
 
 def parameter_users(

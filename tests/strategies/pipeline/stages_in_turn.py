@@ -26,8 +26,8 @@ class OneRank(Axis):
     def __init__(self) -> None:
         object.__setattr__(self, "rank", 0)
 
-    def broadcast_str(self, text: str) -> str:
-        return text
+    def all_gather_str(self, text: str) -> list[str]:
+        return [text]
 
 
 def observed(
