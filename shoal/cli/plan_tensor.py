@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from shoal.strategies.model_parallel_options import TensorOptions
+    from shoal.strategies.options import TensorOptions
     from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
     from shoal.train.build import build
 

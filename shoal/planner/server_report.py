@@ -8,7 +8,7 @@ from math import ceil, inf
 from shoal.costs import goodput, server_count
 from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.strategy_search import Planner
-from shoal.strategies.server_options import ServerOptions
+from shoal.strategies.options import ServerOptions
 
 MIB = 2**20
 PART_BYTES = ServerOptions.part_mb * MIB

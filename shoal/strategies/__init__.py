@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from shoal.config.yaml_subset import plain_value
 from shoal.errors import ConfigError, did_you_mean
 from shoal.strategies import foreign_words, options
-from shoal.strategies.model_parallel_options import PipelineOptions, TensorOptions
-from shoal.strategies.server_options import ServerOptions
+from shoal.strategies.options import PipelineOptions, ServerOptions, TensorOptions
 
 if TYPE_CHECKING:
     from shoal.strategies.base import Strategy

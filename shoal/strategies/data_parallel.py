@@ -26,6 +26,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.options import DataParallelOptions
+from shoal.strategies.wrap_units import user_models
 
 WHY_DDP = (
     "ddp with a process for each GPU (`shoal launch -n N --strategy ddp`) is faster: each keeps a "
@@ -63,7 +64,7 @@ class DataParallelReplicas(DataParallelOptions, Strategy):
                 f"several, {WHY_DDP}",
             )
         _check_replicable(model)
-        for user_model in _user_models(model.module):
+        for user_model in user_models(model.module):
             replicate_calls(user_model, nn.DataParallel(user_model, devices))
         return _with_line(
             model,
@@ -114,12 +115,6 @@ def replicate_calls(model: nn.Module, parallel: nn.Module) -> None:
 
 def _with_line(model: LocalModel, line: str) -> LocalModel:
     return replace(model, summary_lines=(*model.summary_lines, line))
-
-
-def _user_models(module: nn.Module) -> list[nn.Module]:
-    """Return the models that the user calls: the module, or those of a container."""
-    is_container = type(module).forward is nn.Module.forward
-    return [*module.children()] if is_container else [module]
 
 
 def _check_replicable(model: LocalModel) -> None:

@@ -2,9 +2,8 @@
 
       class Ddp(DdpOptions, Strategy)     a strategy inherits its options
 
-Options of strategies that divide the model stand in `model_parallel_options.py`, those of parameter
-servers in `server_options.py`. These files import no torch, so a bad value is an error before any
-process is started. Each class raises ConfigError with all of its problems.
+This file imports no torch, so a bad value is an error before any process is started. Each class
+raises ConfigError with all of its problems.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import ClassVar
 from shoal.comm import compression_spec
 from shoal.comm.algorithms.algorithm_names import refuse_unknown
 from shoal.errors import ConfigError, problems_of, raise_problems
+from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 
 class StrategyOptions:
@@ -200,3 +200,154 @@ class DilocoOptions(LocalOptions):
             momentum = self.outer_momentum
             messages.append(f"outer_momentum={momentum}: must be at least 0 and less than 1")
         return messages
+
+
+MAX_SERVERS = 1024
+
+
+@dataclass(frozen=True)
+class ServerOptions(StrategyOptions):
+    """Options of parameter servers.
+
+    Args:
+        servers: number of servers, and of the shards that they own.
+        replicas: servers that hold each shard. With 2, the loss of any one server loses no state,
+            and training continues.
+        staleness: steps that a worker may be ahead of the slowest one. "0" is synchronous and
+            exact; "async" sets no bound. If it is not 0, each push is a step of its own, with
+            1/workers of the learning rate.
+        compress: encoding of pushed gradients: none, bf16, fp16, topk=FRACTION or onebit. Every one
+            but none is inexact.
+        part_mb: maximum size of a partition, in MiB. Small models have smaller partitions: on one
+            machine about one for each server, between machines about four. A server that is added
+            on one machine may find none to take.
+        lease_s: seconds for which a server may be silent before another one takes over.
+        shared_memory: workers and servers of one machine read each other's memory, without
+            messages.
+        encrypt: use TLS 1.3 between machines. Without it, who can listen on the network reads
+            gradients and weights and can send others.
+    """
+
+    value: ClassVar[str] = "servers"
+    servers: int = 1
+    replicas: int = 1
+    staleness: str = "0"
+    compress: str = "none"
+    part_mb: float = 4.0
+    lease_s: float = 2.0
+    shared_memory: bool = True
+    encrypt: bool = True
+
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        return [f"{name}={servers}" for servers in sorted({1, max(ranks // 2, 1), ranks})]
+
+    def __post_init__(self) -> None:
+        messages = []
+        if self.servers <= 0:
+            messages.append(f"server={self.servers}: there must be at least one server")
+        if self.replicas < 1:
+            messages.append(f"replicas={self.replicas}: there must be at least one of each shard")
+        if max(self.servers, self.replicas) > MAX_SERVERS:
+            given = f"server={self.servers},replicas={self.replicas}"
+            messages.append(f"{given}: there may be up to {MAX_SERVERS:,} of each")
+        if not 0 < self.lease_s < inf:
+            messages.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
+        is_number = self.staleness.isdecimal() and len(self.staleness) < 19
+        if self.staleness != "async" and not is_number:
+            messages.append(
+                f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
+            )
+        if not 0 < self.part_mb < inf:
+            messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
+        messages += problems_of(lambda: compression_spec.read(self.compress))
+        raise_problems(messages)
+
+
+MANY_RANKS = 16
+"""Ranks of a pipeline above which `shoal plan` compares its default schedule alone."""
+
+
+@dataclass(frozen=True)
+class PipelineOptions(StrategyOptions):
+    """Options of pipeline parallelism.
+
+    Args:
+        ranks: ranks of each pipeline.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule NAME` draws
+            it.
+        microbatches: micro-batches of the local batch; 0 to choose.
+        stages: stages on each rank, for interleaved and zero-bubble; 0 for the schedule's default.
+        balance: time (forward and backward, measured on a sample) or parameters.
+        cuts: names of the modules that begin stages, as in layer2.0/layer4; empty to balance.
+    """
+
+    value: ClassVar[str] = "ranks"
+    ranks: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    stages: int = 0
+    balance: str = "time"
+    cuts: str = ""
+
+    def __post_init__(self) -> None:
+        messages = []
+        if self.balance not in ("time", "parameters"):
+            messages.append(f"balance={self.balance}: by time or by parameters")
+        if self.microbatches < 0:
+            messages.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
+        # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
+        messages += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
+        if self.cuts and self.schedule in SCHEDULES:
+            num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
+            num_cuts = len(self.cuts.split("/"))
+            if num_cuts != num_stages - 1:
+                need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
+                messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
+        raise_problems(messages)
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        return {"pipeline": self.ranks}
+
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        others = ("gpipe", "interleaved", "zero-bubble", "zbv")
+        schedules = [f",schedule={schedule}" for schedule in others]
+        # Tables of long pipelines take seconds to make, and schedules differ by their bubbles.
+        return [
+            f"{name}={p}{schedule}"
+            for p in divisors(ranks)
+            for schedule in ["", *(schedules if p <= MANY_RANKS else [])]
+        ]
+
+
+@dataclass(frozen=True)
+class TensorOptions(StrategyOptions):
+    """Options of tensor parallelism.
+
+    Args:
+        degree: ranks in each tensor group. Divides the world size, and the ranks of each machine.
+        whole: patterns of module names, with + between them. These modules are replicated, with all
+            modules inside.
+        sequence: sequence parallel: activations between divided layers are sharded along the
+            sequence.
+    """
+
+    value: ClassVar[str] = "degree"
+    degree: int = 2
+    whole: str = ""
+    sequence: bool = False
+
+    def __post_init__(self) -> None:
+        if self.degree <= 0:
+            raise ConfigError([f"tensor={self.degree}: must be 1 or more"])
+
+    @property
+    def mesh_dims(self) -> dict[str, int]:
+        return {"tensor": self.degree}
+
+    @classmethod
+    def variants(cls, name: str, ranks: int) -> list[str]:
+        degrees = [f"{name}={degree}" for degree in divisors(ranks)]
+        return [text + option for text in degrees for option in ("", ",sequence=true")]

@@ -71,6 +71,12 @@ def innermost(wrap_units: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+def user_models(module: nn.Module) -> list[nn.Module]:
+    """Return the models that the user calls: the module, or those of a container."""
+    is_container = type(module).forward is nn.Module.forward
+    return [*module.children()] if is_container else [module]
+
+
 def has_dropout(module: nn.Module) -> bool:
     """Return True if a module draws random masks in training."""
     if isinstance(module, DropoutBase):

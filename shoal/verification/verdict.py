@@ -20,10 +20,8 @@ from shoal.errors import UsageError
 from shoal.run.preparation import Draws
 from shoal.run.supervised import LossFunction
 from shoal.strategies import StrategyLine, build_strategies, parse_line
-from shoal.strategies.model_parallel_options import PipelineOptions
-from shoal.strategies.options import LocalOptions
+from shoal.strategies.options import LocalOptions, PipelineOptions, ServerOptions
 from shoal.strategies.precheck import check
-from shoal.strategies.server_options import ServerOptions
 from shoal.testing import world
 from shoal.verification.script.script_report import finite
 from shoal.verification.trajectory import Experiment, RankReport, run_reference, run_strategy

@@ -15,7 +15,7 @@ from itertools import pairwise
 from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
 from shoal.costs.work import Affine
 from shoal.errors import StrategyRefused
-from shoal.strategies.model_parallel_options import PipelineOptions
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.schedules import SCHEDULES, table
 from shoal.strategies.pipeline.units import find_units

@@ -38,8 +38,8 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import BatchNormBase, has_backward_hooks
 from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
 from shoal.strategies.full_model import FullModel, free_other_params
-from shoal.strategies.model_parallel_options import PipelineOptions
 from shoal.strategies.model_traits import PassTraits, PipelineTraits
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,
     names_on_any_rank,

@@ -36,8 +36,8 @@ from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
+from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
-from shoal.strategies.server_options import ServerOptions
 
 BAND = 0.56
 """How far predicted times were off: what servers and workers take from each other is not

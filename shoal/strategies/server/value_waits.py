@@ -22,7 +22,7 @@ from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.platform.torch_private.pytree import tree_leaves
-from shoal.strategies.wrap_units import units
+from shoal.strategies.wrap_units import units, user_models
 
 
 class ValueWaits:
@@ -50,8 +50,7 @@ class ValueWaits:
 
     def register_hooks(self) -> None:
         """Let each wrap unit, and each model, wait when it is called."""
-        is_container = type(self._module).forward is nn.Module.forward
-        models = [*self._module.children()] if is_container else [self._module]
+        models = user_models(self._module)
         remaining = set(self._flat.parameters)
         for unit in [*reversed(units(self._module).values()), *models]:  # inner units first
             inside = [self._names[id(p)] for p in unit.parameters() if id(p) in self._names]

@@ -33,9 +33,9 @@ from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS, base
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.local_step import scaled_for_mean
+from shoal.strategies.options import ServerOptions
 from shoal.strategies.server.gradient_pusher import GradientPusher
 from shoal.strategies.server.value_waits import ValueWaits
-from shoal.strategies.server_options import ServerOptions
 from shoal.strategies.state import StrategyState
 
 RESIDUAL_PREFIX = "not_pushed."

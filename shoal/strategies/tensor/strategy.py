@@ -56,7 +56,7 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.full_model import FullModel, free_other_params
-from shoal.strategies.model_parallel_options import TensorOptions
+from shoal.strategies.options import TensorOptions
 from shoal.strategies.tensor.apply import apply
 from shoal.strategies.tensor.cost import cost
 from shoal.strategies.tensor.graph import Trace, forward_graphs

@@ -36,7 +36,7 @@ from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.local_step import mean_result, scaled_for_mean
-from shoal.strategies.wrap_units import innermost, units
+from shoal.strategies.wrap_units import innermost, units, user_models
 from shoal.strategies.zero.lockstep import Lockstep
 from shoal.strategies.zero.step_root import StepRoot
 
@@ -116,9 +116,7 @@ class ShardedStep:
         # What belongs to no unit is needed again as soon as the backward pass begins.
         fully_shard(self.root, reshard_after_forward=False, **arguments)
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
-        is_container = type(model).forward is nn.Module.forward
-        models = model.children() if is_container else [model]
-        self.root.open_for_calls({*models, *wrapped.values()}, self.release)
+        self.root.open_for_calls({*user_models(model), *wrapped.values()}, self.release)
         self._former.note_changes()
         self._offloads = isinstance(policy, CPUOffloadPolicy)
         for name, scalar in self.scalars.items():
