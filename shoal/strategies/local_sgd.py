@@ -192,6 +192,7 @@ class LocalSgdStep(StrategyState):
 
     has_rank_local_optimizer = True
     is_synchronous = False
+    in_gradient_units = True
 
     def __init__(
         self, model: LocalModel, data: Axis, every: int, outer: OuterOptimizer | None
@@ -263,10 +264,6 @@ class LocalSgdStep(StrategyState):
     def state_dict(self) -> dict[str, Tensor]:
         velocity = {f"{VELOCITY_PREFIX}{name}": value for name, value in self.velocity.items()}
         return velocity | {"steps": torch.tensor(self.steps)}
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: the run saves each rank's optimizer state by itself."""
-        return {}
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]

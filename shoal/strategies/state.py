@@ -10,7 +10,6 @@ Where other processes step, as parameter servers do, `RemoteOptimizer` is what a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -21,8 +20,10 @@ from torch.optim import Optimizer
 from shoal.parameter_server.node.event_log import Event
 
 
-class StrategyState(ABC):
+class StrategyState:
     """State of a strategy: how it is saved, and how all ranks get the same weights.
+
+    That of a strategy that keeps none: weights are equal on all ranks after each step.
 
     Attributes:
         remote_optimizer: the optimizer in other processes that steps the parameters; None if this
@@ -37,24 +38,23 @@ class StrategyState(ABC):
     remote_optimizer: RemoteOptimizer | None = None
     has_rank_local_optimizer: bool = False
     is_synchronous: bool = True
-    in_gradient_units: bool = True
+    in_gradient_units: bool = False
 
-    @abstractmethod
     def synchronize(self) -> bool:
         """Wait until every rank has the same weights, with all steps applied. Collective.
 
         Returns: True if weights were different on the ranks.
         """
+        return False
 
-    @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state that is equal on every rank."""
+        return {}
 
-    @abstractmethod
     def rank_state_dict(self) -> dict[str, Tensor]:
         """Return the state of this rank alone."""
+        return {}
 
-    @abstractmethod
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
     ) -> list[str]:
@@ -66,6 +66,7 @@ class StrategyState(ABC):
 
         Returns: sentences about state that is lost.
         """
+        return []
 
     def wait(self) -> None:
         """Wait until this rank has the values of the last step. Called on any rank."""
@@ -90,28 +91,8 @@ class StrategyState(ABC):
         return None
 
 
-class Stateless(StrategyState):
-    """State of a strategy that keeps none. Weights are equal on all ranks after each step."""
-
-    in_gradient_units = False
-
-    def synchronize(self) -> bool:
-        return False
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_state_dict(
-        self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
-    ) -> list[str]:
-        return []
-
-
-STATELESS = Stateless()
-"""The one instance of `Stateless`."""
+STATELESS = StrategyState()
+"""State of all strategies that keep none."""
 
 
 class RemoteOptimizer(Protocol):

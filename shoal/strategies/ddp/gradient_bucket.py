@@ -10,10 +10,9 @@ wait                              1  2  3
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from shoal.comm.compression.base import BucketEntry
 from shoal.comm.norm import to_local
 from shoal.platform.tensors import MIB
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
+from shoal.strategies.model_traits import no_op
 
 
 class GradientBucket:
@@ -44,7 +44,7 @@ class GradientBucket:
         self.members = members
         self.num_missing = len(parameters)
         self._message: Tensor | None = None
-        self._pending: PendingMean | None = None
+        self._wait: Wait | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class GradientBucket:
     def start_mean(self, worker: BucketWorker) -> None:
         """Copy gradients to the message, zeros for missing ones, and start its mean. Collective."""
         self._message = self._packed()
-        self._pending = worker.start_mean(self._message, self.members)
+        self._wait = worker.start_mean(self._message, self.members)
 
     def finish_mean(self, used: Sequence[bool]) -> None:
         """Wait for the mean, and copy it to the gradients.
@@ -66,9 +66,9 @@ class GradientBucket:
         Args: used: for each parameter, True if any rank had a gradient. A parameter that no rank
             has used gets `.grad = None`.
         """
-        assert self._pending is not None
+        assert self._wait is not None
         assert self._message is not None
-        self._pending.wait()
+        self._wait()
         means = self._message.split([member.count for member in self.members])
         for parameter, mean, by_any_rank in zip(self.parameters, means, used, strict=True):
             if not by_any_rank:
@@ -78,14 +78,14 @@ class GradientBucket:
             else:
                 to_local(parameter.grad).copy_(mean.view_as(to_local(parameter)))
         self._message = None
-        self._pending = None
+        self._wait = None
 
     def clear(self) -> None:
         """Drop the message of a step that an error has ended."""
-        if self._pending is not None:
-            self._pending.wait()
+        if self._wait is not None:
+            self._wait()
         self._message = None
-        self._pending = None
+        self._wait = None
 
     def _packed(self) -> Tensor:
         return torch.cat([_dense_or_zeros(parameter) for parameter in self.parameters])
@@ -128,10 +128,8 @@ def with_own_group(axis: Axis) -> Axis:
     return replace(axis, group=axis.new_group()) if axis.device.type == "cpu" else axis
 
 
-class PendingMean(Protocol):
-    """Handle of a mean that is not finished, like torch.distributed.Work."""
-
-    def wait(self) -> Any: ...
+Wait = Callable[[], object]
+"""Waits for a mean that is not finished."""
 
 
 class BucketWorker:
@@ -153,36 +151,27 @@ class BucketWorker:
         if reduce.blocks and axis.device.type == "cpu":
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="bucket-mean")
 
-    def start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> PendingMean:
+    def start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> Wait:
         """Start to replace `message` by its mean over ranks. Collective.
 
         Args: members: parameters whose gradients the message holds. Empty for a message of other
             values, which is averaged without compression.
+
+        Returns: a function that waits for the mean.
         """
         if self._thread is not None:
-            return _ThreadedMean(self._thread.submit(self.reduce.mean, message, members))
+            return self._thread.submit(self.reduce.mean, message, members).result
         if self.reduce.blocks:
             self.reduce.mean(message, members)
-            return _FinishedMean()
+            return no_op
         message.div_(self._num_ranks)
-        pending: PendingMean = dist.all_reduce(message, group=self._group, async_op=True)
-        return pending
+        work = dist.all_reduce(message, group=self._group, async_op=True)
+        assert work is not None
+        wait: Wait = work.wait
+        return wait
 
     def close(self) -> None:
         """Wait for started means, and release the thread and the process group."""
         if self._thread is not None:
             self._thread.shutdown()
         self._group = None
-
-
-class _ThreadedMean:
-    def __init__(self, future: Future[object]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
-
-
-class _FinishedMean:
-    def wait(self) -> None:
-        """Return at once."""

@@ -105,11 +105,11 @@ class OverlappedBuckets(GradientLayout):
         if self._axis.host_device != totals.device:
             # Nobody may wait for a GPU to read flags, so they go over the CPU.
             message = totals.double()
-            self._worker.start_mean(message).wait()
+            self._worker.start_mean(message)()
             return message, [count > 0 for count in self._axis.sum_of_host_numbers(flags)]
         flags_sent = torch.tensor(flags, dtype=torch.float64, device=totals.device)
         message = torch.cat((totals.double(), flags_sent))
-        self._worker.start_mean(message).wait()
+        self._worker.start_mean(message)()
         return message, (message[TOTALS_LENGTH:] > 0).tolist()
 
     def close(self) -> None:

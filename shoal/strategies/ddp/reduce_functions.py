@@ -167,15 +167,10 @@ class CompressedMean(ReduceFunction):
 class ErrorFeedbackState(StrategyState):
     """Residuals that messages have left out, for checkpoints. Each rank has its own."""
 
+    in_gradient_units = True
+
     def __init__(self, compression: CompressedReducer) -> None:
         self.compression = compression
-
-    def synchronize(self) -> bool:
-        """Return False: weights are equal on all ranks after each step."""
-        return False
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {}
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         return self.compression.rank_state_dict()

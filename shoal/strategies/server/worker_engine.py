@@ -72,8 +72,6 @@ class WorkerEngine(StrategyState):
     Raises: ConfigError: compress of an unknown kind.
     """
 
-    in_gradient_units = False  # fp16 is refused for another reason: servers cannot skip a step
-
     def __init__(
         self, options: ServerOptions, model: LocalModel, mesh: Mesh, connect: Connect
     ) -> None:
@@ -280,10 +278,6 @@ class WorkerEngine(StrategyState):
 
     def publish_address(self, directory: Path) -> None:
         self.launcher.announce(directory)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return nothing: `pull_state` gives the optimizer's state, and there is no other."""
-        return {}
 
     def rank_state_dict(self) -> dict[str, Tensor]:
         """Return the residual of each parameter, which compression has left out so far."""
