@@ -66,43 +66,75 @@ class LocalSgd(LocalOptions, Strategy):
     """Local SGD: average the weights of all ranks every H steps."""
 
     can_apply_again: ClassVar[bool] = True
+    _action: ClassVar[str] = "weights are averaged"
+
+    @property
+    def _outer(self) -> OuterOptimizer | None:
+        """The optimizer that steps by the mean change of all ranks; None for a mean of weights."""
+        return None
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        return _apply_local_steps(model, mesh, self, None)
+        name, every = self.name, self.every
+        if not model.trainable_params:
+            raise StrategyRefused(
+                f"strategy {name} averages what was trained; the model has no trainable parameter."
+            )
+        if model.is_partial or model.has_sharded_params:
+            raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
+        mesh.data.broadcast_module(model.module)
+        engine = LocalSgdStep(model, mesh.data, every, self._outer)
+        round_mb = engine.bytes_per_sync() / 1e6
+        ddp_bytes = sum(
+            uncompressed_bytes(parameter.numel(), parameter.dtype, mesh.data.size)
+            for parameter in model.trainable_params.values()
+        )
+        summary = (
+            f"{name}={every}: a rank sends {round_mb:,.3g} MB at a meeting, "
+            f"{round_mb / every:,.3g} MB a step; ddp sends {ddp_bytes / 1e6:,.3g} MB a step"
+        )
+        return replace(
+            model,
+            run=engine.run,
+            gather_params=engine.gather,
+            strategy_state=engine,
+            summary_lines=(*model.summary_lines, summary),
+        )
 
     def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of local steps."""
-        return _cost(self, step)
+        """Return a step with 1/H of a sync round. An outer optimizer holds two models more."""
+        if step.layout.data < step.layout.world:
+            raise StrategyRefused(PARTIAL_MESSAGE.format(name=self.name))
+        size = total(step.parameters_of_rank(0))
+        held = 0.0 if self._outer is None else 2 * size
+        if step.layout.data == 1:
+            return replace(step, always_held={0: held}, is_exact=False)
+        sync_round = SentMessage("all_reduce", size, share=1 / self.every)
+        return replace(step, always_held={0: held}, after_step={0: (sync_round,)}, is_exact=False)
 
     @property
     def deviations(self) -> list[str]:
-        return _deviations(self, "weights are averaged")
+        name, every = self.name, self.every
+        return [
+            f"{name}={every} is not exact: every rank steps by its own samples, and {self._action} "
+            f"every {every} steps, and before evaluating and saving.",
+            f"{name}={every}: between meetings loss and accuracy are those of the first rank's "
+            "samples, and clipping is by each rank's own norm; a request to stop is heard at the "
+            f"next regular meeting, at most {every} steps later.",
+        ]
 
 
-class Diloco(DilocoOptions, Strategy):
+class Diloco(DilocoOptions, LocalSgd):
     """DiLoCo: step an outer optimizer by the mean change of all ranks, every H steps."""
 
-    can_apply_again: ClassVar[bool] = True
-
-    def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
-        """Replace `run`, `gather_params` and `strategy_state`. Collective.
-
-        Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
-        """
-        outer = OuterOptimizer(self.outer_lr, self.outer_momentum)
-        return _apply_local_steps(model, mesh, self, outer)
-
-    def cost(self, step: StepCost) -> StepCost:
-        """Return the cost of local steps, and of two models more."""
-        return _cost(self, step)
+    _action = "an outer optimizer steps by the mean change"
 
     @property
-    def deviations(self) -> list[str]:
-        return _deviations(self, "an outer optimizer steps by the mean change")
+    def _outer(self) -> OuterOptimizer:
+        return OuterOptimizer(self.outer_lr, self.outer_momentum)
 
 
 class OuterOptimizer:
@@ -116,61 +148,6 @@ class OuterOptimizer:
         """Return what to subtract from the weights. Updates `velocity` in place."""
         velocity.mul_(self.momentum).add_(change)
         return (change + self.momentum * velocity) * self.rate
-
-
-def _deviations(options: LocalOptions, action: str) -> list[str]:
-    name, every = options.name, options.every
-    return [
-        f"{name}={every} is not exact: every rank steps by its own samples, and {action} every "
-        f"{every} steps, and before "
-        "evaluating and saving.",
-        f"{name}={every}: between meetings loss and accuracy are those of the first rank's "
-        "samples, and clipping is by "
-        "each rank's own norm; a request to stop is heard at the next regular meeting, at most "
-        f"{every} steps later.",
-    ]
-
-
-def _cost(options: LocalOptions, step: StepCost) -> StepCost:
-    """Return a step with 1/H of a sync round. DiLoCo holds two models more."""
-    if step.layout.data < step.layout.world:
-        raise StrategyRefused(PARTIAL_MESSAGE.format(name=options.name))
-    size = total(step.parameters_of_rank(0))
-    held = 2 * size if isinstance(options, DilocoOptions) else 0.0
-    if step.layout.data == 1:
-        return replace(step, always_held={0: held}, is_exact=False)
-    sync_round = SentMessage("all_reduce", size, share=1 / options.every)
-    return replace(step, always_held={0: held}, after_step={0: (sync_round,)}, is_exact=False)
-
-
-def _apply_local_steps(
-    model: LocalModel, mesh: Mesh, options: LocalOptions, outer: OuterOptimizer | None
-) -> LocalModel:
-    name, every = options.name, options.every
-    if not model.trainable_params:
-        raise StrategyRefused(
-            f"strategy {name} averages what was trained; the model has no trainable parameter."
-        )
-    if model.is_partial or model.has_sharded_params:
-        raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
-    mesh.data.broadcast_module(model.module)
-    engine = LocalSgdStep(model, mesh.data, every, outer)
-    round_mb = engine.bytes_per_sync() / 1e6
-    ddp_bytes = sum(
-        uncompressed_bytes(parameter.numel(), parameter.dtype, mesh.data.size)
-        for parameter in model.trainable_params.values()
-    )
-    summary = (
-        f"{name}={every}: a rank sends {round_mb:,.3g} MB at a meeting, "
-        f"{round_mb / every:,.3g} MB a step; ddp sends {ddp_bytes / 1e6:,.3g} MB a step"
-    )
-    return replace(
-        model,
-        run=engine.run,
-        gather_params=engine.gather,
-        strategy_state=engine,
-        summary_lines=(*model.summary_lines, summary),
-    )
 
 
 class LocalSgdStep(StrategyState):
