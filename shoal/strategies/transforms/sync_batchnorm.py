@@ -147,48 +147,37 @@ class _StatisticsOfAllRanks(TorchFunctionMode):
         self.counts = counts
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func is F.batch_norm:
-            return self._batch_norm(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def _batch_norm(
-        self,
-        x: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if not training:
-            return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
-        return batch_norm(
-            x, self.axis, self.counts, running_mean, running_var, weight, bias, momentum, eps
-        )
+            return batch_norm(*args, **kwargs, axis=self.axis, counts=self.counts)
+        return func(*args, **kwargs)
 
 
 def batch_norm(
     x: Tensor,
-    axis: Axis,
-    counts: bool,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    axis: Axis,
+    counts: bool,
 ) -> Tensor:
-    """Normalise by the statistics of all ranks, and update the running ones. Collective.
+    """Do what `F.batch_norm` does; in training by statistics of all ranks, which it updates.
+
+    Collective.
 
     Args:
         x: (samples, channels, ...); ranks may have different numbers of values for each channel.
         counts: False if the rows of this rank belong to no statistics.
-        running_mean, running_var, weight, bias: (channels,) or None, as in `F.batch_norm`.
 
     Returns: as `x`, with its dtype. Statistics are float32 or wider.
     """
+    if not training:
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, momentum, eps)
     dims = [dim for dim in range(x.dim()) if dim != 1]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     wide = x.to(accumulation_dtype(x.dtype))
