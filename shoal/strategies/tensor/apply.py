@@ -15,28 +15,23 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shoal.comm.mesh import Mesh
 from shoal.platform.torch_private.module_state import own_buffers
-from shoal.strategies.tensor import conv
 from shoal.strategies.tensor.candidates import CONVOLUTIONS, is_gpt2_conv1d
 from shoal.strategies.tensor.find_attention import AttentionPlan
 from shoal.strategies.tensor.find_pairs import ColumnRowPair
 from shoal.strategies.tensor.heads import HeadsRegion
-from shoal.strategies.tensor.linear import (
-    ColumnParallelGPT2Conv1D,
-    ColumnParallelLinear,
-    RowParallelGPT2Conv1D,
-    RowParallelLinear,
-    ShardedDropout,
-)
 from shoal.strategies.tensor.multihead import ShardedMultiheadAttention
+from shoal.strategies.tensor.parallel_layers import (
+    BETWEEN_CLASSES,
+    CHANNEL_TENSORS,
+    COLUMN_CLASSES,
+    ROW_CLASSES,
+    ColumnParallelGPT2Conv1D,
+    RowParallelGPT2Conv1D,
+)
 from shoal.strategies.tensor.plan import TRANSFORMER_LAYERS, TensorPlan
 from shoal.strategies.tensor.region import Region
 from shoal.strategies.tensor.vocabulary import VocabParallelEmbedding, VocabParallelHead
 from shoal.weights.deferred_weights import DeferredWeights
-
-COLUMN_CLASSES: conv.ModuleClasses = {nn.Linear: ColumnParallelLinear, **conv.COLUMN_CLASSES}
-ROW_CLASSES: conv.ModuleClasses = {nn.Linear: RowParallelLinear, **conv.ROW_CLASSES}
-BETWEEN_CLASSES: conv.ModuleClasses = {nn.Dropout: ShardedDropout, **conv.BETWEEN_CLASSES}
-CHANNEL_TENSORS = ("weight", "bias", "running_mean", "running_var")
 
 
 def apply(
@@ -152,8 +147,8 @@ class _TensorParallelizer:
             between = self.swap_class(name, BETWEEN_CLASSES[type(module)], dims)
             between.dim = channel_dim
             between.region = region
-            if isinstance(module, CONVOLUTIONS):
-                module.groups = module.groups // self.mesh.tensor.size
+            for key in vars(module).keys() & {"groups", "num_groups"}:
+                setattr(module, key, getattr(module, key) // self.mesh.tensor.size)
 
     def shard_attention(self, attention: AttentionPlan) -> None:
         """Divide attention that is known by its names, or a pair of the user's plan."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.comm.mappings import local_slice, reduce_from_region
 from shoal.errors import UsageError
 from shoal.strategies.tensor.dropout_rng import GlobalDropout, dropout_factors
-from shoal.strategies.tensor.linear import add_bias, regroup_qkv, row_parallel_matmul
+from shoal.strategies.tensor.parallel_layers import add_bias, regroup_qkv, row_parallel_matmul
 from shoal.strategies.tensor.region import Region, local_shard
 
 NESTED_TENSOR_MESSAGE = (

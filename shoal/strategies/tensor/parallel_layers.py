@@ -1,4 +1,4 @@
-"""Column and row parallel linear layers, and the dropout between them.
+"""Column and row parallel layers, linear ones and convolutions, and the layers between them.
 
     column   each rank has some outputs   weight (out/T, in), bias (out/T)    full x -> shard of y
     row      each rank has some inputs    weight (out, in/T), bias (out)      shard of x -> full y
@@ -20,6 +20,15 @@ A fused column layer holds query, key and value in one matrix, whose rows are re
 
 Each rank sends at most its own rows, 1/T of the matrix, in each forward and backward pass.
 
+Convolutions and norms are divided along channels:
+
+    x ──> column ──> BatchNorm ──> ReLU ──> row ──> sum       statistics are those of one channel,
+                                                              so they need no communication
+
+DTensor's convolution is no alternative: with a weight that is sharded on output channels, it
+declares its output replicated, at half the channels, without an error (torch 2.13,
+pytorch#186129).
+
 Source: Shoeybi et al., arXiv:1909.08053, section 3.
 """
 
@@ -34,6 +43,8 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import reduce_from_region
+from shoal.platform.torch_private.module_state import own_buffers, own_parameters
+from shoal.strategies.tensor.candidates import CONVOLUTIONS
 from shoal.strategies.tensor.dropout_rng import dropout_factors
 from shoal.strategies.tensor.lazy_gather import check_first_derivative
 from shoal.strategies.tensor.region import (
@@ -196,3 +207,82 @@ def _exchange_rows(tensor: Tensor, before: Tensor, after: Tensor, axis: Axis) ->
     counts = (ranks.bincount(minlength=axis.size).tolist() for ranks in (senders, receivers))
     all_to_all(received, sent, *counts, group=axis.group)
     return received[receive_order.argsort().to(tensor.device)]
+
+
+ModuleClasses = dict[type[nn.Module], type[nn.Module]]
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm)
+CHANNEL_TENSORS = {"weight", "bias", "running_mean", "running_var"}
+"""Names of tensors with an entry for each channel."""
+
+
+class _ColumnParallelConv:
+    """Computes this rank's shard of the channels."""
+
+    region: Region
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        y: Tensor = self._conv_forward(
+            self.region.enter(x).full, local_shard(self.weight), local_shard(self.bias)
+        )
+        return y
+
+
+class _RowParallelConv:
+    """Takes this rank's shard of the channels; the output is replicated."""
+
+    region: Region
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.region.check_inside()
+        partial_sum = self._conv_forward(x, local_shard(self.weight), None)
+        y = reduce_from_region(partial_sum, self.region.axis)
+        if self.bias is None:
+            return y
+        # Added after the sum, so that it counts once; (channels, 1, ...) for the image's dims.
+        bias = local_part(self.bias).to(y.dtype)
+        output: Tensor = y + bias.view(-1, *[1] * len(self.kernel_size))
+        return output
+
+
+class _ShardedChannels:
+    """Computes this rank's channels as its class does: it computes each channel, or group, alone.
+
+    A convolution in groups, BatchNorm, GroupNorm.
+    """
+
+    region: Region
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        self.region.check_inside()
+        tables: tuple[dict[str, Any], ...] = (own_parameters(self), own_buffers(self))
+        whole = [
+            (table, key, table[key]) for table in tables for key in CHANNEL_TENSORS & table.keys()
+        ]
+        try:
+            for table, key, tensor in whole:
+                table[key] = local_shard(tensor)
+            y: Tensor = self.full_class.forward(self, x)
+            return y
+        finally:
+            for table, key, tensor in whole:
+                table[key] = tensor
+
+
+def _classes(mixin: type, *kinds: type[nn.Module]) -> ModuleClasses:
+    """Return for each kind of module a class that computes as `mixin` says."""
+    name = mixin.__name__.removeprefix("_")
+    return {kind: type(f"{name} of {kind.__name__}", (mixin, kind), {}) for kind in kinds}
+
+
+COLUMN_CLASSES: ModuleClasses = {
+    nn.Linear: ColumnParallelLinear,
+    **_classes(_ColumnParallelConv, *CONVOLUTIONS),
+}
+ROW_CLASSES: ModuleClasses = {
+    nn.Linear: RowParallelLinear,
+    **_classes(_RowParallelConv, *CONVOLUTIONS),
+}
+BETWEEN_CLASSES: ModuleClasses = {
+    nn.Dropout: ShardedDropout,
+    **_classes(_ShardedChannels, *CONVOLUTIONS, *NORMS),
+}
