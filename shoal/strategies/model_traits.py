@@ -20,18 +20,12 @@ from shoal.strategies.full_model import FullModel
 class PassTraits:
     """Facts about the passes of a step through the module."""
 
-    module_called: bool = True
-    """Calls of the user's models are calls of whole modules. False: a rank computes some of the
-    modules inside, one by one.
-    """
     complete_after_run: bool = False
     """Gradients and totals are complete only after `run` has returned, because `run` makes many
-    passes through parts of `module`, in any order. False: `run` makes one forward and one backward
-    pass for each micro-batch, totals are complete after the forward pass, and each gradient is
-    complete when it arrives.
+    passes through parts of `module`, in any order, and records them in a trace. False: `run` makes
+    one forward and one backward pass for each micro-batch, totals are complete after the forward
+    pass, and each gradient is complete when it arrives.
     """
-    recorded: bool = False
-    """`run` records its own passes in a trace."""
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
     autocast: torch.dtype | None = None

@@ -177,7 +177,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "module_state.DropoutBase": lambda kind: all(
         issubclass(layer, kind) for layer in (nn.Dropout, nn.Dropout3d, nn.AlphaDropout)
     ),
-    "module_state.STORES": lambda names: set(names) <= vars(nn.Module()).keys(),
     "module_state.HOOKS": _hooks,
     "module_state.HOOKS_OF_STATE": lambda names: set(names) <= vars(nn.Module()).keys(),
     "module_state.own_parameters": _own_parameters,

@@ -21,12 +21,6 @@ NormBase = _NormBase
 # Checked: 2.11, 2.13, 2.15.
 DropoutBase = _DropoutNd
 
-STORES = ("_modules", "_parameters", "_buffers")
-"""Names of the tables in which a module keeps what hangs on it, in its `__dict__`.
-
-Why: __getattribute__ of a module must look into them without asking itself. Without: a layer called
-`values` in a ModuleDict would be the method. Checked: 2.11, 2.13, 2.15.
-"""
 HOOKS = (
     *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_hooks_always_called", "_forward_hooks_with_kwargs"),

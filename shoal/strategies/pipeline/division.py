@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.data.seeds import HostGenerators
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import LocalBatch, LossWrapper
+from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import StageDone, filled_result
 from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.meta_call import OutputForms, form_of
-from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed, seeded
+from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused, seeded
 from shoal.strategies.pipeline.units import Crossing, StageMap, Units, enclosing
 from shoal.strategies.pipeline.walk import DryRun, Walk, digest
 
@@ -75,6 +75,12 @@ class DividedModel:
         for call, stage in self.stage_map.stages.items():
             stages[call.unit].add(stage)
         return stages
+
+    @property
+    def full_model(self) -> FullModel:
+        """All modules, with their stages."""
+        users = sorted(self.parameter_users)
+        return FullModel(self.units.model, self.stages_by_unit, self.stage_map.last, users)
 
     def targets(self, stage: int) -> set[str]:
         """Return the paths of the units of a stage, and of parameters that code around them
@@ -136,9 +142,9 @@ class DividedModel:
             return known
         dry = DryRun(self.units, self.forms, self.stage_map)
         with self.units.watched(), seeded(seed, self.units.device):
-            before, host = torch.get_rng_state(), HostGenerators.now()
-            found = dry.run(function)
-            check_host_draws(host)
+            before = torch.get_rng_state()
+            with host_draws_refused():
+                found = dry.run(function)
             is_constant = _draws_nothing(before, dry.num_seeds)
             if is_constant and len(self._crossings) < MAX_CROSSINGS:
                 self._crossings[key] = found

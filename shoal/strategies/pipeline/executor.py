@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.costs.pass_table import Action
-from shoal.data.seeds import HostGenerators, derive_seed
+from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import SPARSE
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import accumulation_dtype
@@ -61,7 +61,7 @@ from shoal.strategies.pipeline.p2p import (
     message_after,
     message_before,
 )
-from shoal.strategies.pipeline.random_streams import check_host_draws, draw_seed
+from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused
 from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
@@ -131,7 +131,7 @@ class PipelineExecutor:
         # of zero samples fill up.
         single = batch._replace(previous_totals=None, stop_requested=False)
         microbatches = list(split_microbatches(single, count, min_count=count))
-        seed, host = self._common_seed(), HostGenerators.now()
+        seed = self._common_seed()
         calls = [
             StageCall.of(self.model, micro, derive_seed(seed, index) % 2**31)
             for index, micro in enumerate(microbatches)
@@ -152,10 +152,9 @@ class PipelineExecutor:
         comm = StageComm(self.link, self.table, lambda microbatch: planned[microbatch].call.key)
         engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
         # Checkpoints in the user's code call units again in a backward pass.
-        with self.divided.units.watched(), refusals_as_errors():
+        with self.divided.units.watched(), refusals_as_errors(), host_draws_refused():
             for _ in engine.run():
                 pass
-            check_host_draws(host)
         self._planned = None
         if batch.is_last_microbatch:
             self.ties.sum_gradients()
@@ -166,7 +165,6 @@ class PipelineExecutor:
 
         Collective over the pipeline: all ranks call it with the same arguments.
         """
-        host = HostGenerators.now()
         with torch.no_grad():
             call = StageCall(
                 partial(function, *args, **kwargs),
@@ -174,9 +172,8 @@ class PipelineExecutor:
                 self._common_seed(),
             )
             [planned] = self.planner.plan([call])
-            with refusals_as_errors():
+            with refusals_as_errors(), host_draws_refused():
                 result = self._run_stages(planned)
-                check_host_draws(host)
             return self._broadcast(result)
 
     def _run_stage(self, stage: int, planned: PlannedCall, values: Sequence[Tensor]) -> StageRun:

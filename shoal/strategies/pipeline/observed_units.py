@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from shoal.data.seeds import HostGenerators, preserve_rng_state
+from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -29,7 +29,7 @@ from shoal.strategies.pipeline.absent import (
     tensors_in,
 )
 from shoal.strategies.pipeline.meta_call import OutputForms
-from shoal.strategies.pipeline.random_streams import check_host_draws
+from shoal.strategies.pipeline.random_streams import host_draws_refused
 from shoal.strategies.pipeline.units import StageMap, UnitCall, Units, enclosing, find_units
 
 
@@ -283,10 +283,9 @@ def observed_run(
             units.watched(),
             units.observed_by(profile),
             profile,
+            host_draws_refused(),
         ):
-            before = HostGenerators.now()
             function()
-            check_host_draws(before)
         profile.mutated_buffers = saved.mutated()
     finally:
         saved.restore()

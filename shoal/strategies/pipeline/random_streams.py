@@ -33,11 +33,14 @@ def may_draw(label: str) -> bool:
     return label in _DRAWING_ALSO or any(word in label for word in _DRAWING)
 
 
-def check_host_draws(before: HostGenerators) -> None:
-    """Check that nothing was drawn from the generators of Python and NumPy.
+@contextmanager
+def host_draws_refused() -> Iterator[None]:
+    """Check that nothing is drawn from the generators of Python and NumPy in this context.
 
     Raises: WalkRefusal: a number was drawn, which other stages and micro-batches do not know.
     """
+    before = HostGenerators.now()
+    yield
     if before.has_moved():
         raise WalkRefusal(
             "pipeline: compute_loss, or a block that it calls, draws numbers of Python's `random` "

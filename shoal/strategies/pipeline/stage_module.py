@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shoal.platform.torch_private.module_state import (
-    STORES,
     non_persistent_buffers,
     own_buffers,
     own_modules,
@@ -26,19 +25,9 @@ from shoal.platform.torch_private.module_state import (
 class NameTree(nn.ModuleDict):
     """A node in the tree of names.
 
-    It is a container, so that other strategies treat its children as blocks of the model.
+    It is a container, so that other strategies treat its children as blocks of the model. A layer
+    may be called `values`, so children are looked up in the tables of modules, not as attributes.
     """
-
-    def __getattribute__(self, name: str) -> Any:
-        """Look among the children first, then among the methods of ModuleDict: a model may have a
-        layer called `values`.
-        """
-        if not name.startswith("_"):
-            for store in STORES:
-                children = super().__getattribute__("__dict__").get(store, {})
-                if name in children:
-                    return children[name]
-        return super().__getattribute__(name)
 
     def put(
         self, path: str, value: nn.Module | nn.Parameter | Tensor, persistent: bool = True

@@ -37,7 +37,7 @@ from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import BatchNormBase, has_backward_hooks
 from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
-from shoal.strategies.full_model import FullModel, free_other_params
+from shoal.strategies.full_model import free_other_params
 from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
@@ -73,7 +73,6 @@ class _StagedModel(NamedTuple):
 
     table: ScheduleTable
     stage_plan: StagePlan
-    full_model: FullModel
     divided: DividedModel
     mutated_buffers: Set[int]
 
@@ -147,8 +146,7 @@ class Pipeline(PipelineOptions, Strategy):
         buffers = [*module.named_buffers(remove_duplicate=False)]
         names = names_on_any_rank(mesh, (name for name, buffer in buffers if id(buffer) in found))
         mutated = {id(buffer) for name, buffer in buffers if name in names}
-        full = describe_stages(observed, stage_plan.stage_starts, users)
-        return _StagedModel(schedule, stage_plan, full, divided, mutated)
+        return _StagedModel(schedule, stage_plan, divided, mutated)
 
     def _check_halves(
         self, schedule: ScheduleTable, observed: ObservedUnits, module: nn.Module
@@ -172,19 +170,6 @@ class Pipeline(PipelineOptions, Strategy):
             self.schedule, self.ranks, num_samples
         )
         return table(self.schedule, self.ranks, num_microbatches, self.stages)
-
-
-def describe_stages(
-    observed: ObservedUnits, stage_starts: Iterable[int], users: Mapping[str, Set[int]]
-) -> FullModel:
-    """Describe a model with its stages.
-
-    Args: users: parameters that code around units uses, with its stages.
-    """
-    starts = list(stage_starts)
-    divided = DividedModel(observed.units, observed.forms, observed.stage_map(starts), {})
-    read = sorted(users or observed.profile.parameters_around)
-    return FullModel(observed.units.model, divided.stages_by_unit, len(starts), read)
 
 
 def _keep_local_stages(
@@ -226,15 +211,11 @@ def _keep_local_stages(
         run=executor.run,
         trainable_params=trainable,
         outside_step=replace(model.outside_step, call=executor.evaluate),
-        pass_traits=PassTraits(
-            module_called=False,
-            complete_after_run=True,
-            recorded=True,
-        ),
+        pass_traits=PassTraits(complete_after_run=True),
         pipeline=PipelineTraits(
             axis,
             staged.table.num_microbatches,
-            staged.full_model,
+            staged.divided.full_model,
             ties.owned_by_earlier_stage,
             tied_names=aliases,
         ),

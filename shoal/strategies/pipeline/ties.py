@@ -69,26 +69,18 @@ class Ties:
         """
         if not self._names:
             return
-        reached = self._names_with_gradient()
-        for name, tied in self._local.items():
-            if name not in reached:
+        parameters = dict(self.module.named_parameters())
+        local = {name: parameters[tied.local_name] for name, tied in self._local.items()}
+        flags = [name in local and local[name].grad is not None for name in self._names]
+        counts = self.axis.sum_of_host_numbers(flags)
+        for name, count in zip(self._names, counts, strict=True):
+            if name not in local or not count:
                 continue
-            parameter = self.module.get_parameter(tied.local_name)
+            parameter = local[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = to_local(parameter.grad)
-            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), tied.ranks))
-
-    def _names_with_gradient(self) -> set[str]:
-        """Return the names of parameters that have a gradient on some rank. Collective."""
-        local = {
-            name
-            for name, tied in self._local.items()
-            if self.module.get_parameter(tied.local_name).grad is not None
-        }
-        flags = [float(name in local) for name in self._names]
-        counts = self.axis.sum_of_host_numbers(flags)
-        return {name for name, count in zip(self._names, counts, strict=True) if count}
+            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), self._local[name].ranks))
 
     def _sum_over_ranks(self, gradient: Tensor, ranks: list[int]) -> Tensor:
         """Return the sum on each of `ranks`; each of them must call."""

@@ -11,7 +11,7 @@ and an all-gather of the same bytes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
@@ -47,7 +47,7 @@ def cost(made: TensorPlan, sequence: bool, step: StepCost) -> StepCost:
         for index in between:
             segments[index] = _divided(segments[index], part, whole_output=False)
     step = replace(step, segments=tuple(segments))
-    step = step.map_parameters(_Slices(made, step).slice)
+    step = step.map_parameters(_slicing(made, step))
     owned = sum(p.numel for segment in step.segments for p in segment.parameters)
     share = owned / max(step.model.numel, 1)
     return replace(step, optimizer_share=share)
@@ -107,19 +107,18 @@ def _divided(segment: LocalSegment, part: float, whole_output: bool) -> LocalSeg
     )
 
 
-class _Slices:
-    """The share of each parameter that one rank holds."""
+def _slicing(made: TensorPlan, step: StepCost) -> Callable[[HeldParameter], HeldParameter]:
+    """Return a function that tells the share of a parameter that one rank holds."""
+    styles = made.parallel_styles()
+    shapes = {p.name: p.shape for p in step.model.parameters}
 
-    def __init__(self, made: TensorPlan, step: StepCost) -> None:
-        self.degree = made.degree
-        self.styles = made.parallel_styles()
-        self.shapes = {p.name: p.shape for p in step.model.parameters}
-
-    def slice(self, parameter: HeldParameter) -> HeldParameter:
+    def sliced(parameter: HeldParameter) -> HeldParameter:
         owner = parameter.name.rpartition(".")[0]
-        style = next((self.styles[n] for n in _prefixes(owner) if n in self.styles), "")
+        style = next((styles[n] for n in _prefixes(owner) if n in styles), "")
         # The bias of a row parallel layer is added after the sum, so every rank has all of it.
-        whole = style.startswith("row") and len(self.shapes[parameter.name]) == 1
+        whole = style.startswith("row") and len(shapes[parameter.name]) == 1
         if not style or whole:
             return parameter
-        return HeldParameter(parameter.name, *(x / self.degree for x in parameter[1:]))
+        return HeldParameter(parameter.name, *(x / made.degree for x in parameter[1:]))
+
+    return sliced

@@ -21,7 +21,7 @@ class Compile(Strategy):
 
         Raises: StrategyRefused: in a pipeline.
         """
-        if not model.pass_traits.module_called:
+        if model.pass_traits.complete_after_run:
             raise StrategyRefused(
                 "compile with a pipeline: stages are not compiled. Use compile=False."
             )

@@ -15,7 +15,6 @@ from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, shape_key
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.plan import parameter_users, plan
-from shoal.strategies.pipeline.strategy import describe_stages
 
 DEVICE = torch.device("cpu")
 
@@ -45,11 +44,7 @@ def full_model(
     cuts: Sequence[str] = (),
 ) -> FullModel:
     """Describe a model whose stages begin with these modules."""
-    request, found = observed(model, function, args, len(cuts) + 1, "/".join(cuts))
-    begins = plan(OneRank(), found, request, lambda: function(*args)).stage_starts
-    stage_map = found.stage_map(begins)
-    users = parameter_users(found, stage_map, lambda: function(*args))
-    return describe_stages(found, begins, users)
+    return divided(model, function, args, len(cuts) + 1, "/".join(cuts)).full_model
 
 
 def divided(
