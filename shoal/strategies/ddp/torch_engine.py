@@ -1,6 +1,6 @@
 """torch's DistributedDataParallel as a layout. The first step decides its settings.
 
-      step 1      without the engine    probe: parameters with a gradient, changed buffers;
+      step 1      without the engine    shows parameters with a gradient, changed buffers;
                                         gradients are averaged after the backward pass, one by one
       step 2 ...  with the engine       buckets are reduced while the backward pass goes on; one of
                                         them has the totals
@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import re
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class TorchEngine(GradientLayout):
         self._options = options
         self._reduce = reduce
         self._carrier = TotalsCarrier(model, axis.device)
-        self._probe = FirstStepProbe(self._carrier, model.module)
+        self._buffers_before = snapshot(model.module)
         self._check = AccumulatedOnceCheck(model.trainable_params)
         self._ddp: DistributedDataParallel | None = None
         self._errors: list[Exception] = []
@@ -84,7 +83,6 @@ class TorchEngine(GradientLayout):
         return self._carrier.reduced_totals()
 
     def close(self) -> None:
-        self._probe.close()
         self._check.close()
         self._ddp = None
 
@@ -94,12 +92,14 @@ class TorchEngine(GradientLayout):
         return output
 
     def _finish_first_step(self) -> DistributedDataParallel:
-        """Average the first step's gradients, and build the engine from its probe. Collective."""
+        """Average the first step's gradients, and build the engine for what it used. Collective."""
         gradients = {name: p.grad for name, p in self.model.trainable_params.items()}
         self.model.finite_check.look(gradients)
-        used, changes_buffers = self._probe.result()
+        parameters = [p for p in self._carrier.parameters() if p.requires_grad]
+        used = [parameter.grad is not None for parameter in parameters]
+        changes_buffers = any(changed_since(self.model.module, self._buffers_before).values())
         *ranks_using, ranks_changing = self._axis.sum_of_host_numbers([*used, changes_buffers])
-        for parameter, num_ranks in zip(self._probe.parameters, ranks_using, strict=True):
+        for parameter, num_ranks in zip(parameters, ranks_using, strict=True):
             if num_ranks:
                 self._average(parameter)
         all_used = all(num_ranks == self._axis.size for num_ranks in ranks_using)
@@ -194,36 +194,3 @@ class TotalsCarrier(nn.Module):
         return output._replace(
             step_totals=output.step_totals.to(carrier.dtype), totals_param=carrier
         )
-
-
-class FirstStepProbe:
-    """Observes one backward pass and the forward pass before it. `result` ends the probe.
-
-    Args:
-        watched: module whose trainable parameters are observed.
-        module: module whose buffers are observed.
-    """
-
-    def __init__(self, watched: nn.Module, module: nn.Module) -> None:
-        self.parameters = [p for p in watched.parameters() if p.requires_grad]
-        self._module = module
-        self._before = snapshot(module)
-        self._used = [0] * len(self.parameters)
-        self._hooks = [
-            parameter.register_hook(partial(self._on_gradient, index))
-            for index, parameter in enumerate(self.parameters)
-        ]
-
-    def result(self) -> tuple[list[int], int]:
-        """Return 1 or 0 for each parameter, used or unused, and 1 if a buffer has changed."""
-        self.close()
-        changes = changed_since(self._module, self._before)
-        return self._used, int(any(changes.values()))
-
-    def close(self) -> None:
-        """End the probe, whatever it has seen."""
-        for hook in self._hooks:
-            hook.remove()
-
-    def _on_gradient(self, index: int, _: Tensor) -> None:
-        self._used[index] = 1
