@@ -50,13 +50,13 @@ class ViewGroup:
 
     Attributes:
         members: the tensors.
-        exposed: gathered full tensors that were written into, or of which the user has views;
-            each with its version when it was gathered.
+        gathered: their full tensors, into which others may write by views; each with its version
+            when it was gathered.
     """
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[LazyGatherTensor]] = []
-        self.exposed: list[tuple[Tensor, int]] = []
+        self.gathered: list[tuple[Tensor, int]] = []
 
     def join(self, member: LazyGatherTensor) -> None:
         """Add a tensor, and forget those that are freed."""
@@ -76,7 +76,7 @@ class ViewGroup:
         Raises:
             StrategyRefused: a write that another tensor would not see.
         """
-        written = [full for full, gathered in self.exposed if version(full) != gathered]
+        written = [full for full, gathered in self.gathered if version(full) != gathered]
         if not written:
             return
         has_others = any(other is not member for other in self.alive())
@@ -168,6 +168,7 @@ class LazyGatherTensor(Tensor):
                 if not is_in_order(self.memory_order):
                     self._full = in_memory_order(self._full, self.memory_order)
             self._gathered_version = version(self._full)
+            self.views.gathered.append((self._full, self._gathered_version))
         return self._full
 
     @property
@@ -195,7 +196,7 @@ class LazyGatherTensor(Tensor):
                 return on_shards
         result = func(*_full_tensors(args), **_full_tensors(options))
         for item in items:
-            item._track_views(result, getattr(func, "__name__", str(func)))
+            item.views.check_writes(item, getattr(func, "__name__", str(func)))
         return result
 
     @classmethod
@@ -223,17 +224,6 @@ class LazyGatherTensor(Tensor):
             self.local = _ToLocal.apply(self, self.local)
             self._full = None
 
-    def _track_views(self, result: Any, what: str) -> None:
-        """Note the full tensor as exposed if `what` wrote into it or returned a view of it."""
-        full = self.full_tensor
-        has_view = any(
-            isinstance(leaf, Tensor) and shares_memory(leaf, full) for leaf in tree_leaves(result)
-        )
-        is_noted = any(full is other for other, _ in self.views.exposed)
-        if (self.written or has_view) and not is_noted:
-            self.views.exposed.append((full, self._gathered_version))
-        self.views.check_writes(self, what)
-
 
 def _shard_rule(
     func: Any, args: tuple[Any, ...], items: list[LazyGatherTensor]
@@ -251,12 +241,6 @@ def _shard_rule(
 
 def _full_tensors(nest: Any) -> Any:
     return tree_map_only(LazyGatherTensor, lambda item: item.full_tensor, nest)
-
-
-def shares_memory(leaf: Any, full: Tensor) -> bool:
-    """Return True if `leaf` is a plain tensor in the memory of `full`."""
-    is_plain = type(leaf) is Tensor and leaf.layout is torch.strided
-    return is_plain and leaf.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
 
 
 class _FromLocal(torch.autograd.Function):
