@@ -1,5 +1,7 @@
 """Versions of buffers: which ones a forward pass has changed in place, replaced, or added.
 
+Ranks that change buffers by their own samples take the first rank's (`BufferSync`).
+
 Running statistics of norms are left out, for training never reads them, unless who asks wants to
 know of those of InstanceNorm too.
 """
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from shoal.comm.axis import Axis
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.platform.torch_private.tensor_state import version
 
@@ -59,3 +62,40 @@ def changed_since(
         is_same = known is not None and known.buffer is buffer and known.version == version(buffer)
         changes[name] = not is_same
     return changes
+
+
+class BufferSync:
+    """Broadcasts the first rank's buffers in each step, if the first step changed any.
+
+    Each rank's forward pass changes buffers by its own samples. Without a broadcast, ranks would
+    have different buffers.
+    """
+
+    def __init__(self, module: nn.Module, axis: Axis) -> None:
+        self._module = module
+        self._axis = axis
+        self._before: Mapping[str, BufferVersion] = snapshot(module)
+        self._is_first_step = True
+        self._broadcasts = False
+
+    def broadcast(self) -> None:
+        """Receive the first rank's buffers. Called at the beginning of a step. Collective."""
+        if not self._broadcasts:
+            return
+        for buffer in mutable_buffers(self._module).values():
+            self._axis.broadcast_tensor(buffer)
+
+    def changed(self) -> bool:
+        """Return True if this rank's first step has changed a buffer; False in later steps."""
+        return self._is_first_step and any(changed_since(self._module, self._before).values())
+
+    def record_change(self, on_any_rank: bool) -> None:
+        """Record at the end of a step if `changed` was True on any rank.
+
+        Only the first step counts: later steps are not compared, which would cost time.
+        """
+        if not self._is_first_step:
+            return
+        self._is_first_step = False
+        self._broadcasts = on_any_rank
+        self._before = {}

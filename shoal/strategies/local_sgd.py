@@ -192,7 +192,11 @@ class LocalSgdStep(StrategyState):
         Totals are those of all ranks in the step before a regular round, and of this rank in other
         steps.
         """
-        if self.outer is not None and not self.stepped_since_round and not _has_earlier(batch):
+        if (
+            self.outer is not None
+            and not self.stepped_since_round
+            and batch.previous_totals is None
+        ):
             # Here and not at the end of a round: weights that are loaded or set before the next
             # step count too.
             self.round_weights = {
@@ -316,11 +320,6 @@ class LocalSgdStep(StrategyState):
             if num_ranks:
                 self.data.broadcast_tensor(buffer)
         self.buffers = snapshot(self.model.module)
-
-
-def _has_earlier(batch: LocalBatch) -> bool:
-    """Return True if other micro-batches of this step came before."""
-    return batch.previous_totals is not None
 
 
 def batchnorm_stats(module: nn.Module) -> list[Tensor]:

@@ -24,7 +24,7 @@ HELPERS = {
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/guards.py", "run/guards/guarded_models.py"),
     "run/guards/shard_functions.py",
-    *("strategies/base.py", "strategies/ddp/buffer_sync.py"),
+    *("strategies/base.py", "strategies/buffer_versions.py"),
     "strategies/pipeline/meta_call.py",
     *("strategies/pipeline/ties.py", "strategies/full_model.py", "strategies/module_snapshot.py"),
     *("run/guards/absent_values.py", "run/state_access.py"),

@@ -33,7 +33,7 @@ from shoal.strategies.base import (
     LocalModel,
     StepResult,
 )
-from shoal.strategies.ddp.buffer_sync import BufferSync
+from shoal.strategies.buffer_versions import BufferSync
 from shoal.strategies.ddp.gradient_bucket import BucketWorker, GradientBucket
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.grad_checks import AccumulatedOnceCheck

@@ -21,7 +21,7 @@ from shoal.comm.axis import Axis
 from shoal.platform.tensors import dense
 from shoal.platform.torch_private.kernels import foreach_copy_
 from shoal.strategies.base import NONFINITE, TOTALS_LENGTH, LocalModel
-from shoal.strategies.ddp.buffer_sync import BufferSync
+from shoal.strategies.buffer_versions import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientLayout
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 

@@ -120,7 +120,8 @@ class ScheduleExecutor:
             self._prefetch(action)
             if following is not None:
                 self._prefetch(following)
-            with recorder.during(FORWARD if action.kind == "F" else BACKWARD, _span_name(action)):
+            name = f"{action.kind}{action.microbatch} of stage {action.stage}"
+            with recorder.during(FORWARD if action.kind == "F" else BACKWARD, name):
                 methods[action.kind](action)
             yield action
         self.comm.link.flush()
@@ -219,26 +220,17 @@ class ScheduleExecutor:
             self.comm.send(message, gradients)
 
 
-def _span_name(action: Action) -> str:
-    """Return the name of an action in traces."""
-    return f"{action.kind}{action.microbatch} of stage {action.stage}"
-
-
 def _split_roots(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Roots]:
     """Return the roots that depend on `leaves`, and the others."""
     dependent = _Roots([], [])
     independent = _Roots([], [])
+    leaf_ids = {id(leaf) for leaf in leaves}
     for value, gradient in zip(roots.values, roots.gradients, strict=True):
-        group = dependent if _depends_on(value, leaves) else independent
+        depends = any(id(leaf) in leaf_ids for leaf in _leaves_of(value))
+        group = dependent if depends else independent
         group.values.append(value)
         group.gradients.append(gradient)
     return dependent, independent
-
-
-def _depends_on(value: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Search the autograd graph of `value` for the leaves."""
-    leaf_ids = {id(leaf) for leaf in leaves}
-    return any(id(leaf) in leaf_ids for leaf in _leaves_of(value))
 
 
 def is_reached_by_others(value: Tensor, parameters: Container[int]) -> bool:

@@ -158,9 +158,8 @@ def _cross_entropy(
     # Autocast computes a loss in float32.
     if torch.is_autocast_enabled(local.device.type) and local.dtype.itemsize < 4:
         local = local.float()
-    losses = vocab_parallel_cross_entropy(
-        local.view(-1, local.shape[-1]), target.reshape(-1), ignore_index, label_smoothing, x.axis
-    )
+    rows, targets = local.view(-1, local.shape[-1]), target.reshape(-1)
+    losses: Tensor = _CrossEntropy.apply(rows, targets, ignore_index, label_smoothing, x.axis)
     if reduction == "none":
         return losses.view(target.shape)
     total = losses.sum()
@@ -187,22 +186,13 @@ VocabParallelLogits.shard_functions = {
 }
 
 
-def vocab_parallel_cross_entropy(
-    logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float, axis: Axis
-) -> Tensor:
-    """Return (rows,) losses in nats, 0 for ignored rows; the same on every rank. Collective.
-
-    Sends the largest logit of each row, then 2 numbers a row, 3 with label smoothing.
-
-    Args:
-        logits: (rows, V/T), this rank's.
-        target: (rows,) int64, the same on every rank, in [0, V) or `ignore_index`.
-    """
-    losses: Tensor = _CrossEntropy.apply(logits, target, ignore_index, label_smoothing, axis)
-    return losses
-
-
 class _CrossEntropy(torch.autograd.Function):
+    """Losses in nats, (rows,), 0 for ignored rows; the same on every rank.
+
+    Of logits (rows, V/T), this rank's, and targets (rows,), int64 in [0, V) or `ignore_index`.
+    Sends the largest logit of each row, then 2 numbers a row, 3 with label smoothing.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, axis: Axis

@@ -138,7 +138,10 @@ class PipelineZeroOne:
         An all-to-all and a sum in the order of ranks, so that the bits are those of ddp.
         """
         size = self.data.size
-        gradients = {name: _to_dense(self.sharded[name].grad) for name in names}
+        found = {name: self.sharded[name].grad for name in names}
+        gradients = {
+            name: dense(to_local(grad)) for name, grad in found.items() if grad is not None
+        }
         pieces = self._pieces_of_ranks(gradients)
         length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
         sent = torch.cat([_flat(of_rank, length) for of_rank in pieces])
@@ -194,11 +197,6 @@ def _rows_of_ranks(parameter: Tensor, num_ranks: int) -> list[slice]:
         slice(min(rank * per_rank, num_rows), min((rank + 1) * per_rank, num_rows))
         for rank in range(num_ranks)
     ]
-
-
-def _to_dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return dense(to_local(gradient))
 
 
 def _flat(tensors: list[Tensor], length: int) -> Tensor:
