@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from shoal.comm.axis import Axis
-from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_parameters
 from shoal.platform.torch_private.pytree import tree_leaves
@@ -212,12 +211,8 @@ def _gather_parameters(layer: nn.Module, axis: Axis) -> None:
     for key, parameter in parameters.items():
         if isinstance(parameter, DTensor):
             # Collectives must not receive into inference tensors.
-            with torch.inference_mode(False):
-                parameters[key] = (
-                    gathered_parameter(parameter, axis)
-                    if needs_gradients
-                    else full_tensor(parameter)
-                )
+            with torch.inference_mode(False), torch.set_grad_enabled(needs_gradients):
+                parameters[key] = gathered_parameter(parameter, axis)
     own_parameters(layer).update(parameters)
 
 
