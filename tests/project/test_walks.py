@@ -20,7 +20,6 @@ HELPERS = {
     *("run/checks.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py"),
     *("run/optimizer_watch.py", "run/local_shard_step.py"),
-    "strategies/model_traits.py",
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/guards.py", "run/guards/guarded_models.py"),
     "run/guards/shard_functions.py",

@@ -25,8 +25,8 @@ from shoal.comm.buckets import bucketize
 from shoal.comm.compression.base import BucketEntry
 from shoal.comm.norm import to_local
 from shoal.platform.tensors import MIB
+from shoal.strategies.base import no_op
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
-from shoal.strategies.model_traits import no_op
 
 
 class GradientBucket:

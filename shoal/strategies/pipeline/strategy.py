@@ -36,9 +36,8 @@ from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import BatchNormBase, has_backward_hooks
-from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
+from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, PipelineTraits, Strategy
 from shoal.strategies.full_model import free_other_params
-from shoal.strategies.model_traits import PassTraits, PipelineTraits
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,

@@ -10,9 +10,8 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.strategies import options
-from shoal.strategies.base import LocalModel
+from shoal.strategies.base import LocalModel, PassTraits
 from shoal.strategies.ddp.layout_choice import LayoutName, choose_layout
-from shoal.strategies.model_traits import PassTraits
 from shoal.strategies.single import single_device
 
 SMALL = nn.Linear(8, 8)
