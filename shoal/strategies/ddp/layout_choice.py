@@ -71,37 +71,24 @@ def choose_layout(options: DdpOptions, model: LocalModel, axis: Axis) -> LayoutN
 
 def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
     """Return the reducer of a run. Collective over the world: it may make process groups."""
-    build = {
-        LayoutName.SINGLE: _single_message,
-        LayoutName.BUCKETS: _overlapped_buckets,
-        LayoutName.ENGINE: _torch_engine,
-    }
-    return build[choose_layout(options, model, axis)](options, model, axis)
-
-
-def _single_message(_: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
-    reduce = RankOrderMean(axis)
-    return GradientReducer(SingleMessage(model, axis, reduce), reduce, axis.size)
-
-
-def _overlapped_buckets(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
-    compression = parse_reducer(options.compress)
+    chosen = choose_layout(options, model, axis)
+    reduce: ReduceFunction = RankOrderMean(axis)
+    if chosen is LayoutName.SINGLE:
+        return GradientReducer(SingleMessage(model, axis, reduce), reduce, axis.size)
+    if chosen is LayoutName.ENGINE:
+        if options.allreduce != "backend":
+            reduce = NamedMean(options.allreduce, axis)
+        return GradientReducer(TorchEngine(model, axis, options, reduce), reduce, axis.size)
     buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
     # A pipeline sends all buckets after its passes, when no other message is in flight.
     bucket_axis = axis if model.pass_traits.complete_after_run else with_own_group(axis)
-    reduce: ReduceFunction = RankOrderMean(bucket_axis)
+    reduce = RankOrderMean(bucket_axis)
+    compression = parse_reducer(options.compress)
     if compression is not None:
         summary = _bytes_summary(options.compress, compression, buckets, axis.size)
         reduce = CompressedMean(compression, bucket_axis, summary)
     layout = OverlappedBuckets(model, axis, buckets, BucketWorker(bucket_axis, reduce))
     return GradientReducer(layout, reduce, axis.size)
-
-
-def _torch_engine(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
-    reduce: ReduceFunction = RankOrderMean(axis)
-    if options.allreduce != "backend":
-        reduce = NamedMean(options.allreduce, axis)
-    return GradientReducer(TorchEngine(model, axis, options, reduce), reduce, axis.size)
 
 
 def _bytes_summary(
