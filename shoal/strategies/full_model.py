@@ -8,7 +8,7 @@ Every rank has the same description, so decisions that follow from it are the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,19 +63,24 @@ class FullModel:
         """Return whether a module's own forward function runs in one piece: it is a unit, lies in
         one, or contains none.
         """
-        in_unit = any(prefix in self.stages_by_unit for prefix in _prefixes(path))
+        in_unit = any(prefix in self.stages_by_unit for prefix in prefixes(path))
         start = f"{path}." if path else ""
         return in_unit or not any(unit.startswith(start) for unit in self.stages_by_unit)
 
     def stages_running(self, path: str) -> Set[int]:
         """Return the stages that call a module, or a module that contains it, as a unit."""
-        return set().union(*(self.stages_by_unit.get(unit, set()) for unit in _prefixes(path)))
+        return set().union(*(self.stages_by_unit.get(unit, set()) for unit in prefixes(path)))
 
 
-def _prefixes(path: str) -> list[str]:
+def prefixes(path: str) -> list[str]:
     """Return a module's path and those of the modules that contain it: a, a.b, a.b.c."""
     words = path.split(".")
     return [".".join(words[:count]) for count in range(1, len(words) + 1)]
+
+
+def enclosing(path: str, names: Container[str]) -> str | None:
+    """Return the innermost of some modules that is the one at `path` or contains it, by name."""
+    return next((name for name in reversed(prefixes(path)) if name in names), None)
 
 
 def free_other_params(model: nn.Module, local_modules: nn.Module) -> None:

@@ -15,6 +15,7 @@ from itertools import pairwise
 from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
 from shoal.costs.work import Affine
 from shoal.errors import StrategyRefused
+from shoal.strategies.full_model import enclosing
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.schedules import SCHEDULES, table
@@ -95,8 +96,7 @@ def _units_of_segments(options: PipelineOptions, stages: int, step: StepCost) ->
         )
     found: list[str] = []
     for segment in step.segments:
-        path = segment.work.path
-        unit = next((n for n in names if path == n or path.startswith(f"{n}.")), None)
+        unit = enclosing(segment.work.path, names)
         found.append(unit if unit is not None else (found[-1] if found else names[0]))
     return found
 
@@ -112,7 +112,7 @@ def _output(step: StepCost, before: Sequence[LocalSegment]) -> float:
 
 
 def _call_of(name: str, calls: Sequence[str], options: PipelineOptions) -> int:
-    found = [i for i, call in enumerate(calls) if call == name or call.startswith(f"{name}.")]
+    found = [i for i, call in enumerate(calls) if enclosing(call, [name])]
     if not found:
         raise StrategyRefused(f"cuts={options.cuts}: the function does not call {name}.")
     return found[0]

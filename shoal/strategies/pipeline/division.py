@@ -18,12 +18,12 @@ from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.strategies.base import LocalBatch, LossWrapper
-from shoal.strategies.full_model import FullModel
+from shoal.strategies.full_model import FullModel, enclosing
 from shoal.strategies.pipeline.absent import StageDone, filled_result
 from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.meta_call import OutputForms, form_of
 from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused, seeded
-from shoal.strategies.pipeline.units import Crossing, StageMap, Units, enclosing
+from shoal.strategies.pipeline.units import Crossing, StageMap, Units
 from shoal.strategies.pipeline.walk import DryRun, Walk, digest
 
 MAX_CROSSINGS = 4096
@@ -88,7 +88,7 @@ class DividedModel:
         """
         units = {name for name, stages in self.stages_by_unit.items() if stage in stages}
         read = {name for name, stages in self.parameter_users.items() if stage in stages}
-        return units | {name for name in read if enclosing(name, dict.fromkeys(units)) is None}
+        return units | {name for name in read if enclosing(name, units) is None}
 
     def plain_modules(self) -> set[str]:
         """Return the paths of modules around the units that hold no tensors, such as nn.Dropout.

@@ -20,6 +20,7 @@ from shoal.data.seeds import preserve_rng_state
 from shoal.errors import did_you_mean
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
+from shoal.strategies.full_model import enclosing
 from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
@@ -30,7 +31,7 @@ from shoal.strategies.pipeline.absent import (
 )
 from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.random_streams import host_draws_refused
-from shoal.strategies.pipeline.units import StageMap, UnitCall, Units, enclosing, find_units
+from shoal.strategies.pipeline.units import StageMap, UnitCall, Units, find_units
 
 
 class SideWay(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
+from shoal.strategies.full_model import enclosing
 from shoal.strategies.pipeline.absent import absence_explained
 from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.observed_units import (
@@ -132,7 +133,7 @@ def _named_starts(profile: UnitProfile, request: PlanRequest, places: list[int])
     """Return the first calls of the modules of `request.cuts`."""
     starts = []
     for name in request.cut_names:
-        indices = [i for i, call in enumerate(profile.calls) if _is_inside(call.unit, name)]
+        indices = [i for i, call in enumerate(profile.calls) if enclosing(call.unit, [name])]
         if not indices:
             raise StrategyRefused(
                 f"cuts={request.cuts}: the function does not call {name}. Name a module that it "
@@ -148,10 +149,6 @@ def _named_starts(profile: UnitProfile, request: PlanRequest, places: list[int])
             f"cuts={request.cuts}: name modules in the order of the forward pass, each once."
         )
     return starts
-
-
-def _is_inside(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
 
 
 SLACK = 1.05

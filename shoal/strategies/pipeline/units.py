@@ -188,16 +188,6 @@ def _suits_as_unit(module: nn.Module, largest: float, with_plain: bool) -> bool:
     return size <= largest or not _is_divisible(module)
 
 
-def enclosing(name: str, modules: Mapping[str, Any]) -> str | None:
-    """Return the name of the module among `modules` that is `name` or contains it."""
-    words = name.split(".")
-    for count in range(len(words), 0, -1):
-        prefix = ".".join(words[:count])
-        if prefix in modules:
-            return prefix
-    return None
-
-
 def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost
+from shoal.strategies.full_model import enclosing, prefixes
 from shoal.strategies.tensor.plan import TensorPlan
 
 
@@ -60,16 +61,9 @@ SegmentsOf = Mapping[str, Sequence[int]]
 def _segments_of_modules(step: StepCost) -> SegmentsOf:
     found: dict[str, list[int]] = defaultdict(list)
     for index, segment in enumerate(step.segments):
-        for name in _prefixes(segment.work.path):
+        for name in prefixes(segment.work.path):
             found[name].append(index)
     return dict(found)
-
-
-def _prefixes(path: str) -> Iterator[str]:
-    """Yield a path, and the paths of all modules around it but the model, innermost first."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
 
 
 def _regions(made: TensorPlan, segments_of: SegmentsOf, segments: int) -> Iterator[tuple[int, int]]:
@@ -114,7 +108,7 @@ def _slicing(made: TensorPlan, step: StepCost) -> Callable[[HeldParameter], Held
 
     def sliced(parameter: HeldParameter) -> HeldParameter:
         owner = parameter.name.rpartition(".")[0]
-        style = next((styles[n] for n in _prefixes(owner) if n in styles), "")
+        style = styles.get(enclosing(owner, styles) or "", "")
         # The bias of a row parallel layer is added after the sum, so every rank has all of it.
         whole = style.startswith("row") and len(shapes[parameter.name]) == 1
         if not style or whole:

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from shoal.platform.torch_private.module_state import has_one_width
-from shoal.strategies.full_model import FullModel
+from shoal.strategies.full_model import FullModel, enclosing
 from shoal.strategies.tensor.candidates import CONVOLUTIONS, Candidates, has_module_hooks
 from shoal.strategies.tensor.find_attention import AttentionPlan, find_attention
 from shoal.strategies.tensor.find_pairs import ColumnRowPair, find_pairs
@@ -104,7 +104,7 @@ def plan(
         trace: does what `forward_graphs` does; who plans many degrees traces once.
     """
     kept_modules = {
-        module for path, module in model.named_modules() if any(_is_in(path, name) for name in keep)
+        module for path, module in model.named_modules() if enclosing(path, keep) is not None
     }
     candidates = Candidates(model, degree, kept_modules, full_model)
     # torch's layers first: their types say all, and nothing needs to be compared or traced.
@@ -198,7 +198,7 @@ def _replicated(
     reasons = {}
     for path, module in model.named_modules():
         has_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
-        if has_matrix and not any(_is_in(path, name) for name in divided):
+        if has_matrix and enclosing(path, divided) is None:
             reason = _replication_reason(path, module, candidates, kept_modules)
             reasons[path or "(the model itself)"] = reason
     return reasons
@@ -211,9 +211,9 @@ def _replication_reason(
         return "as was asked"
     if isinstance(module, nn.RNNBase):
         return "its state is needed whole at every time step, an exchange for each"
-    for name, reason in candidates.reasons.items():
-        if _is_in(path, name):
-            return reason
+    noted = enclosing(path, candidates.reasons)
+    if noted is not None:
+        return candidates.reasons[noted]
     if module in candidates.shared:
         return "its parameters, or itself, are used in several places"
     if isinstance(module, nn.Embedding):
@@ -221,8 +221,3 @@ def _replication_reason(
     if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
         return NO_PAIR
     return f"{type(module).__name__} is not known here"
-
-
-def _is_in(path: str, name: str) -> bool:
-    """Return True if the module at `path` is the module `name` or lies inside it."""
-    return path == name or path.startswith(f"{name}.")

@@ -35,6 +35,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.subclasses import DeviceMode, function_modes
 from shoal.strategies.base import Forward, LocalBatch, LocalModel, StepResult, Strategy
+from shoal.strategies.full_model import enclosing
 from shoal.strategies.options import RecomputeOptions
 from shoal.strategies.wrap_units import innermost, units
 
@@ -55,7 +56,9 @@ class Recompute(RecomputeOptions, Strategy):
         if not names:
             raise StrategyRefused("recompute: the model has no Sequential or ModuleList of blocks.")
         segments: list[LocalSegment] = []
-        for name, run in groupby(step.segments, lambda segment: _unit_of(segment, names)):
+        for name, run in groupby(
+            step.segments, lambda segment: enclosing(segment.work.path, names)
+        ):
             group = [*run]
             segments += _segments_again(group) if name else group
         return replace(step, segments=tuple(segments))
@@ -125,11 +128,6 @@ def _segments_again(run: list[LocalSegment]) -> list[LocalSegment]:
             )
         )
     return result
-
-
-def _unit_of(segment: LocalSegment, names: list[str]) -> str:
-    path = segment.work.path
-    return next((name for name in names if path == name or path.startswith(f"{name}.")), "")
 
 
 def _wrap_units(model: LocalModel, class_name: str) -> dict[str, nn.Module]:

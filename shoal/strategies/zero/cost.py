@@ -17,6 +17,7 @@ from itertools import accumulate
 from math import ceil
 
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
+from shoal.strategies.full_model import enclosing
 from shoal.strategies.options import ZeroOptions
 from shoal.strategies.wrap_units import innermost, units
 
@@ -203,8 +204,7 @@ def _with_messages(
 def _units(options: ZeroOptions, step: StepCost) -> list[str]:
     """Return the unit of each segment; "" for what is in none."""
     names = [*innermost(units(step.module, options.unit))]
-    paths = [f"{segment.work.path}." for segment in step.segments]
-    return [next((n for n in names if path.startswith(f"{n}.")), "") for path in paths]
+    return [enclosing(segment.work.path, names) or "" for segment in step.segments]
 
 
 def _trained(segment: LocalSegment) -> float:
