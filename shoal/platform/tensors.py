@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
+NO_WRITES = ("__invert__", "__index__", "__int__", "__init__", "__iter__")
+"""Methods whose names look like those of operators in place."""
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool),
@@ -59,6 +61,12 @@ def unflatten_tensors(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def is_in_order(memory_order: Sequence[int]) -> bool:
     """Return True if dims lie in memory as they are numbered."""
     return all(dim == position for position, dim in enumerate(memory_order))
+
+
+def is_write(name: str) -> bool:
+    """Return True for the name of a method or function of torch that writes into its argument."""
+    is_operator = name.startswith("__i") and name not in NO_WRITES
+    return is_operator or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def in_memory_order(tensor: Tensor, memory_order: Sequence[int]) -> Tensor:

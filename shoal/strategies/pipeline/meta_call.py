@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from shoal.data.seeds import preserve_rng_state
 from shoal.data.tree_map import SPARSE
+from shoal.platform.tensors import is_write
 from shoal.platform.torch_private.module_state import HOOKS
 from shoal.platform.torch_private.pytree import tree_flatten, tree_map, tree_unflatten
 from shoal.strategies.pipeline.absent import (
@@ -38,14 +39,11 @@ VALUE_FUNCTIONS = frozenset(
 )
 """Names of functions that look at values."""
 _DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
-_NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__init__", "__iter__")
 
 
 def written_target(label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the tensor that a function writes into; None if it makes a new one."""
-    is_operator = label.startswith("__i") and label not in _NOT_IN_PLACE
-    is_method = label.endswith("_") and not label.endswith("__")
-    target = args[0] if args and (is_operator or is_method or label == "__setitem__") else None
+    target = args[0] if args and is_write(label) else None
     target = kwargs.get("out") if target is None else target
     return target if isinstance(target, Tensor) else None
 

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import gather_from_region
 from shoal.errors import StrategyRefused
+from shoal.platform.tensors import is_write
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.tensor.lazy_gather import METADATA_FUNCTIONS, LazyGatherTensor
@@ -70,7 +71,7 @@ class RefuseSlices(TorchFunctionMode):
             return
         used = next(leaf for leaf in tree_leaves((args, options)) if is_tensor_sharded(leaf))
         # Of a buffer, or of `p.data`, a copy may be kept and put back, as recomputation does.
-        keeps_slices = _is_write(name) or name in ("detach", "clone")
+        keeps_slices = is_write(name) or name in ("set_data", "detach", "clone")
         if keeps_slices and not isinstance(used, nn.Parameter):
             return
         names = (name for name, each in self.module.named_parameters() if each is used)
@@ -141,10 +142,3 @@ def _concerns_tensor_itself(func: Any, name: str) -> bool:
         return True
     is_property = name in ("__get__", "__set__", "__delete__")
     return is_property and func not in TENSOR_PROPERTIES
-
-
-def _is_write(name: str) -> bool:
-    is_operator = name.startswith("__i") and name.endswith("__")
-    if is_operator or name in ("__setitem__", "set_data"):
-        return name not in ("__invert__", "__index__", "__int__")
-    return name.endswith("_") and not name.endswith("__")
