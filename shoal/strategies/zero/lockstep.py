@@ -39,7 +39,7 @@ all that was computed later than the unit began, because autograd goes backward 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -52,14 +52,10 @@ from torch.distributed.fsdp import FSDPModule
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered
-from shoal.platform.torch_private.tensor_state import in_backward_pass
+from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
+from shoal.platform.torch_private.tensor_state import in_backward_pass, in_function_transform
 from shoal.strategies.finite_check import FiniteCheck
 from shoal.strategies.grad_checks import accumulated_twice_error
-from shoal.strategies.zero.gradient_callbacks import (
-    call_on_gradients,
-    differentiable,
-    refuse_function_transform,
-)
 
 END_OF_STEP = 2**31
 """Number of the end of a forward pass. Greater than all numbers of runs."""
@@ -423,3 +419,63 @@ class UnitHooks:
                     parameter.grad = parameter.grad.to_dense()
         step.finite_check.has_looked = True
         step.finite_check.look({name: getattr(owner, key).grad for name, owner, key in self.owners})
+
+
+def call_on_gradients(
+    callback: Callable[[], None], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the tensors, with a node in the graph that calls `callback` in the backward pass.
+
+    The node runs once, when the gradients of all returned tensors are there.
+
+    Raises: StrategyRefused: as `refuse_function_transform`.
+    """
+    refuse_function_transform()
+    outputs: tuple[Tensor, ...] = _GradientCallback.apply(callback, *tensors)
+    return outputs
+
+
+def refuse_function_transform() -> None:
+    """Raise StrategyRefused if a transform of torch.func is active.
+
+    No callback of gradients goes through it.
+    """
+    if in_function_transform():
+        raise StrategyRefused(
+            "zero: compute_loss calls a unit inside of a transform of torch.func (vmap, grad, "
+            "jvp), which gathers no parameters again in its backward pass. Use ddp."
+        )
+
+
+class _GradientCallback(torch.autograd.Function):
+    """Identity of tensors; its backward pass calls a function and passes gradients on."""
+
+    @staticmethod
+    def forward(ctx: Any, callback: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.callback = callback
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.callback()
+        return None, *gradients
+
+
+def differentiable(nest: Any) -> tuple[list[Tensor], Callable[[tuple[Tensor, ...]], Any]]:
+    """Return the tensors of a nest that need a gradient, and a function that replaces them.
+
+    The function takes as many tensors, and returns the nest with these in their places.
+    """
+    leaves, spec = tree_flatten(nest)
+    indices = [
+        index
+        for index, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+
+    def replaced(tensors: tuple[Tensor, ...]) -> Any:
+        by_index = dict(zip(indices, tensors, strict=True))
+        new_leaves = [by_index.get(index, leaf) for index, leaf in enumerate(leaves)]
+        return tree_unflatten(new_leaves, spec)
+
+    return [leaves[index] for index in indices], replaced

@@ -66,7 +66,14 @@ class Zero1(ZeroOptions, Strategy):
         engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
         shard_mesh = mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
-        engine.shard(shard_mesh, self.unit, self._offload_policy(mesh), self._precision_policy())
+        offload, precision = OffloadPolicy(), MixedPrecisionPolicy()
+        if self.offload:
+            offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+        if self.gather:  # inputs and outputs have the dtypes that autocast gives them
+            precision = MixedPrecisionPolicy(
+                torch.bfloat16, torch.float32, cast_forward_inputs=False
+            )
+        engine.shard(shard_mesh, self.unit, offload, precision)
         return replace(
             model,
             forward=engine.forward,
@@ -122,17 +129,6 @@ class Zero1(ZeroOptions, Strategy):
             gather_params=engine.gather,
             summary_lines=summary_lines,
         )
-
-    def _offload_policy(self, mesh: Mesh) -> OffloadPolicy:
-        if not self.offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-
-    def _precision_policy(self) -> MixedPrecisionPolicy:
-        if not self.gather:
-            return MixedPrecisionPolicy()
-        # Inputs and outputs have the dtypes that autocast gives them.
-        return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
     def _check_gather(self, model: LocalModel) -> None:
         """Raise StrategyRefused if `gather` rounds weights that a step computes with in float32."""
