@@ -145,7 +145,7 @@ class BatchFetcher(Dataset):
         return _share(whole, self.rank, self.ranks, rows, partial(self.holds_samples, batch))
 
     def holds_samples(self, batch: IndexBatch, length: int) -> bool | None:
-        """Return True if lists of dicts of this length hold samples, False if they hold columns."""
+        """Return True if unclear lists of this length hold samples, False if columns."""
         if self.collate_fn is default_collate or self._batch is not None:
             return False
         return (

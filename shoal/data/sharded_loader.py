@@ -134,7 +134,7 @@ class ShardedLoader(ABC):
         """Continue from `state`: each remaining sample of its epoch comes exactly once."""
 
     def holds_samples(self, length: int) -> bool | None:
-        """Return True if lists of dicts of this length hold samples, False if they hold columns.
+        """Return True if unclear lists of this length hold samples, False if columns.
 
         None if nothing tells.
         """

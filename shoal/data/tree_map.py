@@ -7,14 +7,14 @@ torch's pytree treats an unregistered class of mapping or list as one leaf: the 
 tokenizers return, a mappingproxy, a user's own list class. Here all of these are nests, and a map
 keeps their class.
 
-Lists of dicts could hold two samples or two columns:
+Lists of tensors or of dicts could hold two samples or two columns:
 
-    [{"boxes": (2, 4), "labels": (2,)}, {"boxes": (2, 4), "labels": (2,)}]
+    [(2, 4), (2, 4)]    [{"boxes": (2, 4), "labels": (2,)}, {"boxes": (2, 4), "labels": (2,)}]
        two samples with two boxes each, or two columns of two samples?
 
 torch's default_collate makes columns. Another collate function is asked for a batch of one sample:
 a list of samples has one entry then, and a list of columns as many as before. Where there is none,
-a list beside it that can only hold samples tells.
+a list beside it that can only hold samples tells. Where nothing tells, tensors are columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPARSE = frozenset(
 )
 """Layouts of tensors whose rows do not lie one after the other."""
 IsSamples = Callable[[int], bool | None]
-"""(entries of a list) -> True if lists of dicts hold samples, False for columns; None: unknown."""
+"""(entries of a list) -> True if such lists hold samples, False for columns; None: unknown."""
 
 
 class SampleList(list[Any]):
@@ -290,7 +290,7 @@ def mark_sample_lists(batch: Any, is_samples: IsSamples, raises: bool = True) ->
 
     Args:
         is_samples: answers for lists that could be both.
-        raises: False to leave a list as it is where nothing tells.
+        raises: False to leave a list of dicts as it is where nothing tells.
 
     Raises: UsageError: nothing tells what a list holds.
     """
@@ -303,7 +303,7 @@ def mark_sample_lists(batch: Any, is_samples: IsSamples, raises: bool = True) ->
         answer = is_samples(len(value))
         if answer is None and _has_sample_list(batch, len(value)):
             answer = True
-        if answer is None and raises:
+        if answer is None and raises and not are_tensors(value):
             raise _unclear_error(value)
         return SampleList(value) if answer else value
 
@@ -311,11 +311,11 @@ def mark_sample_lists(batch: Any, is_samples: IsSamples, raises: bool = True) ->
 
 
 def holds_samples(of_one: Any, length: int) -> bool | None:
-    """Return True if lists of dicts hold samples, by a batch that was made of one sample.
+    """Return True if unclear lists hold samples, by a batch that was made of one sample.
 
     Args: length: of a list in a batch of several samples.
     """
-    lengths = {len(value) for value in _nests_in(of_one) if _holds_nests(value)}
+    lengths = {len(value) for value in _nests_in(of_one) if _may_be_samples(value)}
     if length in lengths:
         return False
     return True if 1 in lengths else None
@@ -327,15 +327,17 @@ def _has_unclear(value: Any) -> bool:
 
 
 def _is_unclear(value: Any) -> bool:
-    """Return True for a list of n nests whose tensors have n rows."""
-    if not _holds_nests(value) or isinstance(value, SampleList) or len(value) < 2:
+    """Return True for a list of n tensors or nests with n rows each."""
+    if not _may_be_samples(value) or isinstance(value, SampleList) or len(value) < 2:
         return False
     return not is_per_sample(value, len(value)) and any(True for _ in tensors_in(value))
 
 
-def _holds_nests(value: Any) -> bool:
+def _may_be_samples(value: Any) -> bool:
     if not isinstance(value, (list, tuple)) or hasattr(value, "_fields") or not value:
         return False
+    if are_tensors(value):
+        return isinstance(value, list)
     # Tuples of tuples are states of layers, keys and values: columns.
     return not any(isinstance(v, (list, tuple)) or items_of(v) is None for v in value)
 

@@ -143,7 +143,7 @@ class BatchSizes:
             source.yielded.track(tensor, moved)
 
     def hold_samples(self, length: int) -> bool | None:
-        """Return True if lists of dicts hold samples, by the loader that was the last to yield.
+        """Return True if unclear lists hold samples, by the loader that was the last to yield.
 
         False if they hold columns, None if nothing tells.
 

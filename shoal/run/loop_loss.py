@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data.batch_shards import row_window
+from shoal.data.tree_map import mark_sample_lists
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.run.batch_size import StepSizes
@@ -210,6 +211,7 @@ class LoopLoss:
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
         prepared = self._prepared
+        batch = mark_sample_lists(batch, prepared.sizes.hold_samples)
         full = self._batch(base.ComputedLoss(None), None, [(batch,)])
         parts = prepared.settings.accumulate
         if parts > 1:

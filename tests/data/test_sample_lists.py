@@ -1,4 +1,4 @@
-"""Lists of dicts are read as samples or as columns by what has made them."""
+"""Lists of tensors or dicts are read as samples or as columns by what has made them."""
 
 from typing import Any
 
@@ -106,6 +106,47 @@ def test_two_samples_with_two_rows_each_are_no_columns(
             assert losses == pytest.approx(right, rel=1e-10)
 
 
+def boxes_alone(samples: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Boxes of each image in one tensor, as the scripts of SSD have them."""
+    images, targets = stacked(samples)
+    return images, [target["boxes"] * target["weight"][0] for target in targets]
+
+
+def trained_on_boxes(accumulate: int, by_function: bool) -> list[float]:
+    run = shoal.init("ddp", accumulate=accumulate, announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Scenes(), 4, collate_fn=boxes_alone)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+
+    def loss_of(images: Tensor, boxes: list[Tensor]) -> Tensor:
+        pairs = zip(images, boxes, strict=True)
+        return torch.stack(
+            [(model(own) * image.sum()).square().sum() for image, own in pairs]
+        ).mean()
+
+    losses = []
+    for images, boxes in loader:
+        optimizer.zero_grad()
+        batch = images, [own.clone() for own in boxes]  # moved to a device, as such scripts do
+        if by_function:
+            loss = run.forward_backward(loss_of, *batch)
+        else:
+            loss = sum(run.backward(loss_of(*part)) for part in run.microbatches(batch))
+        losses.append(float(loss))
+        optimizer.step()
+    return [*losses, *model.weight.flatten().tolist()]
+
+
+@pytest.mark.parametrize("by_function", [True, False])
+def test_two_images_with_two_boxes_each_are_no_columns(by_function: bool) -> None:
+    expected = world.run(1, trained_on_boxes, 1, True)[0]
+    for accumulate in (1, 2):
+        for found in world.run(2, trained_on_boxes, accumulate, by_function):
+            assert found == pytest.approx(expected, rel=1e-10)
+
+
 def targets(count: int = 2) -> list[dict[str, Tensor]]:
     return [{"boxes": torch.full((2, 4), float(index))} for index in range(count)]
 
@@ -126,8 +167,10 @@ def test_what_nothing_tells_is_refused_where_rows_are_taken() -> None:
 
 
 def test_lists_that_are_clear_keep_their_class() -> None:
-    batch = (torch.zeros(3, 3), targets(3), [torch.zeros(2), torch.zeros(2)])
+    batch = (torch.zeros(3, 3), targets(3), [torch.zeros(3), torch.zeros(3)])
     assert mark_sample_lists(batch, nothing_known) is batch
     marked = mark_sample_lists((targets(),), lambda length: length == 2)
     assert type(marked[0]) is SampleList
     assert type(mark_sample_lists((targets(),), lambda _: False)[0]) is list
+    columns = ([torch.zeros(2), torch.zeros(2)],)
+    assert type(mark_sample_lists(columns, nothing_known)[0]) is list
