@@ -381,8 +381,8 @@ class Run(StatefulRun):
         """Call a function that calls the prepared models, outside of a step. Collective.
 
         A pipeline needs it, as the layers are on several ranks, and takes one call of each model as
-        in a step. Under any other strategy, and within `evaluate` and `predict`, the models may be
-        called without it.
+        in a step. Shards (zero) need it for a method that calls layers, such as `model.decode(x)`.
+        Else, and within `evaluate` and `predict`, the models may be called without it.
 
         Args: function, args, kwargs: the same on all ranks. It computes no gradients.
 

@@ -127,6 +127,36 @@ def calls() -> tuple[Tensor, Tensor]:
     return run.call(lambda rows: model(rows), x), whole(x).detach()
 
 
+class Decoder(nn.Module):
+    """Writes by its layers, and not by its own forward function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.cell, self.head = nn.GRUCell(3, 4).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.cell(x))
+
+    def decode(self, x: Tensor) -> Tensor:
+        return torch.stack([x := self.head(self.cell(x)) for _ in range(3)])
+
+
+def decodes() -> tuple[Tensor, Tensor, str]:
+    run, model, x = shoal.init("zero3", announce=str), Decoder(), torch.ones(2, 3).double()
+    expected = model.decode(x).detach()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(UsageError) as refused, torch.no_grad():
+        model.decode(x)
+    return run.call(model.decode, x), expected, str(refused.value)
+
+
+def test_shards_are_called_by_a_method_in_run_call_which_the_refusal_of_a_bare_call_names() -> None:
+    for found, expected, words in world.run(2, decodes):
+        assert torch.allclose(found, expected, rtol=1e-10)
+        assert "run.call(function, *args), on all ranks" in words
+
+
 def test_a_pipeline_is_called_outside_of_a_step() -> None:
     for found, expected in world.run(2, calls):
         assert not found.requires_grad
