@@ -40,8 +40,8 @@ _IN_A_STEP = dict.fromkeys(
         *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "layer_norm", "group_norm"),
         *("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "lstm", "gru", "rnn_tanh"),
     ),
-    " Where a layer is called without its model, do so in a function: run.call(function, *args), on "
-    "all ranks; in a step, compute_loss.",
+    " Where a layer is called without its model, do so in a function: run.call(function, *args), "
+    "on all ranks; in a step, compute_loss.",
 ) | dict.fromkeys(
     ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
     " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
