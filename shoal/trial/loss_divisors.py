@@ -3,6 +3,7 @@
     F.cross_entropy(scores, tokens)         divides by the tokens that are not ignored
     (losses * mask).sum() / mask.sum()      divides by what the mask leaves
     F.mse_loss(output, target)              divides by the elements, so many for each sample
+    real - k * fake                         multiplies by k, which a rank may have of its own losses
 
 Where ranks divide by different counts, the mean of their losses is not the loss of the whole batch.
 The graph of a loss knows its divisors, so a loss that is there already can be looked at too. What
@@ -46,6 +47,12 @@ COUNTED = (
     "-100).sum())), or run.backward(shoal.counted((losses * mask).sum(), mask.sum())). Or, to "
     'train the mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
 )
+MULTIPLIED = (
+    "run.backward was given a loss in which each rank multiplies a term ({operation}) by another "
+    "number: {counts}. One device has one. Compute it from what all ranks have, such as the loss "
+    "that run.backward returns or run.gather(tensor); draw it by a torch.Generator of its own. Or, "
+    'to train the mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
+)
 SUMMED = (
     "run.backward was given a sum over samples ({operation}), and takes their mean: n ranks would "
     "each take their sum for a mean. Divide it by the number of samples: loss / len(x)."
@@ -59,11 +66,13 @@ class Divisor(NamedTuple):
         operation: the reduction at its beginning.
         value: product of all that it is divided by.
         is_sum: it adds up samples and divides by nothing that is as large as their number.
+        factor: product of all single numbers that it is multiplied by.
     """
 
     operation: str
     value: float
     is_sum: bool
+    factor: float = 1.0
 
 
 class _Path(NamedTuple):
@@ -72,6 +81,7 @@ class _Path(NamedTuple):
     value: float
     adds: bool
     divides: bool
+    factor: float = 1.0
 
 
 def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
@@ -96,7 +106,7 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
             paths += _next(path, rows)
         elif path.operation and not is_of_all_ranks(path.node):
             is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
-            found.append(Divisor(path.operation, path.value, is_sum))
+            found.append(Divisor(path.operation, path.value, is_sum, path.factor))
     return found
 
 
@@ -119,15 +129,16 @@ def _next(path: _Path, rows: int) -> list[_Path]:
         if other is None:
             continue
         here = divisor if name != "Div" or index == 0 else 1.0
-        # A weight of the loss is no divisor, but 1 / len(x) is.
-        scale = _scale(node, index) if name == "Mul" else 1.0
+        factor = _factor(node, index) if name == "Mul" else 1.0
         behind.append(
             _Path(
                 other,
                 path.operation or (WORDS.get(name, name) if is_reduction else ""),
                 path.value * here,
                 path.adds or adds,
-                path.divides or max(abs(here), abs(scale)) >= rows,
+                # A weight of the loss is no divisor, but 1 / len(x) is.
+                path.divides or max(abs(here), 1 / abs(factor)) >= rows,
+                path.factor * factor,
             )
         )
     return behind
@@ -154,10 +165,9 @@ def _signed(dim: int) -> int:
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
-def _scale(node: Any, index: int) -> float:
-    """Return 1 / x where a node multiplies its input by one number x."""
-    factor = _number(saved_value(node, "other" if index == 0 else "self"))
-    return 1 / factor if factor else 1.0
+def _factor(node: Any, index: int) -> float:
+    """Return the number by which a node multiplies its input: 1 for 0, or for several numbers."""
+    return _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
 
 
 def _number(value: Any) -> float:
@@ -205,14 +215,22 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     if all(divisor.is_sum for divisor in term):
         return SUMMED.format(operation=operation)
     values = [divisor.value for divisor in term]
-    of_sample = [value / part.rows for value, part in zip(values, parts, strict=True)]
-    if not all(map(math.isfinite, values)) or _are_equal(values) or _are_equal(of_sample):
+    factors = [divisor.factor for divisor in term]
+    rows = [part.rows for part in parts]
+    if _fit([value / factor for value, factor in zip(values, factors, strict=True)], rows):
         return ""
+    words, numbers = (MULTIPLIED, factors) if _fit(values, rows) else (COUNTED, values)
     counts = ", ".join(
-        f"{part.place} by {value:.6g} for {part.rows} samples"
-        for value, part in zip(values, parts, strict=True)
+        f"{part.place} by {number:.6g} for {part.rows} samples"
+        for number, part in zip(numbers, parts, strict=True)
     )
-    return COUNTED.format(operation=operation, counts=counts)
+    return words.format(operation=operation, counts=counts)
+
+
+def _fit(divisors: Sequence[float], rows: Sequence[int]) -> bool:
+    """Return True if parts divide by the same number, or by the same for each sample."""
+    of_sample = [divisor / n for divisor, n in zip(divisors, rows, strict=True)]
+    return not all(map(math.isfinite, divisors)) or _are_equal(divisors) or _are_equal(of_sample)
 
 
 def _are_equal(numbers: Sequence[float]) -> bool:

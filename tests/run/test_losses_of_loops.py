@@ -146,6 +146,32 @@ def test_a_sum_over_samples_is_refused() -> None:
         assert "loss / len(x)" in text
 
 
+def weighs_by_its_losses(of_all: bool) -> str:
+    """Train a difference of two losses with a weight that follows from them, as BEGAN does."""
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(4, 4).double()
+    data = DataLoader(torch.arange(64.0, dtype=torch.float64).view(16, 4).sin(), batch_size=4)
+    model, optimizer, data = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    weight = 0.0
+    for x in data:
+        optimizer.zero_grad()
+        loss = (model(x) - x).abs().mean() - weight * model(x).abs().mean()
+        try:
+            mean = run.backward(loss)
+        except UsageError as error:
+            return str(error)
+        optimizer.step()
+        weight += float(mean if of_all else loss.detach())
+    return ""
+
+
+def test_a_weight_that_each_rank_computes_from_its_own_losses_is_refused() -> None:
+    for text in world.run(2, weighs_by_its_losses, False):
+        assert "each rank multiplies a term (mean) by another number: rank 0 by" in text
+    assert world.run(2, weighs_by_its_losses, True) == ["", ""]
+
+
 def couples_gathered_rows() -> Tensor:
     """Train a loss of which every rank computes the whole, from the rows of all."""
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
 """What a loss divides by is told by its graph, and compared between the parts of a batch."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -114,11 +115,15 @@ def test_a_penalty_on_weights_is_no_sum_over_samples() -> None:
     assert objection([part(loss, 1), part(loss, 2)]) == ""
 
 
-def test_a_factor_that_ranks_draw_is_no_divisor() -> None:
-    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
-        return scores.square().mean() * torch.rand(())
+def test_a_factor_that_each_part_has_of_its_own_is_refused_and_a_common_one_is_not() -> None:
+    def loss(scores: Tensor, tokens: Tensor, factor: float) -> Tensor:
+        return scores.square().mean() - factor * scores.abs().mean()
 
-    assert objection([part(loss, 1), part(loss, 2)]) == ""
+    first, second, third = (part(partial(loss, factor=f), n) for n, f in enumerate((0.2, 0.2, 0.3)))
+    assert objection([first, second]) == ""
+    text = objection([second, third])
+    assert "multiplies a term (mean) by another number: rank 1 by 0.2 for 6 samples" in text
+    assert "the loss that run.backward returns" in text
 
 
 def test_parts_without_samples_are_not_compared() -> None:
