@@ -16,12 +16,13 @@ from shoal.data.tree_map import to_device
 from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
-STAND_IN_NOTE = (
-    "note: a loop over a prepared loader took no step, and its last batch of {rows} samples is "
-    "smaller than the number of ranks, {ranks}: a rank without samples computes a stand-in, which "
-    "a sum of the loop's own counts. run.evaluate(compute_sums, loader), with the DataLoader "
-    "itself in place of the prepared one, counts each sample once. Or count the first "
-    "loader.share.rows rows of each batch alone: a stand-in has 0."
+OWN_ROWS_NOTE = (
+    "note: a loop over a prepared loader took no step. Each rank has had its own rows, so a number "
+    "that the loop computes, such as an accuracy, is of these alone, and of a stand-in where a "
+    "batch has fewer samples than there are ranks. run.evaluate(compute_sums, loader), with the "
+    "DataLoader itself in place of the prepared one, counts each sample once. Or leave that loader "
+    "out of run.prepare: every rank then reads all samples. Or sum over ranks what the first "
+    "loader.share.rows rows of each batch give: a stand-in has 0."
 )
 
 
@@ -100,19 +101,19 @@ class ShardedLoader(ABC):
                 watch.begin(batch, share)
                 yield batch
                 watch.end()
-                self._note_stand_in(share)
                 if loop in self._open:  # another loop may have read meanwhile
                     self.epoch, self.position = share.epoch, share.stop
+            self._note_own_rows()
         finally:
             # A loop that stops early ends its epoch, too, as with any DataLoader.
             if loop in self._open:
                 self._open.remove(loop)
                 self._begin_epoch_after(self.epoch)
 
-    def _note_stand_in(self, share: BatchShard) -> None:
-        """Note once that a loop without steps, such as an evaluation, had stand-ins."""
-        if self.announce is not None and share.global_rows < self.ranks and not self.has_stepped:
-            self.announce(STAND_IN_NOTE.format(rows=share.global_rows, ranks=self.ranks))
+    def _note_own_rows(self) -> None:
+        """Note once that a loop without steps, such as an evaluation, had rows of this rank."""
+        if self.announce is not None and self.ranks > 1 and not self.has_stepped:
+            self.announce(OWN_ROWS_NOTE)
             self.announce = None
 
     def _begin_epoch_after(self, epoch: int) -> None:

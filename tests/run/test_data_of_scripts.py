@@ -25,11 +25,11 @@ def prepared(notes: list[str], strategy: str = "ddp") -> tuple[shoal.Run, nn.Mod
     return run, *run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def evaluated() -> tuple[list[str], float, float]:
+def evaluated(samples: int) -> tuple[list[str], float, float]:
     """Return notes, the rows that a loop of its own counts, and those that are no stand-ins."""
     notes: list[str] = []
     run, model, _ = prepared(notes)
-    held_out = run.prepare(DataLoader(TensorDataset(torch.ones(13, 8).double()), batch_size=4))
+    held_out = run.prepare(DataLoader(TensorDataset(torch.ones(samples, 8).double()), batch_size=4))
     counts = torch.zeros(2)
     with torch.no_grad():
         for (x,) in held_out:
@@ -38,12 +38,15 @@ def evaluated() -> tuple[list[str], float, float]:
     return [note for note in notes if "stand-in" in note], rows, right
 
 
-def test_an_evaluation_over_a_prepared_loader_is_told_of_stand_ins() -> None:
-    notes, rows, right = world.run(2, evaluated)[0]
-    assert (rows, right) == (14, 13)
-    (note,) = notes
-    assert "run.evaluate(compute_sums, loader)" in note
-    assert "loader.share.rows" in note
+def test_an_evaluation_over_a_prepared_loader_is_told_of_its_rows_and_of_stand_ins() -> None:
+    for samples, counted in (12, 12), (13, 14):
+        notes, rows, right = world.run(2, evaluated, samples)[0]
+        assert (rows, right) == (counted, samples)
+        (note,) = notes
+        assert "is of these alone" in note
+        assert "run.evaluate(compute_sums, loader)" in note
+        assert "loader.share.rows" in note
+    assert world.run(1, evaluated, 13) == [([], 13, 13)]
 
 
 def trained_on_short_batches() -> list[str]:
