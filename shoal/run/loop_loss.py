@@ -36,7 +36,7 @@ MOST_CALLS = 16
 NOTE = (
     "note: run.backward takes a loss that is a mean over its samples. Its graph is "
     "looked at, which does not tell all: beyond that, nothing has checked that it is. To check it: "
-    "shoal verify SCRIPT -n {ranks}. Dropout and noise of the loop are drawn on each data rank for "
+    "shoal verify SCRIPT -n {ranks}. Dropout and noise by torch are drawn on each data rank for "
     "its own samples: same law, other numbers."
 )
 PIPELINE = (
@@ -185,6 +185,7 @@ class LoopLoss:
             batch = micro._replace(step=step, args=(), is_last_microbatch=True)
         else:
             batch = self._batch(compute_loss, rows, calls or [()])
+            prepared.watch.note_host_draws(batch.num_samples)
             if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
                 prepared.sizes.note_same_rows(calls, prepared.mesh.data, self._announce)
         if reduction != "ranks":

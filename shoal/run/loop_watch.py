@@ -126,7 +126,7 @@ class LoopWatch(YieldWatch):
         for place in [*self._rows.draws.places][:1]:
             self._note(DRAWN, place=place)
             self.drawn = self.drawn or f"torch ({place})"
-        self._note_host_draws(batch.num_samples)
+        self.note_host_draws(batch.num_samples)
         if not self._is_due:
             self._rows.forget()
         if self._data.sum_of_host_numbers([is_mixed])[0]:
@@ -169,7 +169,7 @@ class LoopWatch(YieldWatch):
             if not (copies is None or is_count or _same_bits(*copies[:2])):
                 self._note(ONE_NUMBER)
 
-    def _note_host_draws(self, rows: int) -> None:
+    def note_host_draws(self, rows: int) -> None:
         """Announce that the loop may have drawn a number for each sample by Python or NumPy."""
         before, self._generators = self._generators, None
         drawn = None if before is None else before.drawn_until(HostGenerators.now())

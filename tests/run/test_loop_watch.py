@@ -268,7 +268,7 @@ def notes_of_draws() -> list[list[str]]:
     return found
 
 
-def notes_of_host_draws() -> list[list[str]]:
+def notes_of_host_draws(by_function: bool) -> list[list[str]]:
     """Return the notes about draws by Python and NumPy: for each sample, and for the batch."""
     found = []
     for draw in (
@@ -279,7 +279,10 @@ def notes_of_host_draws() -> list[list[str]]:
         lines: list[str] = []
         run, model, loader = start(lines)
         for x, _ in loader:
-            run.forward_backward(lambda x, m=model: m(x).mean(), draw(x))
+            if by_function:
+                run.forward_backward(lambda x, m=model: m(x).mean(), draw(x))
+            else:
+                run.backward(model(draw(x)).mean())
         found.append([line for line in lines if "draws" in line])
     return found
 
@@ -313,8 +316,11 @@ def test_random_numbers_that_a_loop_draws_by_torch_are_told_once() -> None:
     assert quiet == []
 
 
-def test_numbers_that_a_loop_draws_for_each_sample_by_python_or_numpy_are_told_once() -> None:
-    for_each, by_numpy, for_the_batch = world.run(2, notes_of_host_draws)[0]
+@pytest.mark.parametrize("by_function", [True, False])
+def test_numbers_that_a_loop_draws_for_each_sample_by_python_or_numpy_are_told_once(
+    by_function: bool,
+) -> None:
+    for_each, by_numpy, for_the_batch = world.run(2, notes_of_host_draws, by_function)[0]
     assert [line[:46] for line in for_each] == ["note: the loop draws random numbers by Python,"]
     assert [line[:45] for line in by_numpy] == ["note: the loop draws random numbers by NumPy,"]
     assert for_the_batch == []
