@@ -132,6 +132,10 @@ class TrainConfig:
     )
     clip_norm: float | None = setting(None, "largest global norm of the gradients", POSITIVE)
     label_smoothing: float = setting(0.0, "share of the target spread over all classes", BELOW_ONE)
+    mixup: float = setting(0.0, "alpha of mixup; 0 is off", NOT_NEGATIVE)
+    cutmix: float = setting(
+        0.0, "alpha of cutmix; 0 is off; with mixup, each sample takes one of the two", NOT_NEGATIVE
+    )
     ema: float = setting(
         0.0, "decay of the moving average of the weights that is evaluated; 0 is off", BELOW_ONE
     )
@@ -146,6 +150,20 @@ class TrainConfig:
     cudnn_benchmark: bool = setting(
         False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)"
     )
+
+    @property
+    def soft_targets(self) -> str:
+        """Return the settings because of which training and validation losses are not comparable.
+
+        Each of them spreads the target of a sample over several classes, in training only. The
+        text is empty where none is on.
+        """
+        values = {
+            "label smoothing": self.label_smoothing,
+            "mixup": self.mixup,
+            "cutmix": self.cutmix,
+        }
+        return ", ".join(f"{name} {value:g}" for name, value in values.items() if value)
 
 
 @dataclass(frozen=True)

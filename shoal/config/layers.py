@@ -61,9 +61,6 @@ REMOVED = {
     "checkpoint.second_place": "a last save waits for room; see checkpoint.last_save_wait_s",
     "optimizer.in_backward": "it lowered no peak: strategy zero2 shards gradients, recompute frees "
     "activations, and optimizer.name AdamW8bit has smaller moments",
-    **dict.fromkeys(
-        ("train.mixup", "train.cutmix"), "a data set of an --import FILE can mix its samples"
-    ),
     "train.warm_start": "train on less data first, and go on from it by --weights",
     "snapshot": "set checkpoint.fast_dir, such as /dev/shm, and checkpoint.fast_every_steps",
 }

@@ -14,6 +14,7 @@ from shoal.config.job import Job
 # Only numbers that are known without reading the data. Data sets that --import registers are
 # checked where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
+LANGUAGE = {"stdlib"}
 
 Violation = tuple[tuple[str, ...], str]
 """The compared settings, by dotted name, and the problem."""
@@ -109,6 +110,12 @@ def _data(job: Job) -> Iterator[Violation]:
             f"is {job.data.resize}, too small to crop data.image_size {job.data.image_size} out of "
             "it",
         )
+    for mix, value in (("mixup", job.train.mixup), ("cutmix", job.train.cutmix)):
+        if value > 0 and job.data.name in LANGUAGE:
+            yield (
+                (f"train.{mix}", "data.name"),
+                f"mixes images; {job.data.name} is text, so it must be 0",
+            )
 
 
 def _checkpoint(job: Job) -> Iterator[Violation]:

@@ -73,13 +73,14 @@ class RunMetrics:
         name: the shortest end of its path that no other run has.
         curves: (kind, name of the quantity) -> curve; the kind is "train" or "validation".
         unreadable_lines: number of such lines in its metrics.jsonl.
-        label_smoothing: of its training loss, which validation losses never have.
+        soft_targets: the method that makes its training loss another quantity than its validation
+            loss, such as label smoothing; "" for none.
     """
 
     name: str
     curves: dict[tuple[str, str], Curve]
     unreadable_lines: int
-    label_smoothing: float = 0.0
+    soft_targets: str = ""
 
     @property
     def has_epochs(self) -> bool:
@@ -206,15 +207,15 @@ def _read(directory: Path, name: str) -> RunMetrics:
         for kind in ("train", "validation")
         for quantity, curve in _curves([record for record in records if record["kind"] == kind])
     }
-    return RunMetrics(name, curves, unreadable_lines, _label_smoothing(directory))
+    return RunMetrics(name, curves, unreadable_lines, _targets_of(directory))
 
 
-def _label_smoothing(directory: Path) -> float:
-    """Read it from the run's configuration; 0 if that is missing or of another version."""
+def _targets_of(directory: Path) -> str:
+    """Read it from the run's configuration; "" if that is missing or of another version."""
     try:
-        return read(str(directory / "config.yaml")).job.train.label_smoothing
+        return read(str(directory / "config.yaml")).job.train.soft_targets
     except ConfigError:
-        return 0.0
+        return ""
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:
@@ -258,7 +259,7 @@ def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics], in_epochs: bo
         _draw_run(axes, name, run, _line_style(index, len(runs)), in_epochs)
     axes.set_title(PANELS[name])
     if name == "loss":
-        axes.set_title(_smoothing_note(runs), loc="right", size=9, weight="normal")
+        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
     _scale(axes, name)
 
 
@@ -348,14 +349,14 @@ def _training_label(runs: Sequence[RunMetrics]) -> str:
     return "training (running mean; pale: as measured)" if smoothed else "training"
 
 
-def _smoothing_note(runs: Sequence[RunMetrics]) -> str:
+def _soft_targets(runs: Sequence[RunMetrics]) -> str:
     """Return a note on losses if training and validation loss cannot be compared."""
-    distinct = {run.label_smoothing for run in runs}
-    if distinct == {0.0}:
+    distinct = {run.soft_targets for run in runs}
+    if distinct == {""}:
         return ""
     if len(distinct) == 1:
-        return f"training with label smoothing {distinct.pop():g}"
-    return "training: the runs have different label smoothing"
+        return f"training with {distinct.pop()}"
+    return "training: the runs have different targets"
 
 
 def _legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:

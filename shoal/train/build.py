@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from shoal import data, models
 from shoal.config.job import Job
 from shoal.data.loader import DistributedBatchLoader
+from shoal.data.mixing import Mixed
 from shoal.data.source import Source
 from shoal.errors import ConfigError
 from shoal.run import Run, init_with_place
@@ -94,6 +95,7 @@ def build(job: Job, device: torch.device) -> Components:
     """
     registered = load_imports(job.imports)
     source = data.load(job.data, job.seed, registered.data)
+    _check_text(job, source)
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     with empty_weights() if job.model.empty else nullcontext():
         model = build_model(job, source, registered)
@@ -127,8 +129,8 @@ def describe(job: Job, built: Components, device: torch.device, total_steps: int
         f"{job.strategy}, {device.type}, {job.train.precision}; {job.optimizer.name}, learning "
         f"rate {rate:g}; {total_steps:,} steps in {Path(job.directory)}",
     ]
-    if smoothing := job.train.label_smoothing:
-        lines.append(f"training loss with label smoothing {smoothing:g}, validation loss without")
+    if job.train.soft_targets:
+        lines.append(f"training loss with {job.train.soft_targets}, validation loss without")
     return lines
 
 
@@ -185,8 +187,11 @@ def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
 
 
 def _train_loader(job: Job, source: Source) -> DataLoader:
+    dataset: Any = source.train
+    if job.train.mixup or job.train.cutmix:
+        dataset = Mixed(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
     return DataLoader(
-        source.train,
+        dataset,
         job.train.batch_size,
         shuffle=True,
         drop_last=job.train.drop_last,
@@ -208,6 +213,13 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
         "persistent_workers": workers > 0,
         "pin_memory": job.data.pin_memory and torch.cuda.is_available(),
     }
+
+
+def _check_text(job: Job, source: Source) -> None:
+    if source.task == "language" and (job.train.mixup or job.train.cutmix):
+        raise ConfigError(
+            [f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."]
+        )
 
 
 def load_imports(files: Iterable[str]) -> Registered:

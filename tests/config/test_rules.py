@@ -33,6 +33,7 @@ BROKEN = {
     "data.name=imagefolder data.image_size=288": (
         "data.resize is 256, too small to crop data.image_size 288 out of it"
     ),
+    "data.name=stdlib train.mixup=0.2": "train.mixup mixes images; stdlib is text, so it must be 0",
     "checkpoint.every_steps=auto": "which needs checkpoint.job_mtbf, the mean time between",
     "checkpoint.every_steps=often": "must be a whole number, auto or none, not often",
     "checkpoint.every_steps=0": "checkpoint.every_steps must be greater than 0, not 0",

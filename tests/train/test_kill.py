@@ -16,7 +16,7 @@ from shoal.launch import local
 from shoal.testing import world
 
 SCENES: dict[str, tuple[int, dict[str, Any]]] = {
-    "augmented": (2, EVERYTHING),  # and moving average, clipping, label smoothing
+    "augmented": (2, EVERYTHING),  # and mixup, moving average, clipping, label smoothing
     "dropout": (2, GPT),
     "workers": (2, {**GPT, **WORKERS}),
     "fp16": (2, HALF),

@@ -36,7 +36,7 @@ RECIPES: dict[str, dict[str, str]] = {
         "schedule.warmup_epochs": "0",
     },
     "linear scaling": {"optimizer.reference_batch": "25", "optimizer.lr": "0.05"},
-    "label smoothing": {"train.label_smoothing": "0.2"},
+    "mixup and cutmix": {"train.mixup": "0.2", "train.cutmix": "1.0"},
     "moving average": {"train.ema": "0.9"},
     "clipping": {"train.clip_norm": "0.1"},
     "accumulation": {"train.accumulate": "3"},
@@ -44,7 +44,7 @@ RECIPES: dict[str, dict[str, str]] = {
     "no last batch": {"train.drop_last": "true", "train.batch_size": "400", "train.max_steps": "6"},
     "workers": {"data.workers": "2"},
 }
-EVERY_DAY = ("label smoothing", "accumulation")
+EVERY_DAY = ("mixup and cutmix", "accumulation")
 
 
 def train(out: Path, recipe: dict[str, str]) -> None:

@@ -42,6 +42,7 @@ MLP = {"model.name": "mlp", "model.options.hidden": [5], "data.name": "recorded"
 EVERYTHING = {
     **MLP,
     "data.name": "noisy",
+    "train.mixup": 0.4,
     "train.ema": 0.9,
     "train.clip_norm": 1.0,
     "train.label_smoothing": 0.1,
