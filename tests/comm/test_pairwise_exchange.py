@@ -115,6 +115,6 @@ def test_terms_are_reduced_before_their_memory_is_received_into_again(size: int)
     steps = list(pairwise_exchange.schedule(slices, size))
     assert len(steps) == 2 * slices * (size - 1)
     for index in range(slices - buffers):
-        is_reduced = steps.index(pairwise_exchange.Step(index, True, 1))
-        overwritten = steps.index(pairwise_exchange.Step(index + buffers, False, 1))
+        is_reduced = steps.index(pairwise_exchange.ExchangeStep(index, True, 1))
+        overwritten = steps.index(pairwise_exchange.ExchangeStep(index + buffers, False, 1))
         assert overwritten - ahead > is_reduced
