@@ -66,7 +66,7 @@ class Divisor(NamedTuple):
         operation: the reduction at its beginning.
         value: product of all that it is divided by.
         is_sum: it adds up samples and divides by nothing that is as large as their number.
-        factor: product of all single numbers that it is multiplied by.
+        factor: product of the single numbers that the reduction is multiplied by.
     """
 
     operation: str
@@ -138,7 +138,8 @@ def _next(path: _Path, rows: int) -> list[_Path]:
                 path.adds or adds,
                 # A weight of the loss is no divisor, but 1 / len(x) is.
                 path.divides or max(abs(here), 1 / abs(factor)) >= rows,
-                path.factor * factor,
+                # Behind a reduction over samples, a number may belong to one of them.
+                path.factor if path.operation else path.factor * factor,
             )
         )
     return behind
@@ -215,11 +216,14 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     if all(divisor.is_sum for divisor in term):
         return SUMMED.format(operation=operation)
     values = [divisor.value for divisor in term]
-    factors = [divisor.factor for divisor in term]
     rows = [part.rows for part in parts]
-    if _fit([value / factor for value, factor in zip(values, factors, strict=True)], rows):
-        return ""
-    words, numbers = (MULTIPLIED, factors) if _fit(values, rows) else (COUNTED, values)
+    words, numbers = COUNTED, values
+    if _fit(values, rows):
+        words, numbers = MULTIPLIED, [divisor.factor for divisor in term]
+        scaled = [value / factor for value, factor in zip(values, numbers, strict=True)]
+        # As many terms as samples may be one for each, with a number of its own.
+        if _fit(scaled, rows) or any(len(part.divisors) >= part.rows for part in parts):
+            return ""
     counts = ", ".join(
         f"{part.place} by {number:.6g} for {part.rows} samples"
         for number, part in zip(numbers, parts, strict=True)

@@ -151,7 +151,7 @@ def weighs_by_its_losses(of_all: bool) -> str:
     torch.manual_seed(0)
     run = shoal.init("ddp", announce=lambda _: None)
     model = nn.Linear(4, 4).double()
-    data = DataLoader(torch.arange(64.0, dtype=torch.float64).view(16, 4).sin(), batch_size=4)
+    data = DataLoader(torch.arange(64.0, dtype=torch.float64).view(16, 4).sin(), batch_size=8)
     model, optimizer, data = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
     weight = 0.0
     for x in data:
