@@ -55,7 +55,7 @@ MULTIPLIED = (
 )
 SUMMED = (
     "run.backward was given a sum over samples ({operation}), and takes their mean: n ranks would "
-    "each take their sum for a mean. Divide it by the number of samples: loss / len(x)."
+    "each take their sum for a mean. Divide it by the number of this rank's samples: loss / len(x)."
 )
 
 
@@ -67,12 +67,14 @@ class Divisor(NamedTuple):
         value: product of all that it is divided by.
         is_sum: it adds up samples and divides by nothing that is as large as their number.
         factor: product of the single numbers that the reduction is multiplied by.
+        elements: numbers that the reduction adds up; 0 where it takes a mean.
     """
 
     operation: str
     value: float
     is_sum: bool
     factor: float = 1.0
+    elements: int = 0
 
 
 class _Path(NamedTuple):
@@ -82,6 +84,7 @@ class _Path(NamedTuple):
     adds: bool
     divides: bool
     factor: float = 1.0
+    elements: int = 0
 
 
 def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
@@ -105,8 +108,10 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
         if _leads_on(path.node, outputs):
             paths += _next(path, rows)
         elif path.operation and not is_of_all_ranks(path.node):
-            is_sum = path.adds and not path.divides and _reaches(path.node, outputs)
-            found.append(Divisor(path.operation, path.value, is_sum, path.factor))
+            is_own = path.adds and _reaches(path.node, outputs)
+            elements = path.elements if is_own else 0
+            is_sum = is_own and not path.divides
+            found.append(Divisor(path.operation, path.value, is_sum, path.factor, elements))
     return found
 
 
@@ -140,6 +145,7 @@ def _next(path: _Path, rows: int) -> list[_Path]:
                 path.divides or max(abs(here), 1 / abs(factor)) >= rows,
                 # Behind a reduction over samples, a number may belong to one of them.
                 path.factor if path.operation else path.factor * factor,
+                _elements(node) if adds and not path.operation else path.elements,
             )
         )
     return behind
@@ -159,6 +165,14 @@ def _divisor(node: Any, name: str) -> float:
     if name == "Div":
         return _number(saved_value(node, "other"))
     return 1.0
+
+
+def _elements(node: Any) -> int:
+    """Return how many numbers a sum adds up."""
+    if (sizes := saved_value(node, "self_sym_sizes")) is not None:
+        return math.prod(sizes)
+    target = saved_value(node, "target" if _kind(node).startswith("Nll") else "self")
+    return target.numel() if isinstance(target, Tensor) else 0
 
 
 def _signed(dim: int) -> int:
@@ -213,10 +227,10 @@ def objection(parts: Sequence[LossPart]) -> str:
 def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     """Return what is wrong with one term of a loss. Args: term: of each part."""
     operation = term[0].operation
-    if all(divisor.is_sum for divisor in term):
-        return SUMMED.format(operation=operation)
     values = [divisor.value for divisor in term]
     rows = [part.rows for part in parts]
+    if all(divisor.is_sum for divisor in term) or _is_share_of_sum(term, parts):
+        return SUMMED.format(operation=operation)
     words, numbers = COUNTED, values
     if _fit(values, rows):
         words, numbers = MULTIPLIED, [divisor.factor for divisor in term]
@@ -229,6 +243,19 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
         for number, part in zip(numbers, parts, strict=True)
     )
     return words.format(operation=operation, counts=counts)
+
+
+def _is_share_of_sum(term: Sequence[Divisor], parts: Sequence[LossPart]) -> bool:
+    """Return True if a sum of one part's samples is divided by those of all parts.
+
+    One device has all of them, and so its script may divide by the size of the whole batch. By
+    such a number a mean may be divided too, as that of two views is: by all that it adds up.
+    """
+    samples = sum(part.rows for part in parts)
+    if len(parts) == 1 or not all(one.elements and one.value == samples for one in term):
+        return False
+    shares = [sum(d.elements / (d.value or math.inf) for d in part.divisors) for part in parts]
+    return not _are_equal([1, *shares])
 
 
 def _fit(divisors: Sequence[float], rows: Sequence[int]) -> bool:

@@ -47,6 +47,9 @@ MEANS: dict[str, Loss] = {
         (masked(s, t)[0] * masked(s, t)[1]).sum(1) / masked(s, t)[1].sum(1)
     ).mean(),
     "a sum by the number of samples": lambda s, t: s.square().sum() / len(s),
+    "a sum by the number of elements": lambda s, t: s[:, 0, :2].square().sum() / (2 * len(s)),
+    "sums of two views": lambda s, t: (s[:, 0, 0].sum() + s[:, 1, 0].exp().sum()) / (2 * len(s)),
+    "half of the mean of sums": lambda s, t: s.square().sum((1, 2)).mean() / 2,
     "a sum by a factor": lambda s, t: s.square().sum() * (1 / len(s)),
     "weighted terms": lambda s, t: 10 * s.square().mean() + 0.5 * s.abs().sum() / len(s),
     "mean of one dimension, sum of the other": lambda s, t: s.square().mean(0).sum(),
@@ -81,6 +84,10 @@ SUMS: dict[str, Loss] = {
     "squares": lambda s, t: s.square().sum(),
     "cross entropy": lambda s, t: token_mean(s, t, reduction="sum"),
     "a variational bound": lambda s, t: -0.5 * (1 + s - s.exp()).sum(),
+    "by the samples of the whole batch": lambda s, t: s.square().sum() / (2 * ROWS),
+    "of losses of torch, by the samples of the whole batch": lambda s, t: (
+        token_mean(s, t, reduction="sum") / (2 * ROWS)
+    ),
     "of losses of torch": lambda s, t: F.mse_loss(s, torch.zeros_like(s), reduction="sum"),
 }
 
