@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
-    "shoal/trial": 2_290,
+    "shoal/trial": 2_320,
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 68_360,
+    "tests": 68_370,
     "benchmarks": 11_950,
 }
 SLACK = 0.03
