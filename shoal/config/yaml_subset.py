@@ -129,13 +129,17 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str, problems: list[str]) -> None:
         self._problems = problems
         self._depth = 0
+        self._has_alias = False
         super().__init__(text)
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent):
-            self._problems.append(f"{line}: aliases (`*...`) are refused; write out what is meant")
+            if not self._has_alias:  # a few kilobytes hold thousands of them
+                self._has_alias = True
+                problem = f"{line}: aliases (`*...`) are refused; write out what is meant"
+                self._problems.append(problem)
             self.get_event()
             return yaml.ScalarNode("null", "", event.start_mark)  # type: ignore[arg-type]
         if event.tag is not None:

@@ -21,7 +21,6 @@ from shoal.checkpoint.rank_consensus import RankConsensus
 from shoal.checkpoint.tensor_index import TensorEntry, stored
 from shoal.errors import CheckpointError
 from shoal.testing import world
-from shoal.train.weight_export import runs
 
 
 def whole() -> dict[str, Tensor]:
@@ -75,18 +74,14 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def laid_out(name: str, tensor: TensorEntry) -> Tensor:
     """The whole from its pieces; every number is written once."""
-    flat, written = (
-        torch.empty(tensor.shape.numel(), dtype=tensor.dtype),
-        torch.zeros(tensor.shape.numel()),
-    )
+    full, written = torch.empty(tensor.shape, dtype=tensor.dtype), torch.zeros(tensor.shape)
     for _, chunk, numbers in tensor_files.blocks([(name, chunk) for chunk in tensor.chunks]):
-        values, done = numbers.reshape(-1), 0
-        for first, length in runs(chunk, tensor.shape):
-            flat[first : first + length] = values[done : done + length]
-            written[first : first + length] += 1
-            done += length
+        ends = map(sum, zip(chunk.offsets, chunk.shape, strict=True))
+        place = tuple(map(slice, chunk.offsets, ends))
+        full[place] = numbers
+        written[place] += 1
     assert torch.equal(written, torch.ones_like(written))
-    return flat.reshape(tensor.shape)
+    return full
 
 
 @pytest.mark.parametrize("name", whole())
@@ -106,16 +101,6 @@ def test_numbers_are_aligned_in_the_file(directory: Path) -> None:
         del header["__metadata__"]
         for name, entry in header.items():
             assert entry["data_offsets"][0] % whole()[name].dtype.itemsize == 0
-
-
-def test_a_tensor_cut_along_its_rows_is_one_run_a_piece(directory: Path) -> None:
-    rows = stored(directory)["rows"]
-    assert sorted(run for chunk in rows.chunks for run in runs(chunk, rows.shape)) == [
-        (0, 60),
-        (60, 60),
-        (120, 60),
-        (180, 30),
-    ]
 
 
 @pytest.mark.parametrize("size_bytes", [0, 5, 100, -3])

@@ -13,7 +13,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_770,
     "shoal/comm": 3_180,
-    "shoal/config": 1_850,
+    "shoal/config": 1_860,
     "shoal/costs": 2_020,
     "shoal/data": 3_440,
     "shoal/doctor": 490,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 68_370,
+    "tests": 68_360,
     "benchmarks": 11_950,
 }
 SLACK = 0.03

@@ -47,27 +47,28 @@ def resumed_step(job: Job) -> int:
 
 
 def is_lost_and_goes_on(folder: Path) -> None:
-    """A run of 10 steps: checkpoints at 2, 3, 6, 9 and 10, and fast saves at 4 and 8."""
-    alone, job = job_in(folder / "alone"), job_in(folder / "run", folder / "fast")
+    """A run of 12 steps: checkpoints at 3, 4, 6, 8, 9 and 12, and fast saves at 5 and 10."""
+    every = {"checkpoint__fast_every_steps": 5}
+    alone, job = job_in(folder / "alone"), job_in(folder / "run", folder / "fast", **every)
     trains(alone)
     is_lost(job, 5)
     fast = fast_directory(job.directory, job.checkpoint.fast_dir)
     assert fast is not None
     assert fast.stat().st_mode & 0o777 == 0o700
     memory = fast / "checkpoints"
-    assert sorted(path.name for path in memory.glob("step-*")) == ["step-00000004"]
-    assert resumed_step(job) == 4
+    assert sorted(path.name for path in memory.glob("step-*")) == ["step-00000005"]
+    assert resumed_step(job) == 5
     is_lost(job, 7)
     # The checkpoint of step 6 is newer than any fast save: none was taken beside it.
     assert resumed_step(job) == 6
-    is_lost(job, 8)
+    is_lost(job, 10)
     # A flipped byte: the older checkpoint on the disk is taken.
-    assert resumed_step(job) == 8
+    assert resumed_step(job) == 10
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
-        spoil(next((memory / "step-00000008").glob("*.safetensors")))
+        spoil(next((memory / "step-00000010").glob("*.safetensors")))
     torch.distributed.barrier()
-    assert resumed_step(job) == 6
+    assert resumed_step(job) == 9
     trains(job)
     torch.distributed.barrier()
     assert_equal_to_the_bit(everything(folder / "run"), everything(folder / "alone"))
@@ -76,7 +77,7 @@ def is_lost_and_goes_on(folder: Path) -> None:
 
 def job_in(folder: Path, fast: Path | None = None, **more: Any) -> Job:
     if fast is not None:
-        more |= {"checkpoint__fast_dir": str(fast), "checkpoint__fast_every_steps": 2}
+        more = {"checkpoint__fast_dir": str(fast), "checkpoint__fast_every_steps": 2} | more
     return tiny(folder, EVERYTHING, log__tensorboard=False, **more)
 
 

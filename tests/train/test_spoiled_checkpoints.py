@@ -12,7 +12,7 @@ from shoal.errors import CheckpointError, LaunchError
 from shoal.testing import world
 
 # Checkpoints of the undisturbed run: steps 2, 3, 6, 9 and 10.
-SETTINGS = {**EVERYTHING, "checkpoint.keep": 9}
+SETTINGS = {**EVERYTHING, "train.mixup": 0.0, "checkpoint.keep": 9}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
     said = capsys.readouterr().err
     assert "note: checkpoint step-00000009 is skipped: " in said
     assert "was altered: digest" in said
-    assert "resumed from " + str(tmp_path / "run/checkpoints/step-00000006") in said
+    assert "resumed from " + str(tmp_path / "run/checkpoints/step-00000008") in said
     assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
 
 
@@ -78,16 +78,16 @@ def test_a_failed_last_save_fails_a_run_that_the_same_command_completes(
     tmp_path: Path, undisturbed: dict[str, Any]
 ) -> None:
     job = tiny(tmp_path / "run", SETTINGS)
-    with pytest.raises(LaunchError, match="the checkpoint of step 10 was not saved"):
-        world.run(2, tiny_jobs.fills_the_disk, job, (10,))
+    with pytest.raises(LaunchError, match="the checkpoint of step 12 was not saved"):
+        world.run(2, tiny_jobs.fills_the_disk, job, (12,))
     world.run(2, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
 
 
 def test_what_is_called_the_best_was_saved(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
-    assert undisturbed["info"]["best"]["step"] == 10
-    with pytest.raises(LaunchError, match="the checkpoint of step 10 was not saved"):
-        world.run(2, tiny_jobs.fills_the_disk, tiny(tmp_path / "run", SETTINGS), (10,))
+    assert undisturbed["info"]["best"]["step"] == 12
+    with pytest.raises(LaunchError, match="the checkpoint of step 12 was not saved"):
+        world.run(2, tiny_jobs.fills_the_disk, tiny(tmp_path / "run", SETTINGS), (12,))
     found = everything(tmp_path / "run")
-    assert found["best"] != "step-00000010\n"
+    assert found["best"] != "step-00000012\n"
     assert found["best"].strip() in found["checkpoints"]
