@@ -37,7 +37,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/watchdog": 990,
     "shoal/weights": 580,
     "tests": 68_360,
-    "benchmarks": 11_950,
+    "benchmarks": 11_960,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
