@@ -46,7 +46,7 @@ test-real: $(VENV)/.test  ## Run the tests on real ssh servers, Slurm and Open M
 
 test-hf: $(VENV)/.test  ## Run the tests with transformers, peft, accelerate and Lightning. Installs them.
 	$(BIN)/pip install -q -e ".[test,hf,lightning]" -c constraints.txt
-	$(BIN)/python -m pytest tests/integrations tests/examples/test_hugging_face.py
+	$(BIN)/python -m pytest tests/integrations tests/examples/test_hugging_face_example.py
 
 affected: $(VENV)/.test  ## Name the slow suites that guard what differs from main.
 	@$(BIN)/python -m tests.harness.affected
