@@ -118,7 +118,6 @@ class Guards:
             self._states.check()
         if self._absent is not None:
             self._absent.hide()
-        self.check_weights()
         if self._weights is not None:
             self._weights.begin_passes()
 
