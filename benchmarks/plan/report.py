@@ -87,9 +87,8 @@ def _time(case: tuple[dict[str, Any], dict[str, Any]]) -> Compared | None:
         measured = shared / prediction["ranks"]
     else:
         measured = max(measured, shared / CORES)
-    latest = prediction.get("latest_s", prediction["step_s"])
-    clock = min(_rounds(found, "least_s"))
-    return Compared(_label(prediction), prediction["model"], predicted, measured, latest, clock)
+    ranked = prediction["latest_s"], min(_rounds(found, "least_s"))
+    return Compared(_label(prediction), prediction["model"], predicted, measured, *ranked)
 
 
 def _summary(times: Sequence[Compared], memory: Sequence[Compared]) -> str:
@@ -99,8 +98,8 @@ def _summary(times: Sequence[Compared], memory: Sequence[Compared]) -> str:
         rows.append(_summary_row(f"seconds, {model}", [t for t in times if t.model == model]))
     right, pairs = _order(times)
     order = f"Of {pairs} pairs of plans of one model whose times differ by more than 5 %, {right} "
-    right_share = f"{right / pairs:.0%}"
-    text = f"{order}are predicted in the right order ({right_share}). {_regret(times)}"
+    share = f"{right / pairs:.0%}"
+    text = f"{order}are predicted in the right order ({share}). {_regret(times)}"
     return f"{table(head, rows)}\n\n{text}"
 
 
@@ -109,23 +108,22 @@ def _regret(times: Sequence[Compared]) -> str:
 
     By the clock: the processor time of servers is not counted among that of ranks.
     """
-    groups: dict[str, list[Compared]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Compared]] = defaultdict(list)
     for one in times:
         name, _, ranks = one.label.partition("` on ")
         if "`local" not in name:  # its numbers are not those of one device
-            groups[f"{one.model} on {ranks}"].append(one)
+            groups[one.model, ranks].append(one)
     lost = []
     for plans in groups.values():
-        chosen = min(plans, key=lambda plan: plan.latest)
-        fastest = min(plan.clock for plan in plans)
-        lost.append((chosen.clock / fastest - 1, chosen.label))
-    lost = [each for each, plans in zip(lost, groups.values(), strict=True) if len(plans) > 1]
+        if len(plans) > 1:
+            chosen = min(plans, key=lambda plan: plan.latest)
+            fastest = min(plan.clock for plan in plans)
+            lost.append((chosen.clock / fastest - 1, chosen.label))
     mean, (most, label) = sum(share for share, _ in lost) / len(lost), max(lost)
     return (
         "Of the exact plans of one model on as many ranks, the one that the planner ranks first "
         f"takes {mean:.1%} longer by the clock than the fastest (mean of {len(lost)}; at most "
-        f"{most:.1%}, "
-        f"{label})."
+        f"{most:.1%}, {label})."
     )
 
 
