@@ -4,7 +4,8 @@
       backward of segment i    states + activations of 0 .. i + gradients behind i + what i needs
       optimizer's step         states + all gradients + what the step needs
 
-A pipeline holds the activations of all micro-batches that are in flight.
+A pipeline holds the activations of all micro-batches that are in flight. Where its backward pass is
+in two halves, the gradients of outputs wait between them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class _Stage(NamedTuple):
             there already.
         first_backward: (activations, gathered, gradients) where gradients appear one by one.
         for_weights: gradients of outputs, from a backward pass for inputs to that for weights.
-        gradients: of the weights. largest: the largest of them.
+        gradients: of the weights.
+        at_once: of weights that a pass for weights alone differentiates together, as those of an
+            MLP: the two largest.
     """
 
     kept: float
@@ -55,7 +58,7 @@ class _Stage(NamedTuple):
     first_backward: tuple[float, float, float]
     for_weights: float
     gradients: float
-    largest: float
+    at_once: float
 
 
 def peak(step: StepCost) -> HeldBytes:
@@ -101,18 +104,18 @@ def _moments(step: StepCost, rank: int, all_gradients: float) -> Iterable[tuple[
         elif kind == "I":
             yield gradients, alive - stage.kept + stage.backward[0], stage.backward[1]
             alive += stage.for_weights
-        elif kind == "W":
-            yield gradients + (stage.gradients if is_first else stage.largest), alive, 0.0
-            alive -= stage.kept + stage.for_weights
-        elif is_first:
-            activations, gathered, new = stage.first_backward
-            yield gradients + new, alive - stage.kept + activations, gathered
-            alive -= stage.kept
         else:
-            yield gradients, alive - stage.kept + stage.backward[0], stage.backward[1]
-            alive -= stage.kept
-        if kind in "BW" and is_first:
-            gradients += stage.gradients
+            others = alive - stage.kept
+            if kind == "W":
+                yield gradients + (stage.gradients if is_first else stage.at_once), alive, 0.0
+                others -= stage.for_weights
+            elif is_first:
+                activations, gathered, new = stage.first_backward
+                yield gradients + new, others + activations, gathered
+            else:
+                yield gradients, others + stage.backward[0], stage.backward[1]
+            alive = others
+            gradients += stage.gradients if is_first else 0.0
             done.add(number)
 
 
@@ -141,5 +144,5 @@ def _stage(segments: Sequence[LocalSegment], samples: int) -> _Stage:
         for segment in segments
         if any(p.gradient_bytes for p in segment.parameters)
     )
-    largest = max((p.gradient_bytes for s in segments for p in s.parameters), default=0.0)
-    return _Stage(kept, forward, backward, first, for_weights, behind, largest)
+    at_once = sum(sorted(p.gradient_bytes for s in segments for p in s.parameters)[-2:])
+    return _Stage(kept, forward, backward, first, for_weights, behind, at_once)

@@ -65,6 +65,7 @@ def held_by_this_rank(strategy: str, accumulate: int) -> int:
         ("zero3", 1),
         ("pipeline=2,schedule=gpipe,cuts=blocks.2", 1),
         ("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
+        ("pipeline=2,schedule=zbv,cuts=blocks.1/blocks.2/blocks.3", 1),  # both ends on one rank
     ],
 )
 def test_the_fullest_rank_holds_what_the_plan_predicts(strategy: str, accumulate: int) -> None:

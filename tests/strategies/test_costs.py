@@ -74,8 +74,11 @@ def test_a_strategy_without_costs_says_so(workload: Workload) -> None:
 )
 def test_no_operation_and_no_parameter_is_lost(workload: Workload, line: str, ranks: int) -> None:
     step = planner(workload, ranks).step_cost(line)
-    held = {p.name for segment in step.segments for p in segment.parameters}  # tied ones twice
-    assert sorted(held) == sorted(p.name for p in workload.model.parameters)
+    held = [p.name for segment in step.segments for p in segment.parameters]
+    names = [p.name for p in workload.model.parameters]
+    # The head is the embedding: a copy of it where they lie on two ranks.
+    is_apart = "pipeline" in line and "zbv" not in line
+    assert sorted(held) == sorted([*names, *["token_embedding.weight"] * is_apart])
     assert [segment.work for segment in step.segments][: len(workload.model.segments)] == [
         *workload.model.segments
     ]

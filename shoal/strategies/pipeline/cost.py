@@ -8,10 +8,13 @@ so a cut may lie one unit away.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+from torch import nn
+
+from shoal.costs.pass_table import PassTable
 from shoal.costs.step_cost import LocalSegment, SentMessage, StepCost
 from shoal.costs.work import Affine
 from shoal.errors import StrategyRefused
@@ -48,7 +51,7 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
     passes = step.once(drawn, lambda: table(*drawn))
     step = replace(
         step,
-        segments=tuple(_with_sends(_with_ties(step, segments), crossing)),
+        segments=tuple(_with_sends(_with_ties(step, segments, passes), crossing)),
         passes=passes,
         # Units of other stages are called too, and return absent tensors.
         around_pass=(("pipeline pass", 1), ("pipeline unit", len(calls))),
@@ -118,22 +121,31 @@ def _call_of(name: str, calls: Sequence[str], options: PipelineOptions) -> int:
     return found[0]
 
 
-def _with_ties(step: StepCost, segments: list[LocalSegment]) -> list[LocalSegment]:
-    """Let every stage that reads a tied parameter hold a copy of it."""
-    first_names: dict[int, str] = {}
-    homes = {p.name: (p, segment.stage) for segment in segments for p in segment.parameters}
+def _with_ties(
+    step: StepCost, segments: list[LocalSegment], passes: PassTable
+) -> list[LocalSegment]:
+    """Let a rank that reads a tied parameter hold a copy, if its first stage is another rank's."""
+    ties = step.once("tied parameters", lambda: [*_ties(step.module)])
+    rank_of = {stage: rank for rank, stages in enumerate(passes.stages) for stage in stages}
     result = list(segments)
-    for name, tensor in step.module.named_parameters(remove_duplicate=False):
-        first = first_names.setdefault(id(tensor), name)
-        reader = name.rpartition(".")[0]
-        index = next((i for i, each in enumerate(segments) if each.work.path == reader), None)
-        if first == name or index is None or first not in homes:
-            continue
-        parameter, stage = homes[first]
-        if result[index].stage != stage:
-            held = (*result[index].parameters, parameter)
-            result[index] = result[index]._replace(parameters=held)
+    for name, reader in ties:
+        for index, segment in enumerate(segments):
+            if segment.work.path == reader:
+                home = next((s for s in segments for p in s.parameters if p.name == name), segment)
+                if rank_of[home.stage] != rank_of[segment.stage]:
+                    (copy,) = (p for p in home.parameters if p.name == name)
+                    result[index] = segment._replace(parameters=(*segment.parameters, copy))
+                break
     return result
+
+
+def _ties(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield (first name, module that reads it too) of each tied parameter."""
+    first_names: dict[int, str] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = first_names.setdefault(id(parameter), name)
+        if first != name:
+            yield first, name.rpartition(".")[0]
 
 
 def _with_sends(segments: Sequence[LocalSegment], crossing: dict[int, float]) -> list[LocalSegment]:
