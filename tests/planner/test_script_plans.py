@@ -126,7 +126,9 @@ def test_a_script_is_planned_as_its_model_alone(
     for key in ("parameters", "global_batch", "best", "refused"):
         assert found[key] == alone[key]
     memory = memory_of(alone)
-    assert memory_of(found) == {line: pytest.approx(held, abs=8) for line, held in memory.items()}
+    if DISTRIBUTED in parts:  # counted on a rank's batch, and alone on that of both: single numbers
+        memory = {line: pytest.approx(held, abs=8) for line, held in memory.items()}
+    assert memory_of(found) == memory
     assert [path.name for path in script.parent.iterdir() if path.name != "cache"] == ["train.py"]
 
 
