@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 490,
     "shoal/run": 9_340,
     "shoal/shm_backend": 2_760,
-    "shoal/strategies": 16_870,
+    "shoal/strategies": 16_890,
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 68_360,
+    "tests": 68_370,
     "benchmarks": 11_960,
 }
 SLACK = 0.03
