@@ -60,6 +60,7 @@ SLOW_CASES = tuple(
         ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
         ("planner/test_auto_strategy.py", "planner run", "auto of shoal.init under torchrun"),
+        ("planner/test_memory_of_ranks.py", "costs planner", "memory of other strategies"),
         ("project/test_harness.py", "tests/harness", "the run around the tests, by planted faults"),
         ("project/test_lessons.py", "run strategies", "one loss under each strategy of the README"),
         ("run/test_backward.py", "run strategies", "losses of the loop under more strategies"),
