@@ -79,7 +79,7 @@ class GlobalDraws(DispatchMode):
         if not is_random(func):
             return func(*args, **options)
         call = _DrawCall.of(func, args, options)
-        window = None if call.is_certain else _window(call.shape, self.rows)
+        window = None if call.is_certain else own_part(call.shape, self.rows)
         if window is None:
             return func(*args, **options)
         shape = (*call.shape[: window.dim], window.total, *call.shape[window.dim + 1 :])
@@ -152,7 +152,7 @@ def _dropout_of(arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
     return (omitted | dict(given)).get("dropout_p", given.get("dropout"))
 
 
-class _OwnPart(NamedTuple):
+class OwnPart(NamedTuple):
     """The place of this rank's rows in a tensor of the global batch."""
 
     dim: int
@@ -161,20 +161,20 @@ class _OwnPart(NamedTuple):
     total: int
 
 
-def _window(shape: Sequence[int], rows: Rows) -> _OwnPart | None:
+def own_part(shape: Sequence[int], rows: Rows) -> OwnPart | None:
     """Return where the rows of a tensor of this shape lie; None if it has no rows."""
     if not shape:
         return None
     if len(shape) > 1 and shape[0] != rows.size and shape[1] == rows.size:
-        return _OwnPart(1, rows.first, rows.size, rows.total)
+        return OwnPart(1, rows.first, rows.size, rows.total)
     each, rest = divmod(shape[0], rows.size)
     if rest or not each:
         return None
-    return _OwnPart(0, each * rows.first, each * rows.size, each * rows.total)
+    return OwnPart(0, each * rows.first, each * rows.size, each * rows.total)
 
 
 def _draw(
-    func: Any, call: _DrawCall, window: _OwnPart, shape: tuple[int, ...], args: Any, options: Any
+    func: Any, call: _DrawCall, window: OwnPart, shape: tuple[int, ...], args: Any, options: Any
 ) -> Any:
     """Call `func` for the global batch, and return or write this rank's rows.
 
@@ -203,11 +203,11 @@ def _draw(
     return args[0].copy_(own) if is_in_place else own
 
 
-def _own_rows(drawn: Tensor, window: _OwnPart) -> Tensor:
+def _own_rows(drawn: Tensor, window: OwnPart) -> Tensor:
     return drawn.narrow(window.dim, window.start, window.length).clone()
 
 
-def _enlarged(value: Tensor, shape: tuple[int, ...], window: _OwnPart) -> Tensor:
+def _enlarged(value: Tensor, shape: tuple[int, ...], window: OwnPart) -> Tensor:
     """Return a tensor like `value` with the rows of all ranks; those of others have any value.
 
     The order of dims in memory stays, because numbers are drawn in that order.

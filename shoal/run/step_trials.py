@@ -87,8 +87,8 @@ class StepTrials:
             if self._has_news and batch.num_samples > 1:
                 self._has_news = False
                 with self._guards.phase:
-                    verdict = self._judged(batch)
-                if verdict.kind in (LossKind.COUPLED, LossKind.SUM):
+                    verdict = self._judged(batch, batch.num_samples)
+                if verdict.ends_a_run:
                     raise UsageError(verdict.text())
         elif self._steps & (self._steps + 1) == 0:  # the first step was one more
             self._try_together(batch)
@@ -106,8 +106,7 @@ class StepTrials:
         self._has_news = False
         if not is_pipeline:
             verdict = self._try(batch)
-            is_objection = verdict.kind in (LossKind.COUPLED, LossKind.SUM)
-            self._tell(verdict if is_objection else LossVerdict(LossKind.MEAN))
+            self._tell(verdict if verdict.ends_a_run else LossVerdict(LossKind.MEAN))
         elif PADDING not in self._noted:
             self._noted.add(PADDING)
             self._announce(PADDING)
@@ -121,14 +120,21 @@ class StepTrials:
     def _try(self, batch: LocalBatch) -> LossVerdict:
         """Try the loss where this rank has the whole models, or can have them. Collective."""
         with self._guards.phase, self._whole_models() as are_whole:
-            batch = self._with_rows_of_all_ranks(batch)
+            joined = self._with_rows_of_all_ranks(batch)
             if not are_whole:
                 return LossVerdict(LossKind.NOT_JUDGED, reason=DIVIDED)
-            return self._judged(batch)
+            return self._judged(joined, batch.num_samples)
 
-    def _judged(self, batch: LocalBatch) -> LossVerdict:
-        """Judge the loss by running the models, which must be whole on this rank."""
-        models = self._prepared.models
+    def _judged(self, batch: LocalBatch, rows: int) -> LossVerdict:
+        """Judge the loss by running the models, which must be whole on this rank.
+
+        Args: rows: of the batch, this rank's own.
+        """
+        models, settings = self._prepared.models, self._prepared.settings
+        drawn_sizes: list[int] = []
+        if settings.draws == "global" and self._has_parts:
+            parts = settings.accumulate
+            drawn_sizes = sorted({max(rows // parts, 1), max(-(-rows // parts), 1)})
         parameters = [parameter for model in models for parameter in model.parameters()]
         given = batch.step.compute_loss, batch.args, batch.kwargs, batch.num_samples
         weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
@@ -136,7 +142,7 @@ class StepTrials:
         def judge() -> LossVerdict:
             if weights is not None:  # in a child, which keeps this rank's as they are
                 weights.fill(models, keeps=True)
-            return try_loss(*given, models, parameters)
+            return try_loss(*given, models, parameters, drawn_sizes)
 
         # Under servers a pass waits for values that a thread receives, which no child has.
         is_remote = self._prepared.local_model().remote_optimizer is not None

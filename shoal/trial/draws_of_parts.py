@@ -12,13 +12,15 @@ neighbouring rows of it. A part has any rows, in any order, and the whole was co
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal.data.draws import draws_numbers
+from shoal.data.draws import Rows, draws_numbers, own_part
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.trial.loss_verdict import CannotTry
 
@@ -76,6 +78,41 @@ class RecordedDraws:
             whole = whole.index_select(d, chosen.to(whole.device))
         return whole if whole.shape == drawn.shape else self._refused(operator)
 
+    def misplaced(self, sizes: Iterable[int]) -> str:
+        """Return which draw has its rows elsewhere than its shape says, with the cure, or "".
+
+        `draws="global"` goes by the shape alone.
+
+        Args: sizes: samples that a rank computes at once.
+        """
+        for (index, dims), rows in product(self._row_dims.items(), sizes):
+            operator, whole = self._values[index]
+            shape = tuple(
+                length * rows // self.num_rows if dim in dims else length
+                for dim, length in enumerate(whole.shape)
+            )
+            part = own_part(shape, Rows(0, rows, 2 * rows))
+            guess = [] if part is None else [part.dim]
+            if not _are_same(shape, guess, dims):
+                why = (
+                    f"its samples are in {_dims_in_words(dims)}, and its shape says {rows} samples "
+                )
+                why += f"in {_dims_in_words(guess)}. Choose another batch size"
+            elif dims and self.in_blocks and whole.shape[dims[0]] > self.num_rows:
+                why = "it has its samples in several blocks, as torch.cat of two views makes them. "
+                why += "Call the model once for each of them"
+            elif rows == 1 and not whole.is_contiguous():
+                why = (
+                    "one sample does not tell in which order it lies in memory. Use larger batches"
+                )
+            else:
+                continue
+            return (
+                f'draws="global": {operator} draws a tensor of shape {shape} in compute_loss; '
+                f'{why}, or draws="rank", which draws other numbers by the same law.'
+            )
+        return ""
+
     def _rows_along(self, length: int, rows: Tensor) -> Tensor | None:
         if length % self.num_rows:
             return None
@@ -89,6 +126,18 @@ class RecordedDraws:
     def _refused(self, operator: str) -> Tensor | None:
         self.uncut = self.uncut or operator
         return None
+
+
+def _are_same(shape: tuple[int, ...], guess: list[int], dims: list[int]) -> bool:
+    """Return True if rows in either dimensions are the same numbers in memory."""
+    if len(guess) != 1 or len(dims) != 1:
+        return guess == dims
+    low, high = sorted((*guess, *dims))
+    return low == high or set(shape[low : high + 1]) == {1}
+
+
+def _dims_in_words(dims: list[int]) -> str:
+    return f"dimension {' and '.join(map(str, dims))}" if dims else "no dimension"
 
 
 class DrawnInParts(DispatchMode):

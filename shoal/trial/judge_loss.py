@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ def try_loss(
     num_samples: int,
     models: Sequence[nn.Module],
     parameters: Sequence[Tensor],
+    drawn_sizes: Sequence[int] = (),
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
@@ -50,6 +52,7 @@ def try_loss(
         num_samples: dimension 0 of the tensors in `args` and `kwargs`.
         models: the modules that `compute_loss` calls.
         parameters: whose gradients are compared.
+        drawn_sizes: samples that a rank computes at once, where `draws="global"`.
     """
     if num_samples < 2:
         return LossVerdict(LossKind.NOT_JUDGED)
@@ -67,7 +70,7 @@ def try_loss(
             verdict = judge.verdict(all_rows=num_samples)
             if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
                 verdict = _judged_in_float64(judge) or verdict
-        return verdict
+        return replace(verdict, misplaced=judge.draws.misplaced(drawn_sizes))
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_JUDGED, reason=why.reason)
 

@@ -58,17 +58,24 @@ class LossVerdict:
         difference: of the gradients (or losses) of the parts from those of the whole, relative.
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
+        misplaced: a draw that `draws="global"` would misunderstand, with the cure; empty if none.
     """
 
     kind: LossKind
     difference: float = 0.0
     sizes: tuple[int, ...] = ()
     reason: str = ""
+    misplaced: str = ""
 
     @property
     def objects(self) -> bool:
         """True if several ranks would compute other gradients than one."""
-        return self.kind in OBJECTIONS
+        return self.kind in OBJECTIONS or bool(self.misplaced)
+
+    @property
+    def ends_a_run(self) -> bool:
+        """True for an objection that later steps raise; a failure on parts is left alone there."""
+        return self.objects and self.kind is not LossKind.FAILS_ON_PARTS
 
     @property
     def is_worth_a_note(self) -> bool:
@@ -79,8 +86,10 @@ class LossVerdict:
 
     def text(self) -> str:
         """Return what was seen as sentences, with the cures if there is an objection."""
-        if self.objects:
+        if self.kind in OBJECTIONS:
             return f"{self._objection()} {CURES}"
+        if self.misplaced:
+            return self.misplaced
         if self.kind is LossKind.NEEDS_TWO_ROWS:
             return (
                 "compute_loss needs at least 2 samples on each rank: on 1 sample "
