@@ -91,6 +91,8 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
             f"-n {options.processes}: it counts processes of this machine. With --slurm give "
             "--nodes and --ntasks-per-node"
         )
+    if options.hosts is not None or options.server_hosts is not None:
+        problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
     numbers = {
         name: _number(options, name, default, low, problems)
         for name, default, low in (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,15 +14,21 @@ from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.launch.hosts.hosts_job import HostsOptions
+    from shoal.strategies import StrategyLine
 
-ALONE = ("env", "address", "min_hosts")
-WITH_VALUE = ("--hosts", "--env", "--address", "--min-hosts")
+ALONE = ("env", "address", "min_hosts", "server_hosts")
+WITH_VALUE = ("--hosts", "--server-hosts", "--env", "--address", "--min-hosts")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options; --python is one of `cluster_options`."""
     group = parser.add_argument_group("several hosts, by ssh")
     group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
+    group.add_argument(
+        "--server-hosts",
+        metavar="LIST",
+        help="hosts of the parameter servers alone: c,d (default: the servers are beside ranks)",
+    )
     group.add_argument(
         "--env",
         action="append",
@@ -47,10 +54,13 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
         _check_none_given(options)
         return None
     from shoal.launch.hosts.hosts_job import HostsOptions
-    from shoal.launch.hosts.ssh_hosts import parse_hosts
+    from shoal.launch.hosts.ssh_hosts import parse_hosts, parse_server_hosts
 
+    hosts = parse_hosts(options.hosts)
+    if options.server_hosts is not None:
+        hosts += parse_server_hosts(options.server_hosts, hosts)
     found = HostsOptions(
-        hosts=parse_hosts(options.hosts),
+        hosts=hosts,
         python=options.python or sys.executable,
         variables=dict(_variable(text) for text in options.env),
         address=options.address,
@@ -58,6 +68,37 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     )
     _check_numbers(options.processes, found)
     return found
+
+
+def with_servers(found: HostsOptions, line: StrategyLine | None) -> HostsOptions:
+    """Return the options with the replicas of the servers, where these have hosts of their own.
+
+    Raises:
+        UsageError: the strategies have no servers, or fewer than such hosts.
+    """
+    from shoal.strategies.options import ServerOptions
+
+    hosts = found.with_servers
+    if not hosts:
+        return found
+    listed = f"--server-hosts {','.join(map(str, hosts))}"
+    if line is None:
+        raise UsageError(
+            f"{listed}: only the script knows its strategy. Say it too: "
+            f"--strategy server={len(hosts)}"
+        )
+    chosen = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
+    if not chosen:
+        raise UsageError(
+            f"{listed}: strategy {line} has no parameter servers. Use --strategy "
+            f"server={len(hosts)}, or leave --server-hosts out"
+        )
+    if chosen[0].servers < len(hosts):
+        raise UsageError(
+            f"{listed}: server={chosen[0].servers} leaves hosts without a server. Use "
+            f"server={len(hosts)} or more, or name fewer hosts"
+        )
+    return replace(found, replicas=chosen[0].replicas)
 
 
 def _check_none_given(options: argparse.Namespace) -> None:
@@ -73,10 +114,12 @@ def _check_numbers(processes: int | None, found: HostsOptions) -> None:
     if processes is not None and processes != found.processes:
         raise UsageError(
             f"-n {processes}: the hosts have {found.processes} ranks "
-            f"({', '.join(map(str, found.hosts))}; 1 where the list says no number). Leave -n out."
+            f"({', '.join(map(str, found.with_ranks))}; 1 where the list says no number). "
+            "Leave -n out."
         )
-    if found.min_hosts is not None and found.min_hosts > len(found.hosts):
-        raise UsageError(f"--min-hosts {found.min_hosts}: there are {len(found.hosts)} hosts")
+    hosts = len(found.with_ranks)
+    if found.min_hosts is not None and found.min_hosts > hosts:
+        raise UsageError(f"--min-hosts {found.min_hosts}: there are {hosts} hosts")
 
 
 def working_directory() -> str:

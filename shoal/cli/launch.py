@@ -39,6 +39,7 @@ EXAMPLES = """\
   shoal launch -n 4 --strategy auto train.py    the one that shoal plan would take
   shoal launch -n 4 -m package.train            a module
   shoal launch --hosts a:2,b:2 train.py         two ranks on each of two hosts, by ssh
+  shoal launch --hosts a:2,b:2 --server-hosts c,d --strategy server=2 train.py
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
 FLAGS = ("-n", "--processes", "--strategy", "--accumulate", "--allreduce", "--hosts", "--slurm")
@@ -120,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     if hosts is not None:
+        hosts = host_options.with_servers(hosts, line)
         return _run_on_hosts(options, script, hosts, environment)
     return run_script(
         script.file,

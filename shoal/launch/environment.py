@@ -54,6 +54,8 @@ from shoal.launch.slurm.variables import is_in_step, step_tasks
 __all__ = ["RankInfo", "own_place", "read"]
 
 STARTED_BY_RANK = "started by rank"
+SERVER_HOSTS = "SHOAL_SERVER_HOSTS"
+"""Variable with the number of hosts that have parameter servers and no rank."""
 _RANK_PROCESS = "SHOAL_RANK_PROCESS"
 """Variable that a rank sets to its process id and its place, for the programs that it starts."""
 
@@ -203,7 +205,8 @@ def _check_numbers(variables: Variables, info: RankInfo, is_alone: bool) -> None
 def from_shoal_env(variables: Variables) -> RankInfo:
     """Read the variables of Shoal's own launcher. Its ranks meet in a store of its own."""
     info = _standard_variables(variables, "shoal", "started by shoal", variables.has(STORE))
-    return replace(info, store=variables.text(STORE))
+    hosts = variables.number(SERVER_HOSTS) or 0
+    return replace(info, store=variables.text(STORE), server_hosts=hosts)
 
 
 def from_torchrun(variables: Variables) -> RankInfo | None:

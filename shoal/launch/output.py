@@ -111,16 +111,19 @@ class LinePrinter:
         self._dropped = 0
         threading.Thread(target=self._run, name="printer", daemon=True).start()
 
-    def put(self, name: str, rank: int, stream: str, text: str) -> None:
+    def put(self, name: str, rank: int | None, stream: str, text: str) -> None:
         """Print what a rank has written: rank 0 as it is, others in lines that begin with the rank.
 
-        Args: name: of the host.
+        Args:
+            name: of the host.
+            rank: None for parameter servers.
         """
         pieces = [piece for piece in PIECES.split(text) if piece]
         if stream == "stdout" and rank != 0 and not self._shows_all:
             return
         if rank != 0:
-            text = "".join(f"[rank {rank} on {name}] {piece}" for piece in pieces)
+            process = "servers" if rank is None else f"rank {rank}"
+            text = "".join(f"[{process} on {name}] {piece}" for piece in pieces)
         try:
             self._queue.put_nowait((stream, text))
         except queue.Full:

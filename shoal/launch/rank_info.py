@@ -90,6 +90,7 @@ class RankInfo:
         master_port: the port of the rendezvous; None where the process needs none.
         reason: why this launcher decided, for the user.
         store: the path of the launcher's own store, see `private_memory`; None where there is none.
+        server_hosts: the number of hosts that have parameter servers and no rank.
     """
 
     rank: int
@@ -101,6 +102,7 @@ class RankInfo:
     master_port: int | None
     reason: str
     store: str | None = None
+    server_hosts: int = 0
 
     def describe(self) -> str:
         """Return one line for the header of the run."""

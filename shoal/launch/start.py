@@ -33,6 +33,7 @@ from typing import Any
 
 from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
+from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.output import (
     NEWLINE_OR_RETURN,
     LineForwarder,
@@ -262,11 +263,12 @@ def _store_variables(address: str, port: int) -> dict[str, str]:
 
 
 def _inherited(share: HostShare) -> dict[str, str]:
-    """Return this process's variables without those of an outer torchrun.
+    """Return this process's variables without those of an outer torchrun or run on several hosts.
 
     The network interface is that of `share`, unless the user has chosen another.
     """
-    own = {k: value for k, value in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    outer = ("TORCHELASTIC_", SERVER_HOSTS)
+    own = {k: value for k, value in os.environ.items() if not k.startswith(outer)}
     return {**share.variables, **own}
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
+from shoal.comm.compression import parse
 from shoal.comm.compression.base import Compression
-from shoal.parameter_server.optimizer_spec import OptimizerSpec
-from shoal.parameter_server.partitioning import Partition
+from shoal.parameter_server.optimizer_spec import OptimizerSpec, kind_of_name, name_of_kind
+from shoal.parameter_server.partitioning import ParamSlice, Partition
+from shoal.parameter_server.transport.key import derived_key
 from shoal.parameter_server.transport.settings import Transport
 
 
@@ -21,7 +26,7 @@ class ShardSettings:
         workers: number of workers that push.
         staleness: steps that a worker may be ahead; 0 for synchronous steps, None for any number.
         lease_s: seconds for which a server may be silent before another takes over.
-        compression: of the gradients that workers push.
+        compress: the encoding of the gradients that workers push.
     """
 
     parts: tuple[Partition, ...]
@@ -29,7 +34,12 @@ class ShardSettings:
     workers: int
     staleness: int | None
     lease_s: float
-    compression: Compression | None = None
+    compress: str = "none"
+
+    @property
+    def compression(self) -> Compression | None:
+        """Return what decodes gradients; None where they come as they are."""
+        return parse(self.compress)
 
 
 @dataclass(frozen=True)
@@ -56,3 +66,51 @@ class ClusterConfig:
     def views_file(self) -> Path:
         """Return where the coordinator saves its decisions, and reads them after a restart."""
         return self.folder / f"views-{self.transport.job}.json"
+
+    def to_json(self) -> str:
+        """Return what servers on other hosts must know, without the key.
+
+        Raises: StrategyRefused: they cannot import the optimizer's class.
+        """
+        settings = self.settings
+        fields = {
+            "job": self.transport.job,
+            "encrypt": self.transport.encrypt,
+            "owners": self.owners,
+            "shards": self.shards,
+            "replicas": self.replicas,
+            "workers": settings.workers,
+            "staleness": settings.staleness,
+            "lease_s": settings.lease_s,
+            "compress": settings.compress,
+            "optimizer": [name_of_kind(settings.recipe.kind), settings.recipe.settings],
+            "parts": [
+                [part.group, str(part.dtype).removeprefix("torch."), part.segments]
+                for part in settings.parts
+            ],
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str, secret: bytes) -> ClusterConfig:
+        """Read the result of `to_json`. It has no folder, so no coordinator can use it.
+
+        Args: secret: of the launch, from which the key follows.
+
+        Raises: ConfigError: the optimizer's class cannot be imported here.
+        """
+        fields = json.loads(text)
+        parts = tuple(
+            Partition(number, group, getattr(torch, dtype), tuple(ParamSlice(*s) for s in slices))
+            for number, (group, dtype, slices) in enumerate(fields["parts"])
+        )
+        (kind, settings), name = fields["optimizer"], fields["job"]
+        shared = {name: fields[name] for name in ("workers", "staleness", "lease_s", "compress")}
+        return cls(
+            Transport(derived_key(secret, name), name, encrypt=fields["encrypt"]),
+            Path(),
+            ShardSettings(parts, OptimizerSpec(kind_of_name(kind), settings), **shared),
+            tuple(fields["owners"]),
+            fields["shards"],
+            fields["replicas"],
+        )

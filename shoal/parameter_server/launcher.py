@@ -1,7 +1,7 @@
 """Helper processes of a run: one rank of each host starts that host's servers, and rank 0 the
 coordinator too. They are replaced when they die, and ended with the run.
 
-      host of rank 0                               another host
+      host of rank 0                               another host, of ranks or of servers alone
       spawner ─┬─ coordinator                      spawner ─┬─ server of shard 1
                ├─ server of shard 0                         └─ server of shard 0  (replica)
                └─ server of shard 1  (replica)
@@ -36,6 +36,7 @@ from shoal.parameter_server.coordinator import admin_client
 from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.coordinator_server import serve_coordinator
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
+from shoal.parameter_server.job_store import JobStore
 from shoal.parameter_server.node.node_server import ServerConfig, serve
 from shoal.parameter_server.transport.connection import Header
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, new_key_file, read_key
@@ -50,7 +51,7 @@ _PROBES_PER_LEASE = 4
 _MAX_SILENT_PROBES = 8
 
 
-def replicas_on_host(shard: int, replicas: int, machine: int, machines: int) -> int:
+def replicas_on_host(shard: int, replicas: int, machine: int | None, machines: int) -> int:
     """Return how many servers of a shard a host has; replicas go to one host after the other."""
     return sum((shard + replica) % machines == machine for replica in range(replicas))
 
@@ -90,7 +91,7 @@ class ServerPool:
         coordinator_address: where the job's coordinator listens.
         host: the IP address where the servers listen, or UNIX.
         coordinator: its process, on the host that has it.
-        machine: index of this host.
+        machine: index of this host among those with servers; None where it has none.
         machines: number of hosts with servers.
 
     Attributes:
@@ -105,7 +106,7 @@ class ServerPool:
         coordinator_address: Address,
         host: str,
         coordinator: CoordinatorProcess | None = None,
-        machine: int = 0,
+        machine: int | None = 0,
         machines: int = 1,
     ) -> None:
         self.spawner = spawner
@@ -145,7 +146,7 @@ class ServerPool:
         self.servers[pid] = config
         return pid
 
-    def close(self, limit_s: float) -> None:
+    def close(self, limit_s: float | None) -> None:
         """Stop to replace processes, once every worker has left or `limit_s` have passed.
 
         The processes themselves end with the spawner.
@@ -264,33 +265,44 @@ class ClusterLauncher:
     def start(self, job: ClusterConfig) -> Address:
         """Start all processes of a job, and return the address of its coordinator. Collective.
 
+        Hosts of servers alone are told what to start.
+
         Args: job: with the transport and the folder of `share_key`.
+
+        Raises: StrategyRefused: hosts of servers alone cannot import the optimizer.
         """
         mesh = self.mesh
+        server_hosts = mesh.place.server_hosts
+        told = job.to_json() if server_hosts else ""
         starters = mesh.all_gather_str("x" if self.is_starter else "")
         starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
         listen_host = self._listen_host()
-        coordinator = None
-        if mesh.rank == 0 and mesh.helper_spawner is not None:
-            coordinator = CoordinatorProcess(mesh.helper_spawner, job, listen_host)
-            if self._folder is not None:
-                address_of_job = coordinator.address, job.transport
-                admin_client.write_address_file(self._folder, *address_of_job)
-                self._public = None if read_secret() is None else address_of_job
+        coordinator = self._start_coordinator(job, listen_host) if mesh.rank == 0 else None
         host, port = json.loads(mesh.broadcast_str(json.dumps(coordinator and coordinator.address)))
         address = (host, port)
-        if mesh.helper_spawner is not None:
-            host_index = starter_ranks.index(mesh.rank)
+        if server_hosts and mesh.rank == 0:
+            JobStore().publish(json.dumps([address, told]))
+        if mesh.helper_spawner is not None and (coordinator is not None or not server_hosts):
             self.pool = ServerPool(
                 mesh.helper_spawner,
                 job,
                 address,
                 listen_host,
                 coordinator,
-                host_index,
-                len(starter_ranks),
+                None if server_hosts else starter_ranks.index(mesh.rank),
+                server_hosts or len(starter_ranks),
             )
         return address
+
+    def _start_coordinator(self, job: ClusterConfig, host: str) -> CoordinatorProcess | None:
+        if self.mesh.helper_spawner is None:
+            return None
+        coordinator = CoordinatorProcess(self.mesh.helper_spawner, job, host)
+        if self._folder is not None:
+            address_of_job = coordinator.address, job.transport
+            admin_client.write_address_file(self._folder, *address_of_job)
+            self._public = None if read_secret() is None else address_of_job
+        return coordinator
 
     def announce(self, directory: Path) -> None:
         """Let `shoal servers` find the servers by the run directory."""
@@ -348,8 +360,8 @@ class ClusterLauncher:
 
 
 def spans_machines(place: RankInfo) -> bool:
-    """Return whether ranks are on several machines, so that servers listen on the network."""
-    return place.local_world < place.world
+    """Return whether ranks and servers are on several machines, and so meet on the network."""
+    return place.local_world < place.world or place.server_hosts > 0
 
 
 def report_servers(shards: Sequence[Mapping[str, Any]], together: bool) -> list[str]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.errors import StrategyRefused
+from shoal.errors import ConfigError, StrategyRefused
 from shoal.optim.traits import ELEMENTWISE_OPTIMIZERS, declaration, is_elementwise
 
 Setting = float | int | bool | None | list[float]
@@ -64,6 +65,34 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
             f"{', '.join(ELEMENTWISE_OPTIMIZERS)}. {declaration(kind, 'elementwise')}".rstrip()
         )
     return OptimizerSpec(kind, [settings_of(group) for group in optimizer.param_groups])
+
+
+def name_of_kind(kind: type[Optimizer]) -> str:
+    """Return `module:class`, by which servers on other hosts import an optimizer.
+
+    Raises: StrategyRefused: the class is in the script itself, or in a function.
+    """
+    if kind.__module__ == "__main__" or "." in kind.__qualname__:
+        raise StrategyRefused(
+            f"{kind.__name__} is a class of the script itself, which servers on hosts of their own "
+            "do not run. Put it at the top of a module that the script imports."
+        )
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def kind_of_name(name: str) -> type[Optimizer]:
+    """Import the class of `name_of_kind`. Raises ConfigError."""
+    module, _, qualname = name.partition(":")
+    try:
+        kind: type[Optimizer] = getattr(import_module(module), qualname)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            [
+                f"the optimizer {qualname} of {module} cannot be imported on a server host "
+                f"({error}). Copy its file there, or name its directory by --env PYTHONPATH=..."
+            ]
+        ) from None
+    return kind
 
 
 def settings_of(group: dict[str, Any]) -> Settings:

@@ -1,4 +1,4 @@
-"""Trains by parameter servers as one process does; waits while there is a file `wait`."""
+"""Trains by servers as one process does; waits before a step while there is a file `wait`."""
 
 import os
 import time
@@ -26,11 +26,21 @@ def new_model() -> nn.Linear:
 def served(run: shoal.Run) -> Tensor:
     model = new_model()
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        if step == 2:
+            wait_for_test(run.rank)
         optimizer.zero_grad()
         run.forward_backward(lambda x, y: nn.functional.mse_loss(model(x), y), *run.share((X, Y)))
         optimizer.step()
     return run.weights()["weight"]
+
+
+def wait_for_test(rank: int) -> None:
+    if rank == 0 and Path("wait").exists():
+        Path("secret.part").write_bytes(read_secret() or b"")
+        Path("secret.part").rename("secret")
+    while Path("wait").exists():
+        time.sleep(0.02)
 
 
 def alone() -> Tensor:
@@ -43,11 +53,6 @@ def alone() -> Tensor:
 
 run = shoal.init(os.environ.get("STRATEGY", "server=1"), precision="fp64", announce=lambda _: None)
 weight = served(run)
-if run.rank == 0 and Path("wait").exists():
-    Path("secret.part").write_bytes(read_secret() or b"")
-    Path("secret.part").rename("secret")
-while Path("wait").exists():
-    time.sleep(0.02)
 if run.rank == 0:
     assert torch.allclose(weight, alone(), rtol=0, atol=1e-12)
     print("is the model of one process")

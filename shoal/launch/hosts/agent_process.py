@@ -224,7 +224,7 @@ class AgentProcess:
         self.session.hello(collect_facts(request).to_json(), clock_s())
 
     def _start(self, message: Message) -> None:
-        """Start this host's ranks."""
+        """Start this host's ranks, or what starts its servers."""
         listener = self._take_listener(message["address"])
         share = HostShare(
             first_rank=int(message["first"]),
@@ -235,11 +235,10 @@ class AgentProcess:
             variables=message["variables"],
             emit=self._emit,
         )
-        arguments = self._work["again" if message["again"] else "arguments"]
         try:
             self.ranks = start(
-                imported(self._work["target"]),
-                tuple(arguments),
+                imported(message["target"]),
+                tuple(message["arguments"]),
                 int(message["count"]),
                 self._work["environment"],
                 self._work["output"],

@@ -96,7 +96,7 @@ def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str
     """
     found = _repeated(hosts)
     for host, facts in hosts:
-        found += [f"host {host.name}: {text}" for text in _own(facts, request)]
+        found += [f"host {host.name}: {text}" for text in _own(host, facts, request)]
     for host, facts in hosts:
         first, first_facts = hosts[0]
         if facts.source != here.source:
@@ -118,19 +118,21 @@ def _repeated(hosts: Checked) -> list[str]:
     found = []
     for host, facts in hosts:
         other = first.setdefault(facts.identity, host)
-        if other is not host:
-            total = (other.processes or 1) + (host.processes or 1)
-            found.append(
-                f"host {host.name} is host {other.name} ({facts.hostname}): name it once, "
-                f"{SshHost(other.name, total)}"
-            )
+        if other is host:
+            continue
+        cure = f"name it once, {SshHost(other.name, other.count + host.count)}"
+        if other.count and not host.count:
+            cure = "servers would share its machine with ranks. Leave it out of --server-hosts"
+        found.append(f"host {host.name} is host {other.name} ({facts.hostname}): {cure}")
     return found
 
 
-def _own(facts: HostFacts, request: FactsRequest) -> Iterator[str]:
+def _own(host: SshHost, facts: HostFacts, request: FactsRequest) -> Iterator[str]:
     """Yield problems of one host for which no other host matters."""
     if facts.torch is None:
         yield "torch is not installed for its Python. Give --python, or install it"
+    if not host.count:  # servers read and write no file
+        return
     if not facts.cwd_exists:
         yield f"there is no directory {request.cwd} that you can enter. Make it there"
     elif request.script is not None and facts.script_digest is None:

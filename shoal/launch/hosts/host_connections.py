@@ -217,8 +217,9 @@ class HostConnections:
             case HostSpoke(_, {"do": "answer"} as message):
                 self._answers[message["number"]] = message
             case HostSpoke(host, {"do": "out"} as message):
-                rank, text = int(message["rank"]), str(message["text"])
-                self.printer.put(self.name(host), rank, str(message["stream"]), text)
+                rank = int(message["rank"]) if self.hosts[host].count else None
+                stream, text = str(message["stream"]), str(message["text"])
+                self.printer.put(self.name(host), rank, stream, text)
             case HostSpoke(_, {"do": "dropped"} as message):
                 self.printer.note_dropped(int(message["lines"]))
             case _:

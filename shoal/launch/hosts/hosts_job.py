@@ -2,7 +2,7 @@
 
 this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
               ├─ ssh ── agent of host 1 ── ranks 2, 3
-              └─ ...
+              └─ ssh ── agent of host 2 ── parameter servers, no rank
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
+from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.hosts.agent_protocol import clock_s
 from shoal.launch.hosts.host_checks import (
     ANSWER_S,
@@ -24,7 +25,7 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.remote_ranks import RemoteRanks, placed
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, ServerHosts, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
@@ -33,6 +34,8 @@ from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import ResumableJob, Work, run_with_restarts
 from shoal.watchdog.hang_limit import limit_of_ranks
 
+SERVER_HOST = "shoal.parameter_server.server_host"
+"""Module of the process that starts the servers of a host without ranks."""
 RETRIES_S = (0.0, 10.0, 30.0, 90.0)
 """Waits before each try to connect to a lost host again."""
 
@@ -42,11 +45,12 @@ class HostsOptions:
     """The options of a command that starts ranks on several hosts.
 
     Args:
-        hosts: in the order of their ranks.
+        hosts: in the order of their ranks; then those of parameter servers, which have no rank.
         python: the interpreter there.
         variables: environment variables that are carried to all hosts.
         address: at which all ranks meet, on the first host; None finds it.
-        min_hosts: a run goes on without lost hosts while it has so many; None for all.
+        min_hosts: a run goes on without lost hosts while it has so many of ranks; None for all.
+        replicas: servers of each shard, on so many hosts of servers if there are.
     """
 
     hosts: Sequence[SshHost]
@@ -54,15 +58,22 @@ class HostsOptions:
     variables: Mapping[str, str] = field(default_factory=dict)
     address: str | None = None
     min_hosts: int | None = None
+    replicas: int = 1
 
     @property
     def processes(self) -> int:
         """The number of ranks on all hosts."""
-        return sum(self.count(host) for host in range(len(self.hosts)))
+        return sum(host.count for host in self.hosts)
 
-    def count(self, host: int) -> int:
-        """Return the number of ranks of one host: 1 where the user did not say it."""
-        return self.hosts[host].processes or 1
+    @property
+    def with_ranks(self) -> list[SshHost]:
+        """The hosts that have ranks."""
+        return [host for host in self.hosts if host.count]
+
+    @property
+    def with_servers(self) -> list[SshHost]:
+        """The hosts that have parameter servers and no rank."""
+        return [host for host in self.hosts if not host.count]
 
 
 def specification(
@@ -77,14 +88,16 @@ def specification(
         "secret": secret.hex(),
         "request": asdict(request),
         "work": {
-            "target": work.target,
-            "arguments": list(work.arguments),
-            "again": list(work.again),
             "environment": dict(work.environment),
             "output": work.output,
             "preload": work.modules,
         },
     }
+
+
+def server_target(index: int, hosts: int) -> tuple[str, Sequence[Any]]:
+    """Return target and arguments of the process that starts the servers of one host of several."""
+    return "shoal.launch.rank:module", [SERVER_HOST, [str(index), str(hosts)]]
 
 
 class HostsJob(ResumableJob):
@@ -159,26 +172,38 @@ class HostsJob(ResumableJob):
                 f"{sum(slots.values())}. Start the same command again once all hosts are there."
             )
         placement = placed(slots, processes)
-        members = [share.host for share in placement]
+        serving = self._serving()
+        members = [*(share.host for share in placement), *serving]
         meeting = find_meeting(self.connections, self.options.address, members)
+        work = self.work
+        shares = [
+            (each, work.target, work.again if again else work.arguments) for each in placement
+        ]
+        shares += [
+            # Numbered after the ranks, which are all that there is in their world.
+            (HostRanks(host, processes + index, 1), *server_target(index, len(serving)))
+            for index, host in enumerate(serving)
+        ]
         starts: list[tuple[int, dict[str, Any]]] = [
             (
                 share.host,
                 {
+                    "target": target,
+                    "arguments": list(arguments),
                     "first": share.first,
                     "count": share.count,
                     "world": processes,
                     "address": meeting.address,
                     "port": meeting.port,
-                    "again": again,
                     "variables": self._variables(share.host, meeting),
                 },
             )
-            for share in placement
+            for share, target, arguments in shares
         ]
         self.connections.session.start(starts, clock_s())
-        limit_s = limit_of_ranks(self.work.environment)
-        return RemoteRanks(self.connections, placement, limit_s)
+        limit_s = limit_of_ranks(work.environment)
+        survives = min(self.options.replicas, len(serving)) > 1
+        return RemoteRanks(self.connections, placement, limit_s, ServerHosts(serving, survives))
 
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.
@@ -195,7 +220,8 @@ class HostsJob(ResumableJob):
                 print_note(problem)
             slots = self._slots()
             found = min(wanted, sum(slots.values()))
-            if found == wanted or self._may_go_on(len(slots), found):
+            is_whole = found == wanted and len(self._serving()) == len(self.options.with_servers)
+            if is_whole or self._may_go_on(len(slots), found):
                 self._wanted, self._found = wanted, found
                 return found
         print_note("the lost hosts did not come back")
@@ -217,12 +243,20 @@ class HostsJob(ResumableJob):
 
     def _slots(self) -> dict[int, int]:
         """Return the room of each host that can have ranks now, in the order of their ranks."""
-        return {host: self.options.count(host) for host in self.connections.connected}
+        counts = {host: self.options.hosts[host].count for host in self.connections.connected}
+        return {host: count for host, count in counts.items() if count}
+
+    def _serving(self) -> list[int]:
+        """Return the hosts of servers alone that are there."""
+        hosts = self.options.hosts
+        return [host for host in self.connections.connected if not hosts[host].count]
 
     def _may_go_on(self, hosts: int, processes: int) -> bool:
         """Return True if the run may go on with so many hosts and processes."""
         fewest = self.options.min_hosts
         if fewest is None or hosts < fewest:
+            return False
+        if self.options.with_servers and not self._serving():
             return False
         if problems := self.work.problems(processes):
             print_note(f"{processes} processes cannot go on: {' '.join(problems)}")
@@ -239,7 +273,7 @@ class HostsJob(ResumableJob):
             for own in self.connections.facts[host].addresses
             if own.address == address
         ]
-        variables = {"SHOAL_ADDRESS": address}
+        variables = {"SHOAL_ADDRESS": address, SERVER_HOSTS: str(len(self._serving()))}
         interface = names[0] if names else "lo" if address.startswith("127.") else None
         if interface is not None:
             variables |= {

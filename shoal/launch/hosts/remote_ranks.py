@@ -15,10 +15,11 @@ from math import inf
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Failure, from_exit_code
 from shoal.launch.hosts.agent_protocol import Message, clock_s
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost
 from shoal.launch.hosts.host_connections import HostConnections
+from shoal.launch.output import print_note
 from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
 from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
 from shoal.watchdog.progress_writer import now_ns
@@ -57,6 +58,19 @@ def placed(slots: Mapping[int, int], processes: int) -> list[HostRanks]:
     return placement
 
 
+@dataclass(frozen=True)
+class ServerHosts:
+    """The hosts that have parameter servers and no rank.
+
+    Args:
+        numbers: of the hosts.
+        survives: the run goes on without one of them, because others have replicas.
+    """
+
+    numbers: Sequence[int] = ()
+    survives: bool = False
+
+
 class RemoteRank:
     """One rank on another host."""
 
@@ -81,6 +95,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         connections: the ranks have been started on it.
         placement: the ranks of each host, by rank.
         hang_limit_s: as in RankSet.
+        servers: the hosts of servers, which end with the ranks.
     """
 
     def __init__(
@@ -88,10 +103,13 @@ class RemoteRanks(RankSet[RemoteRank]):
         connections: HostConnections,
         placement: Sequence[HostRanks],
         hang_limit_s: float = 0.0,
+        servers: ServerHosts = ServerHosts(),
     ) -> None:
         self.connections = connections
         self.placement = placement
         self.hang_limit_s = hang_limit_s
+        self.servers = servers
+        self._lost_servers: set[int] = set()
         self.all = [
             RemoteRank(connections, share.host, share.first + index)
             for share in placement
@@ -121,7 +139,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         )
 
     def located(self, failure: Failure) -> Failure:
-        return replace(failure, host=self.host(failure.rank))
+        return failure if failure.host else replace(failure, host=self.host(failure.rank))
 
     def look(self) -> Look:
         """Return the progress of the ranks that live, once all hosts have told it, and else none.
@@ -155,11 +173,10 @@ class RemoteRanks(RankSet[RemoteRank]):
         A host that does not answer is waited for until the lease of its agent is over.
         """
         session = self.connections.session
-        for share in self.placement:
-            session.kill(share.host)
-        while (clear_s := max(session.clear_at_s(share.host) for share in self.placement)) > (
-            now_s := clock_s()
-        ):
+        hosts = [*(share.host for share in self.placement), *self.servers.numbers]
+        for host in hosts:
+            session.kill(host)
+        while (clear_s := max(map(session.clear_at_s, hosts))) > (now_s := clock_s()):
             for event in self.connections.pump(min(clear_s - now_s, 1.0)):
                 self._rank_events(event)
         for rank in self.all:
@@ -171,11 +188,13 @@ class RemoteRanks(RankSet[RemoteRank]):
             return self._on_lost(event.host, event.reason)
         ranks = self._ranks_of.get(event.host, range(0))
         try:
-            if event.message["do"] == "look":
+            if event.message["do"] == "look" and ranks:
                 self._looks[event.host] = received_look(event.message["look"], ranks)
             if event.message["do"] not in ("ended", "failed"):
                 return []
             found = _rank_event(event.message)
+            if event.host in self.servers.numbers:
+                return self._on_servers(event.host, found)
             if found.rank not in ranks:
                 raise ValueError(f"rank {found.rank} is none of this host")
         except (KeyError, TypeError, ValueError) as error:
@@ -185,17 +204,39 @@ class RemoteRanks(RankSet[RemoteRank]):
         return [found]
 
     def _on_lost(self, host: int, reason: str) -> list[RankEvent]:
-        """Return the failure of the first live rank of a lost host."""
+        """Return the failure of the first live rank of a lost host, or of its servers."""
         errors = self.connections.drop(host)
+        said = f" (ssh says: {errors})" if errors else ""
+        reason = f"the host does not answer any more, {reason}{said}"
+        if host in self.servers.numbers:
+            return self._on_servers(host, Failure(0, f"is lost: {reason}", is_loss=True))
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
             rank.is_alive = False
         if not lost:
             return []
         others = f" with {len(lost) - 1} more" if len(lost) > 1 else ""
-        said = f" (ssh says: {errors})" if errors else ""
-        headline = f"is lost{others}: the host does not answer any more, {reason}{said}"
-        return [Failure(lost[0].number, headline, is_loss=True)]
+        return [Failure(lost[0].number, f"is lost{others}: {reason}", is_loss=True)]
+
+    def _on_servers(self, host: int, found: RankExited | Failure) -> list[RankEvent]:
+        """Return the failure of servers without which the run cannot go on; tell any other loss."""
+        if isinstance(found, RankExited):
+            if found.code == 0:  # the ranks' store has ended, which is for its own host to tell
+                return []
+            found = from_exit_code(found.rank, found.code)
+        if host in self._lost_servers:
+            return []
+        self._lost_servers.add(host)
+        found = replace(
+            found, process="the process of the servers", host=self.connections.name(host)
+        )
+        if not found.is_loss:
+            return [found]
+        if self.servers.survives:
+            print_note(f"{found.summary(0)}; replicas on other hosts take over")
+            return []
+        cure = "nobody else holds what they held. With replicas=2 a run survives the loss of a host"
+        return [replace(found, headline=f"{found.headline}; {cure}")]
 
 
 def _rank_event(message: Message) -> RankExited | Failure:

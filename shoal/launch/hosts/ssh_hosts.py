@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal.errors import UsageError, printable
@@ -20,11 +21,17 @@ class SshHost:
     Args:
         name: given to ssh as its destination: an alias of ssh_config, a name, an address, each with
             `user@` before it or not. An IPv6 address stands without brackets.
-        processes: ranks to start there; None where the list does not say it.
+        processes: ranks to start there; None where the list does not say it, 0 where it is for
+            parameter servers alone.
     """
 
     name: str
     processes: int | None
+
+    @property
+    def count(self) -> int:
+        """The number of its ranks: 1 where the list does not say it."""
+        return 1 if self.processes is None else self.processes
 
     def __str__(self) -> str:
         user, at, host = self.name.rpartition("@")
@@ -32,8 +39,10 @@ class SshHost:
         return f"{user}{at}{host}" + (f":{self.processes}" if self.processes else "")
 
 
-def parse_hosts(text: str) -> list[SshHost]:
+def parse_hosts(text: str, option: str = "--hosts") -> list[SshHost]:
     """Return the hosts of a list such as `a:2,user@b:2,[fd00::1]:2,c`, in its order.
+
+    Args: option: whose value it is.
 
     Raises:
         UsageError: it names no host, one host twice, or something that is no host. It lists all
@@ -45,14 +54,40 @@ def parse_hosts(text: str) -> list[SshHost]:
         try:
             host = _host(entry.strip())
         except ValueError as error:
-            problems.append(f"--hosts: {error}")
+            problems.append(f"{option}: {error}")
             continue
         if any(other.name == host.name for other in hosts):
-            problems.append(f"--hosts: {host.name} is named twice. Name it once, with the sum")
+            problems.append(f"{option}: {host.name} is named twice. Name it once, with the sum")
         hosts.append(host)
     if problems:
         raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
     return hosts
+
+
+def parse_server_hosts(text: str, hosts: Sequence[SshHost]) -> list[SshHost]:
+    """Return the hosts of a list for parameter servers alone, such as `a,user@b`.
+
+    Args: hosts: those of ranks.
+
+    Raises:
+        UsageError: as `parse_hosts`; or a host has ranks.
+    """
+    found = parse_hosts(text, "--server-hosts")
+    problems = [
+        f"--server-hosts: {host}: it has servers and no ranks, so no number. --strategy server=N "
+        "says how many servers all hosts have together"
+        for host in found
+        if host.processes is not None
+    ]
+    problems += [
+        f"--server-hosts: {host.name} has ranks, by --hosts, and servers would share its machine. "
+        "Name another host, or leave --server-hosts out to have servers beside the ranks"
+        for host in found
+        if host.name in [other.name for other in hosts]
+    ]
+    if problems:
+        raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
+    return [SshHost(host.name, 0) for host in found]
 
 
 def _host(entry: str) -> SshHost:

@@ -167,7 +167,7 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
         engine.mesh.size,
         staleness,
         options.lease_s,
-        engine.compression,
+        options.compress,
     )
     transport, folder = engine.launcher.share_key(options.encrypt)
     job = ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)

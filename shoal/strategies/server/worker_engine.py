@@ -23,7 +23,7 @@ from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
-from shoal.parameter_server.launcher import ClusterLauncher, report_servers
+from shoal.parameter_server.launcher import ClusterLauncher, report_servers, spans_machines
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes
@@ -194,7 +194,7 @@ class WorkerEngine(StrategyState):
         parameters = dict(self.model.trainable_params)
         metas = param_metas(parameters, optimizer)
         max_bytes = int(self.options.part_mb * MIB)
-        one_machine = self.mesh.place.local_world == self.mesh.place.world
+        one_machine = not spans_machines(self.mesh.place)
         size_bytes = partition_bytes(
             metas, self.options.servers, max_bytes, one_machine=one_machine
         )
