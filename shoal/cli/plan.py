@@ -283,7 +283,7 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     as_json, output, command = request.options.json, request.options.output, request.command
     assert command is not None
     if request.options.servers:
-        text = server_report.servers_text(planner)
+        text = server_report.servers_text(planner, command)
         return envelope("plan", True, result={"text": text}) if as_json else text, 0
     strategy = request.strategy
     if strategy is not None and not as_json:

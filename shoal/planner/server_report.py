@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from math import ceil, inf
 
 from shoal.costs import goodput, server_count
 from shoal.planner.quantity_text import bytes_text, seconds_text
+from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import Planner
 from shoal.strategies.options import ServerOptions
 
@@ -14,15 +16,17 @@ MIB = 2**20
 PART_BYTES = ServerOptions.part_mb * MIB
 
 
-def servers_text(planner: Planner, duplex: float = 1.0) -> str:
+def servers_text(planner: Planner, command: Command, duplex: float = 1.0) -> str:
     """Return the table of servers for the workers of a plan, by the closed form.
 
-    Args: duplex: share of its links that an exchange in both directions uses.
+    Args:
+        command: that runs the workload.
+        duplex: share of its links that an exchange in both directions uses.
     """
-    return "\n".join(_servers_lines(planner, duplex))
+    return "\n".join(_servers_lines(planner, command, duplex))
 
 
-def _servers_lines(planner: Planner, duplex: float) -> Iterator[str]:
+def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterator[str]:
     size = sum(float(p.nbytes) for p in planner.workload.model.parameters if p.trainable)
     workers = planner.cluster.ranks
     server_rate = planner.machine.server_rate
@@ -68,6 +72,9 @@ def _servers_lines(planner: Planner, duplex: float) -> Iterator[str]:
         "workers,"
     )
     yield "servers move what a ring moves, and need cores besides: docs/plan.md"
+    count = min(saturated, hidden or saturated)
+    options = ["--hosts", "WORKERS", "--server-hosts", "SERVERS", "--strategy", f"server={count}"]
+    yield f"so, with two lists of hosts: {shlex.join([*command.verb, *options, *command.words])}"
 
 
 def _interesting(workers: int) -> list[int]:

@@ -112,6 +112,8 @@ def test_servers_are_counted_by_the_closed_form(capsys: pytest.CaptureFixture[st
     assert "enough:" in out
     assert "ring" in out
     assert "assumed: workers of one pace" in out
+    assert "so, with two lists of hosts: shoal train digits " in out
+    assert "--hosts WORKERS --server-hosts SERVERS --strategy server=" in out
 
 
 def test_failures_are_priced(capsys: pytest.CaptureFixture[str]) -> None:

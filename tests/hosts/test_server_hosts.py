@@ -57,7 +57,6 @@ def test_ranks_and_servers_on_hosts_of_their_own_train_as_one_process(folder: Pa
     [
         ("a", "server=2"),
         ("a:2", "server=3,replicas=2"),
-        ("a:2,b", "server=2,compress=bf16"),
         ("a,b", "server=2,encrypt=false"),
     ],
 )
@@ -66,10 +65,7 @@ def test_servers_of_their_own_serve_any_ranks(folder: Path, hosts: str, strategy
     with hosts_command(folder, "launch", *words) as command:
         code, stdout, stderr = command.end()
         assert command.others() == []
-    if "compress" in strategy:  # the script's own comparison says that bf16 is not exact
-        assert (code, "AssertionError" in stderr) == (1, True), stderr
-    else:
-        assert (code, stdout) == (0, "is the model of one process\n"), stderr
+    assert (code, stdout) == (0, "is the model of one process\n"), stderr
 
 
 def test_a_run_with_replicas_goes_on_without_a_host_of_servers(folder: Path) -> None:
@@ -106,13 +102,13 @@ def test_servers_end_with_the_command(folder: Path, number: int, code: int) -> N
 @pytest.mark.slow
 def test_servers_end_when_a_rank_fails(folder: Path) -> None:
     script = (folder / "served.py").read_text()
-    (folder / "served.py").write_text(script.replace("if step == 2:", "if step == 2:\n 1 / rank"))
+    (folder / "served.py").write_text(script.replace("wait_for_test(run.rank)", "1 // run.rank"))
     words = ["--hosts", "a,b", "--server-hosts", "s,t", "--strategy", "server=2", "served.py"]
     with hosts_command(folder, "launch", *words) as command:
         code, _, stderr = command.end()
         assert command.others() == []
     assert code == 1, stderr
-    assert "NameError" in stderr
+    assert "rank 0 of 2 on a failed: ZeroDivisionError" in stderr
     assert "servers" not in stderr
 
 
