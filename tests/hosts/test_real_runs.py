@@ -11,10 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import tiny_jobs
@@ -205,6 +206,40 @@ def test_a_script_has_servers_on_hosts_that_share_no_directory_for_their_key(hos
     code, stdout, stderr = ended(hosts, *words)
     assert (code, stdout) == (0, "is the model of one process\n"), stderr
     assert hosts.leftovers() == {}
+
+
+@pytest.mark.parametrize("network", ["one", "v6"])
+def test_servers_run_on_hosts_of_their_own_and_nowhere_else(tmp_path: Path, network: Any) -> None:
+    with Hosts(tmp_path, 4, network=network) as hosts:
+        folder = hosts.shared / "long"
+        job = tiny_jobs.tiny(folder, tiny_jobs.MLP, train__epochs=100_000)
+        (hosts.shared / "long.yaml").write_text(to_yaml(job))
+        words = ["--hosts", "node1,node2", "--server-hosts", "node3,node4"]
+        words += ["--strategy", "server=3,replicas=2", "--restarts", "0"]
+        with shoal(hosts, "train", "long.yaml", *words, SHOAL_HOSTS_LEASE="3") as process:
+            until(lambda: places(hosts) == [("node3", 3), ("node4", 3)] or process.poll())
+            assert process.poll() is None, process.communicate()
+            hosts.cut(hosts.nodes[2])
+            until(lambda: "replicas on other hosts take over" in next_line(process.stderr))
+            until(lambda: places(hosts) == [("node4", 3)])
+            os.kill(driver(hosts), signal.SIGTERM)
+            _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 75, stderr
+        # The ssh server of a host without its link notices that after many minutes.
+        left = [line for lines in hosts.leftovers().values() for line in lines]
+        assert [line for line in left if not line.startswith("sshd")] == []
+
+
+def places(hosts: Hosts) -> list[tuple[str, int]]:
+    """Return how many servers of the run `long` each host has."""
+    code, listed, _ = ended(hosts, "servers", "long", "--json")
+    found = json.loads(listed)["result"] if code == 0 else []
+    return sorted(Counter(server.get("host", "?") for server in found).items())
+
+
+def next_line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    return stream.readline()
 
 
 def test_hosts_with_only_ipv6_train_with_ddp_and_with_servers(tmp_path: Path) -> None:
