@@ -6,7 +6,8 @@
        ^         PARAMS            ^ │
        └─ VIEW, PLACEMENT ───┐     │ │ HEARTBEAT     launcher.py starts coordinator and servers
                              │     │ v               transport/  carries all messages
-                            coordinator/             recorded_order.py  repeats a run
+                            coordinator/             server_host.py  does, on a host without ranks
+                                                     recorded_order.py  repeats a run
 
 A push:      worker/client.py, session.py, socket_network.py, transport/; then
              node/node_server.py, worker_requests.py, server_memory.py, shard.py,
