@@ -49,6 +49,7 @@ SLOW_CASES = tuple(
         ("hosts/test_real_runs.py", "launch/hosts train", "trained runs on three hosts", REAL),
         ("hosts/test_scale_on_hosts.py", "launch/hosts", "a world that grows by a host", REAL),
         ("hosts/test_separate_disks.py", "launch/hosts", "hosts without a shared disk", REAL),
+        ("hosts/test_server_hosts.py", "launch/hosts parameter_server", "--server-hosts", REAL),
         ("hosts/test_servers_on_hosts.py", "parameter_server", "servers on other hosts", REAL),
         ("hosts/test_simulated_sessions.py", "launch/hosts", "20,000 schedules of lost lines"),
         ("hosts/test_train_on_hosts.py", "launch/hosts train", "`shoal train --hosts`", REAL),

@@ -219,9 +219,12 @@ def test_servers_run_on_hosts_of_their_own_and_nowhere_else(tmp_path: Path, netw
         with shoal(hosts, "train", "long.yaml", *words, SHOAL_HOSTS_LEASE="3") as process:
             until(lambda: places(hosts) == [("node3", 3), ("node4", 3)] or process.poll())
             assert process.poll() is None, process.communicate()
+            code, _, stderr = ended(hosts, "servers", "long", "add")
+            assert code == 0, stderr
+            assert places(hosts) == [("node3", 4), ("node4", 4)]
             hosts.cut(hosts.nodes[2])
             until(lambda: "replicas on other hosts take over" in next_line(process.stderr))
-            until(lambda: places(hosts) == [("node4", 3)])
+            until(lambda: places(hosts) == [("node4", 4)])
             os.kill(driver(hosts), signal.SIGTERM)
             _, stderr = process.communicate(timeout=60)
         assert process.returncode == 75, stderr

@@ -31,11 +31,14 @@ def can_be_called(folder: Path, command: HostsCommand) -> bool:
     return any(folder.glob("waiting.*")) and (folder / "run" / NAME).exists()
 
 
-def test_a_run_has_fewer_and_more_ranks_with_the_losses_of_one_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--server-hosts", "s,t", "--strategy", "server=2"]])
+def test_a_run_has_fewer_and_more_ranks_with_the_losses_of_one_rank(
+    tmp_path: Path, more: list[str]
+) -> None:
     tiny_jobs.trains(tiny(tmp_path / "alone", DOUBLE))
     job = tiny(tmp_path / "run", DOUBLE, data__name="seen", data__path=str(tmp_path))
     (tmp_path / "job.yaml").write_text(to_yaml(job))
-    words = ["train", str(tmp_path / "job.yaml"), "--hosts", "a:1,b:2"]
+    words = ["train", str(tmp_path / "job.yaml"), "--hosts", "a:1,b:2", *more]
     path = f"{ROOT}:{TRAIN_TESTS}"
     with hosts_command(tmp_path, *words, PYTHONPATH=path) as command:
         until(lambda: can_be_called(tmp_path, command))

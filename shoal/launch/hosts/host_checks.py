@@ -105,7 +105,8 @@ def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str
                 f"here it is {here.shoal}, source {here.source[:8]}). Install the same there"
             )
         found += [f"host {host.name} {text}" for text in _versions(facts, first, first_facts)]
-        if None not in (digests := {facts.script_digest, here.script_digest}) and len(digests) > 1:
+        digests = {facts.script_digest, here.script_digest}
+        if host.count and None not in digests and len(digests) > 1:
             found.append(
                 f"host {host.name}: {request.script} is not the file of this machine. Copy it there"
             )
