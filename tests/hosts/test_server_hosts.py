@@ -22,6 +22,7 @@ from shoal.launch.hosts.host_checks import problems
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, ServerHosts
 from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, parse_server_hosts
+from shoal.parameter_server.coordinator.admin_client import send_command
 
 CURE = "nobody else holds what they held. With replicas=2 a run survives the loss of a host"
 FACTS = HostFacts("1", "s", "3.11.0", "2.13.0", "name", "same", 4, True, True, "d", (), None)
@@ -129,6 +130,32 @@ def test_a_training_run_starts_again_from_its_checkpoint(tmp_path: Path, comes_b
     assert ("note: the run goes on without s" in stderr) == (not comes_back)
 
 
+@pytest.mark.slow
+def test_a_server_that_is_killed_is_started_again_on_its_host(tmp_path: Path) -> None:
+    job = write_job(tmp_path, strategy="server=2,replicas=2", train__epochs=100_000)
+    words = ["train", job, "--hosts", "a", "--server-hosts", "s,t"]
+
+    def members() -> set[int]:
+        """Return the processes of the servers that are no longer filled."""
+        if not (tmp_path / "run/servers.json").exists():
+            return set()
+        found = send_command(tmp_path / "run", "list", [])
+        return {server["pid"] for server in found if server["role"] != "joining"}
+
+    with hosts_command(tmp_path, *words, **VARIABLES) as command:
+        until(lambda: len(members()) == 4)
+        before = members()
+        killed = min(before)
+        kill([killed])
+        until(lambda: len(members()) == 4 and killed not in members())
+        assert len(members() & before) == 3
+        command.signal(signal.SIGTERM)
+        code, _, stderr = command.end()
+        assert command.others() == []
+    assert code == 75, stderr
+    assert "servers" not in stderr
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -178,10 +205,20 @@ def test_a_host_under_two_names_cannot_have_ranks_and_servers_of_its_own() -> No
     ]
 
 
-@pytest.mark.parametrize("survives", [True, False])
-def test_an_error_of_servers_ends_the_run_and_is_told_once(survives: bool) -> None:
-    connections: Any = SimpleNamespace(session=None, name="ast".__getitem__, drop=lambda _: "")
-    servers = ServerHosts([1, 2], survives)
+@pytest.mark.parametrize(
+    ("replicas", "lost", "is_lost"),
+    [(1, [5], True), (2, [5], False), (2, [5, 6], True), (2, [4, 7], True), (2, [4, 6], False)],
+)
+def test_a_shard_is_lost_with_all_hosts_of_its_replicas(
+    replicas: int, lost: list[int], is_lost: bool
+) -> None:
+    assert ServerHosts([4, 5, 6, 7], replicas).lose_a_shard(lost) is is_lost
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_error_of_servers_ends_the_run_and_is_told_once(replicas: int) -> None:
+    connections: Any = SimpleNamespace(session=None, name="astu".__getitem__, drop=lambda _: "")
+    servers = ServerHosts([1, 2, 3], replicas)
     ranks = RemoteRanks(connections, [HostRanks(0, 0, 1)], servers=servers)
     failed = {"do": "failed", "rank": 1, "age_s": 0.0, "headline": "", "text": "no such optimizer"}
     failed |= {"is_secondary": False, "code": 2, "is_loss": False}
@@ -191,4 +228,6 @@ def test_an_error_of_servers_ends_the_run_and_is_told_once(survives: bool) -> No
     assert failure.host == "s"
     assert ranks._rank_events(HostSpoke(1, {"do": "ended", "rank": 1, "code": 1})) == []
     assert ranks._rank_events(HostSpoke(2, {"do": "ended", "rank": 2, "code": 0})) == []
-    assert len(ranks._rank_events(HostLost(2, "gone"))) == (0 if survives else 1)
+    (lost,) = ranks._rank_events(HostLost(2, "gone"))
+    assert isinstance(lost, Failure)
+    assert (lost.host, lost.is_loss, CURE in lost.headline) == ("t", True, True)

@@ -154,11 +154,11 @@ class HostsJob(ResumableJob):
         return super().problems(processes)
 
     def saved_step(self) -> int | None:
-        if self.work.saved_step is None or not self.connections.connected:
+        if self.work.saved_step is None or not self._slots():
             return None
         function, arguments = self.work.saved_step
         question = {"question": "call", "function": function, "arguments": list(arguments)}
-        first = self.connections.connected[0]
+        first = min(self._slots())  # a host of servers alone need not see the run directory
         step: int | None = self.connections.ask({first: question}, ANSWER_S)[first]["value"]
         return step
 
@@ -173,6 +173,10 @@ class HostsJob(ResumableJob):
             )
         placement = placed(slots, processes)
         serving = self._serving()
+        if self.options.with_servers and not serving:
+            raise LaunchError(
+                "no host of --server-hosts is left. Start the same command again once one is there."
+            )
         members = [*(share.host for share in placement), *serving]
         meeting = find_meeting(self.connections, self.options.address, members)
         work = self.work
@@ -202,8 +206,8 @@ class HostsJob(ResumableJob):
         ]
         self.connections.session.start(starts, clock_s())
         limit_s = limit_of_ranks(work.environment)
-        survives = min(self.options.replicas, len(serving)) > 1
-        return RemoteRanks(self.connections, placement, limit_s, ServerHosts(serving, survives))
+        servers = ServerHosts(serving, min(self.options.replicas, len(serving)))
+        return RemoteRanks(self.connections, placement, limit_s, servers)
 
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.

@@ -9,7 +9,7 @@ import base64
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -64,11 +64,19 @@ class ServerHosts:
 
     Args:
         numbers: of the hosts.
-        survives: the run goes on without one of them, because others have replicas.
+        replicas: servers of each shard, on hosts that follow each other in `numbers`.
     """
 
     numbers: Sequence[int] = ()
-    survives: bool = False
+    replicas: int = 1
+
+    def lose_a_shard(self, lost: Collection[int]) -> bool:
+        """Return whether all servers of a shard were on lost hosts; each host begins a shard."""
+        followers = [*self.numbers, *self.numbers]
+        return any(
+            all(host in lost for host in followers[first : first + self.replicas])
+            for first in range(len(self.numbers))
+        )
 
 
 class RemoteRank:
@@ -232,7 +240,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         )
         if not found.is_loss:
             return [found]
-        if self.servers.survives:
+        if not self.servers.lose_a_shard(self._lost_servers):
             print_note(f"{found.summary(0)}; replicas on other hosts take over")
             return []
         cure = "nobody else holds what they held. With replicas=2 a run survives the loss of a host"
