@@ -91,7 +91,8 @@ def _methods(script: Script) -> Iterator[tuple[str, Call]]:
         yield f"gather({tensor!r})", lambda tensor=tensor: run.gather(tensor)
     for batch in (None, 3, "x", [], {}, (), torch.ones(()), (torch.ones(4), torch.ones(3)), model):
         yield f"share({batch!r})", lambda batch=batch: run.share(batch)
-    for thing in (3, "x", {}, torch.ones(1), nn.Linear, print, HUGE):
+    yield "prepare()", run.prepare
+    for thing in (3, "x", b"x", {}, torch.ones(1), nn.Linear, print, HUGE):
         yield f"prepare({thing!r})", lambda thing=thing: run.prepare(thing)
     other = nn.Linear(2, 2)
     stranger = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import shoal
 from shoal.errors import ShoalError
@@ -28,22 +27,3 @@ def test_odd_arguments_of_init_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ShoalError) as error:
         shoal.init(**{"announce": lambda _: None, **arguments})
     assert next(iter(arguments)) in str(error.value) or "strategy" in str(error.value)
-
-
-PREPARE: list[Any] = [
-    (),
-    (3,),
-    ("model",),
-    (b"x",),
-    ({},),
-    (torch.ones(1),),
-    (nn.Linear,),
-    (print,),
-]
-
-
-@pytest.mark.parametrize("things", PREPARE, ids=lambda given: repr(given)[:40])
-def test_odd_arguments_of_prepare_are_refused(things: tuple[Any, ...]) -> None:
-    run = shoal.init("single", announce=lambda _: None)
-    with pytest.raises(ShoalError):
-        run.prepare(*things)

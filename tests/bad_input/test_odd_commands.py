@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,21 +109,3 @@ def test_as_processes_odd_commands_end_the_same_way(odd_files: Path) -> None:
         assert (ended.returncode, ended.stdout) == (2, ""), ended.stderr
         assert len(MESSAGE.findall(ended.stderr)) == 1
         assert "Traceback" not in ended.stderr
-
-
-@pytest.mark.slow
-def test_the_ten_slowest_refusals_are_recorded(
-    tmp_path: Path, record_testsuite_property: Callable[[str, object], None]
-) -> None:
-    """Every command in a fork of its own. To assert times would fail on a busy machine."""
-    program = Path(__file__).with_name("refusal_times.py")
-    words = [sys.executable, str(program), str(tmp_path)]
-    ended = subprocess.run(words, capture_output=True, text=True, check=True)
-    times = json.loads(ended.stdout)
-    assert [name for name, _, status, _ in times[1:] if status != 2] == []
-    start_s = times[0][1]
-    slowest = sorted(times[1:], key=lambda row: -row[1])[:10]
-    for number, (name, time_s, _, needed_torch) in enumerate(slowest, 1):
-        text = f"{start_s + time_s:.2f} s{', imports torch' if needed_torch else ''}: {name}"
-        record_testsuite_property(f"slowest refusal {number}", text)
-        print(text)
