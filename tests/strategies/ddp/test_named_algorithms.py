@@ -7,33 +7,17 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.errors import ConfigError, LaunchError
+from shoal.errors import LaunchError
 from shoal.run.supervised import supervised
-from shoal.strategies import add_allreduce_option, parse_line
 from shoal.testing import world
 from shoal.verification import verify_job
 from tests.matrix.cases import EXPERIMENTS, images
 
-SLOW = pytest.mark.slow
 
-
-@pytest.mark.parametrize(
-    ("algorithm", "ranks", "accumulate"),
-    [
-        pytest.param("ring", 3, 1, marks=SLOW),
-        pytest.param("ring", 4, 2, marks=SLOW),
-        pytest.param("tree", 3, 1, marks=SLOW),
-        ("halving-doubling", 3, 1),
-        pytest.param("halving-doubling", 4, 1, marks=SLOW),
-        pytest.param("hierarchical", 4, 1, marks=SLOW),
-    ],
-)
-def test_training_with_an_algorithm_is_exact(algorithm: str, ranks: int, accumulate: int) -> None:
-    strategy = f"ddp,allreduce={algorithm},bucket_mb=0.01"  # several buckets
+def test_training_with_an_algorithm_is_exact() -> None:
+    strategy = "ddp,allreduce=halving-doubling,bucket_mb=0.01"  # several buckets
     for name in ("lstm", "unused, frozen, shared and scalar parameters"):
-        verdict = verify_job(
-            EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60
-        )
+        verdict = verify_job(EXPERIMENTS[name], strategy, 3, timeout_s=60)
         assert verdict.verdict == "exact", verdict
 
 
@@ -72,20 +56,3 @@ def _mlp(strategy: str) -> None:
     )
     for x, y in loader:  # a pipeline is made with the first batch
         run.forward_backward(supervised(F.mse_loss, model), x, y)
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("ddp", "ddp,allreduce=ring"),
-        ("recompute=2,unit=Linear", "recompute=2,unit=Linear,ddp,allreduce=ring"),
-        ("ddp,bucket_mb=1,allreduce=tree", "ddp,bucket_mb=1,allreduce=ring"),
-    ],
-)
-def test_the_flag_is_short_for_an_option_of_ddp(line: str, expected: str) -> None:
-    assert add_allreduce_option(parse_line(line), "ring") == parse_line(expected)
-
-
-def test_the_flag_beside_a_strategy_without_algorithms_is_refused() -> None:
-    with pytest.raises(ConfigError, match="only ddp has algorithms"):
-        add_allreduce_option(parse_line("zero3"), "ring")

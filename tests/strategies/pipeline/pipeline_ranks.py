@@ -5,15 +5,12 @@ could differ from one process.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.checkpoint import Checkpoints
-from shoal.comm.norm import full_tensor
 from shoal.errors import ShoalError
 from shoal.run import init_with_place
 from shoal.run.supervised import LossFunction, supervised
@@ -31,31 +28,18 @@ class RankResult:
     sums: dict[str, float] = field(default_factory=dict)
     output: Tensor | None = None
     weights: dict[str, Tensor] = field(default_factory=dict)
-    # full tensors of the optimizer states of which this rank has a shard
-    moments: dict[str, Tensor] = field(default_factory=dict)
     summary: list[str] = field(default_factory=list)
 
 
-def train(
-    name: str,
-    strategy: str,
-    steps: int = 5,
-    save: Path | None = None,
-    load: Path | None = None,
-    **options: Any,
-) -> RankResult:
+def train(name: str, strategy: str, steps: int = 5) -> RankResult:
     """Train an experiment of the verification matrix, with AdamW and clipping."""
     result = RankResult()
     experiment = cases.EXPERIMENTS[name]
-    run = init_with_place(strategy, precision="fp64", announce=result.summary.append, **options)
+    run = init_with_place(strategy, precision="fp64", announce=result.summary.append)
     model = experiment.model_fn().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer, loader = run.prepare(model, optimizer, experiment.loader_fn())
-    if load is not None:
-        saved = Checkpoints(load).load(result.summary.append, like=run.layout_of())
-        assert saved is not None
-        run.load_state(saved.tensors, saved.info, saved.private)
-    batches = [batch for _ in range(2) for batch in loader][:steps] if load is None else []
+    batches = [batch for _ in range(2) for batch in loader][:steps]
 
     def compute_loss(*batch: Any) -> Any:
         *inputs, target = batch
@@ -73,15 +57,8 @@ def train(
     result.sums = run.evaluate(
         lambda *batch: {"size": model(*batch[:-1]).abs().sum()}, experiment.loader_fn()
     )
-    result.output = model(*batches[0][:-1]).detach() if batches else None
+    result.output = model(*batches[0][:-1]).detach()
     result.weights = {name: value.clone() for name, value in run.weights().items()}
-    tensors, info, private = run.state()
-    result.moments = {
-        name: full_tensor(t).clone() for name, t in tensors.items() if name.startswith("optimizer.")
-    }
-    if save is not None:
-        Checkpoints(save).save(steps, tensors, info, private)
-        run.save(save / "model.pt")
     return result
 
 

@@ -127,7 +127,7 @@ def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
     return run.weights(), loss.item(), were_apart
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "3", "async"])
+@pytest.mark.parametrize("staleness", ["3", "async"])
 def test_stale_workers_learn_and_end_at_the_same_weights(staleness: str) -> None:
     found = world.run(3, apart, f"server=2,staleness={staleness},part_mb=0.001")
     (weights, _, were_apart), *others = found
@@ -145,45 +145,10 @@ def initial() -> dict[str, Tensor]:
     return dict(Scaled().double().state_dict())
 
 
-def sum_and_count() -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    run, model = shoal.init("server=2,part_mb=0.001", announce=lambda _: None), Scaled().double()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
-    for x, y in loader:
-        optimizer.zero_grad()
-        run.forward_backward(
-            lambda x, y: shoal.counted(F.cross_entropy(model(x), y, reduction="sum"), len(y)), x, y
-        )
-        optimizer.step()
-    return run.weights()
-
-
-def test_a_loss_that_counts_for_itself_is_divided_by_the_count_of_all_workers() -> None:
-    found = world.run(3, sum_and_count)
-    agree(found[2], world.run(1, sum_and_count)[0])
-
-
-def twice() -> str:
-    run, model = shoal.init("server", announce=lambda _: None), Scaled().double()
-    model, _, loader = run.prepare(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(images(), batch_size=10)
-    )
-    x, y = next(iter(loader))
-    run.forward_backward(supervised(F.cross_entropy, model), x, y)
-    with pytest.raises(shoal.errors.UsageError) as error:
-        run.forward_backward(supervised(F.cross_entropy, model), x, y)
-    return str(error.value)
-
-
 def test_a_long_lease_holds_up_neither_the_start_nor_the_end() -> None:
     # Neither an eighth of it passes, after which servers beat again, nor a twentieth, after which
     # the arbiter looks.
     world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)
-
-
-def test_a_second_backward_pass_before_the_step_is_refused() -> None:
-    assert "use accumulate" in world.run(1, twice)[0]
 
 
 def refused(strategy: str, kind: str, precision: str = "fp32") -> None:
@@ -252,18 +217,15 @@ def test_servers_end_with_the_run(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("compress", ["bf16", "topk=0.2", "onebit"])
-def test_compressed_gradients_keep_workers_equal_and_are_not_exact(
-    compress: str,
-) -> None:
-    strategy = f"server=2,compress={compress},part_mb=0.001"
+def test_compressed_gradients_keep_workers_equal_and_are_not_exact() -> None:
+    strategy = "server=2,compress=topk=0.2,part_mb=0.001"
     first, second = world.run(2, trained, strategy)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     exact = trained("single")
     assert not all(torch.equal(first[name], exact[name]) for name in exact)
     (made,) = build_strategies(parse_line(strategy))
-    expected = [f"compress={compress}: gradients arrive rounded, or late."]
+    expected = ["compress=topk=0.2: gradients arrive rounded, or late."]
     assert made.deviations == expected  # type: ignore[attr-defined]
 
 

@@ -4,8 +4,6 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
-
 from shoal.strategies.server.strategy import Server
 
 KEPT_FOR_OLD_CONFIGURATIONS = {"connections"}
@@ -19,8 +17,3 @@ def test_every_option_is_on_the_page_with_its_default() -> None:
     rows["servers"] = rows.pop("server")
     options = [field for field in fields(Server) if field.name not in KEPT_FOR_OLD_CONFIGURATIONS]
     assert rows == {field.name: str(field.default).replace("True", "true") for field in options}
-
-
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", PAGE.read_text()))))
-def test_what_the_page_points_to_is_there(target: str) -> None:
-    assert (PAGE.parent / target).exists()

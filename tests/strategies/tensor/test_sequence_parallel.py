@@ -37,27 +37,11 @@ def test_slices_of_the_sequence_are_one_device(name: str) -> None:
     ("strategy", "ranks", "accumulate", "name"),
     [
         pytest.param("tensor=2,sequence=true,zero3", 4, 2, "gpt", marks=SLOW),
-        pytest.param("tensor=4,sequence=true", 4, 1, "gpt of four heads", marks=SLOW),
         pytest.param("tensor=4,sequence=true", 4, 1, "one token", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,ddp", 4, 2, "gpt, untied", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,zero1", 4, 2, "gpt", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,zero3", 4, 1, "between, without dropout", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,recompute", 2, 1, "gpt with dropout", marks=SLOW),
         pytest.param("tensor=2,sequence=true,recompute,unit=Core", 2, 1, "rows", marks=SLOW),
-        pytest.param("tensor=2,sequence=true,recompute,zero3", 4, 1, "gpt", marks=SLOW),
-        pytest.param(
-            "tensor=2,sequence=true,pipeline=2,balance=parameters", 4, 2, "gpt", marks=SLOW
-        ),
         pytest.param(
             "tensor=2,sequence=true,pipeline=2,balance=parameters,schedule=zero-bubble",
             4,
-            1,
-            "gpt",
-            marks=SLOW,
-        ),
-        pytest.param(
-            "tensor=2,sequence=true,pipeline=2,balance=parameters,schedule=zbv,zero1",
-            8,
             1,
             "gpt",
             marks=SLOW,

@@ -32,20 +32,10 @@ def test_two_slices_are_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "name"),
     [
-        pytest.param("tensor=2,ddp", 4, 1, "gpt", marks=pytest.mark.slow),
         ("tensor=2,zero3", 4, 2, "gpt"),
         ("tensor=2,recompute,unit=Core", 2, 1, "rows"),
-        pytest.param("tensor=2,ddp", 6, 2, "gpt", marks=SLOW),
-        pytest.param("tensor=2,ddp", 4, 1, "cnn", marks=SLOW),
-        pytest.param("tensor=2,zero1", 4, 2, "gpt", marks=SLOW),
-        pytest.param("tensor=2,zero2", 4, 1, "transformer decoder", marks=SLOW),
-        pytest.param("tensor=2,zero3", 4, 1, "cnn", marks=SLOW),
         pytest.param("tensor=2,zero3,hybrid=2", 8, 1, "gpt", marks=SLOW),
-        pytest.param("tensor=2,recompute,ddp", 4, 1, "gpt", marks=SLOW),
-        pytest.param("tensor=2,recompute,zero3", 4, 1, "gpt", marks=SLOW),
         pytest.param("tensor=3,ddp", 3, 1, "gated", marks=SLOW),
-        pytest.param("tensor=4", 4, 1, "mlp", marks=SLOW),
-        pytest.param("recompute,tensor=2", 2, 1, "cnn with BatchNorm", marks=SLOW),
     ],
 )
 def test_slices_go_with_data_parallelism(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Subset
 
 import shoal
-from shoal.errors import LaunchError, StrategyRefused
+from shoal.errors import StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
@@ -138,16 +138,6 @@ def test_what_is_saved_is_the_whole_model_under_its_own_names(tmp_path: Path) ->
         assert torch.equal(value, weights[name])
         assert torch.equal(value, other[name])
     Scaled().double().load_state_dict(found)
-
-
-def differentiates_bare(strategy: str) -> None:
-    _, model, _, loader = prepared(strategy, Scaled)
-    model(next(iter(loader))[0]).sum().backward()
-
-
-def test_a_bare_backward_is_refused() -> None:
-    with pytest.raises(LaunchError, match=r"a bare \.backward\(\) outside of run\.backward"):
-        world.run(2, differentiates_bare, "zero2")
 
 
 class WritesIntoViews(nn.Module):

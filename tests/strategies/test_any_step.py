@@ -83,9 +83,8 @@ def same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
     [
-        pytest.param("zero1", 2, 1, marks=pytest.mark.slow),
+        ("ddp,bucket_mb=0.0001", 2, 1),
         ("zero3", 2, 1),
-        pytest.param("zero2", 2, 2, marks=pytest.mark.slow),
         pytest.param("recompute,zero3", 2, 1, marks=pytest.mark.slow),
         pytest.param("zero1", 3, 2, marks=pytest.mark.slow),
         pytest.param("zero3,hybrid=2", 4, 1, marks=pytest.mark.slow),
@@ -173,7 +172,7 @@ def several(strategy: str) -> tuple[list[float], dict[str, float], dict[str, Ten
     return Several(strategy).train()
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
     losses, sums, weights = several("single")
     for their_losses, their_sums, their_weights in world.run(2, several, strategy):
