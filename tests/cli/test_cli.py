@@ -28,14 +28,6 @@ def test_no_words_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "shoal train digits -n 2" in out
 
 
-def test_a_misspelt_verb_is_guessed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert shoal(capsys, "trian", "digits") == (
-        2,
-        "",
-        "shoal: there is no verb 'trian'; did you mean 'train'?\n",
-    )
-
-
 def test_restarts_belong_to_who_starts_the_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -53,13 +45,6 @@ def test_config_prints_what_reproduces_the_run(
     file.write_text(first)
     assert yaml.safe_load(first)["optimizer"]["lr"] == 5e-5
     assert shoal(capsys, "config", file) == (0, first, "")
-
-
-def test_explain_tells_where_values_came_from(capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = shoal(capsys, "config", "digits", "--explain", "--optimizer.lr", "0.2")
-    assert "flag --optimizer.lr" in out
-    assert "digits.yaml:" in out
-    assert "default" in out
 
 
 def test_a_distribuuuu_command_line_works_as_it_stands(

@@ -32,34 +32,6 @@ def test_an_example_prints_the_same_losses_on_one_process_and_on_three(
     assert (tmp_path / f"{name}.pt").is_file()
 
 
-@pytest.fixture(scope="module")
-def one_gpt(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The losses of one process."""
-    return printed([sys.executable, str(EXAMPLES / "gpt.py")], tmp_path_factory.mktemp("one"))[1:]
-
-
-@pytest.mark.parametrize(
-    ("strategy", "ranks"),
-    [
-        pytest.param("pipeline=2", 2, marks=pytest.mark.slow),
-        pytest.param("tensor=2,pipeline=2,zero1", 4, marks=pytest.mark.slow),
-        pytest.param("tensor=2,pipeline=2,zero1", 8, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, marks=pytest.mark.slow),
-        pytest.param("zero3", 2, marks=pytest.mark.slow),
-        pytest.param("tensor=2", 2, marks=pytest.mark.slow),
-    ],
-)
-def test_one_script_prints_the_same_losses_however_the_model_is_cut(
-    strategy: str, ranks: int, one_gpt: list[str], tmp_path: Path
-) -> None:
-    shoal = str(Path(sys.executable).with_name("shoal"))
-    command = [shoal, "launch", "-n", str(ranks), "--strategy", strategy, str(EXAMPLES / "gpt.py")]
-    found = [line for line in printed(command, tmp_path) if line.startswith("step ")]
-    assert len(found) == 4
-    assert found == one_gpt
-    assert (tmp_path / "gpt.pt").is_file()
-
-
 @pytest.mark.parametrize("name", ["digits", "text", "gpt"])
 def test_five_lines_of_an_example_speak_to_shoal(name: str) -> None:
     lines = [

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-
-import pytest
 
 PAGE = Path(__file__).parents[2] / "docs/security.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -14,11 +11,6 @@ MAX_WORDS = 2000
 
 def test_the_page_stays_short() -> None:
     assert len(TEXT.split()) <= MAX_WORDS
-
-
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\]\(([^)#]+)\)", TEXT))))
-def test_each_file_that_the_page_links_to_exists(target: str) -> None:
-    assert (PAGE.parent / target).exists()
 
 
 def test_every_file_of_tests_of_security_is_on_the_page() -> None:
