@@ -213,31 +213,3 @@ def test_a_save_that_fails_while_training_ends_by_an_error_is_said(
     with pytest.raises(LaunchError, match="a mistake of the user's"):
         world.run(2, fails_beside_a_failing_save, job)
     assert capfd.readouterr().err.count("note: the checkpoint of step 3 was not saved") == 1
-
-
-class CannotSaveStep3(tiny_jobs.Undrawn):
-    """While step 3 is saved, the directory can be written by everybody, and is not trusted."""
-
-    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
-        if self.step == 3:
-            self.saver.wait()
-            self.checkpoints.directory.chmod(0o777)
-        super()._save(best, must_succeed)
-        if self.step == 3:
-            self.saver.wait()
-            self.checkpoints.directory.chmod(0o755)
-
-
-def cannot_save_step_3(job: Any) -> None:
-    tiny_jobs.go(CannotSaveStep3(job))
-
-
-def test_a_failed_save_beside_training_is_said_and_training_goes_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    world.run(2, cannot_save_step_3, tiny(tmp_path / "run", MLP, BESIDE, {"checkpoint.keep": 99}))
-    said = capsys.readouterr().err
-    assert said.count("the checkpoint of step 3 was not saved") == 1
-    assert "training goes on" in said
-    names = sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*"))
-    assert names == [f"step-{step:08}" for step in range(1, 13) if step != 3]

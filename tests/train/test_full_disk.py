@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from test_checkpoint_store import filled, saved
-from tiny_jobs import MLP, Undrawn, everything, go, metrics, tiny, trains
+from tiny_jobs import MLP, Undrawn, go, metrics, tiny, trains
 
 from shoal.checkpoint import newest
 from shoal.checkpoint.manifest import problems
@@ -54,11 +53,11 @@ def fill(directory: Path) -> None:
 
 
 class LosesItsDisk(Undrawn):
-    """Its file system is full after one step; it may be freed later, or a rank be killed."""
+    """Its file system is full after one step; it may be freed later."""
 
-    def __init__(self, job: Job, at: int, free_after_s: float, killed: int | None) -> None:
+    def __init__(self, job: Job, at: int, free_after_s: float) -> None:
         super().__init__(job)
-        self.at, self.free_after_s, self.killed = at, free_after_s, killed
+        self.at, self.free_after_s = at, free_after_s
 
     def _step(self, batch: Any, epochs: float) -> None:
         super()._step(batch, epochs)
@@ -68,15 +67,10 @@ class LosesItsDisk(Undrawn):
             if self.free_after_s:
                 threading.Timer(self.free_after_s, (disk / FILLER).unlink).start()
 
-    def _save(self, best: bool = False, must_succeed: bool = False) -> None:
-        if self.step > self.at and self.run.rank == self.killed:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super()._save(best, must_succeed)
 
-
-def loses_its_disk(job: Job, at: int, free_after_s: float = 0.0, killed: int | None = None) -> None:
+def loses_its_disk(job: Job, at: int, free_after_s: float = 0.0) -> None:
     run_saver.RETRY_S = 1
-    go(LosesItsDisk(job, at, free_after_s, killed))
+    go(LosesItsDisk(job, at, free_after_s))
 
 
 def test_a_last_save_that_gets_room_in_time_succeeds_and_one_that_does_not_ends_the_run(
@@ -91,22 +85,6 @@ def test_a_last_save_that_gets_room_in_time_succeeds_and_one_that_does_not_ends_
         world.run(2, loses_its_disk, tiny(small_disk / "other", MLP), 10)
     (small_disk / FILLER).unlink()
     assert world.run(2, trains, tiny(small_disk / "other", MLP)) == [12, 12]
-
-
-@pytest.mark.slow
-def test_a_full_disk_and_a_killed_rank_at_once_cost_the_way_from_the_last_checkpoint(
-    small_disk: Path, tmp_path: Path
-) -> None:
-    world.run(2, trains, tiny(tmp_path / "undisturbed", MLP))
-    job = tiny(small_disk / "run", MLP)
-    with world.start(2, loses_its_disk, job, 5, 0.0, 1) as dying:
-        dying.wait()
-    assert newest(small_disk / "run/checkpoints") == small_disk / "run/checkpoints/step-00000004"
-    (small_disk / FILLER).unlink()
-    world.run(2, trains, job)
-    expected, found = everything(tmp_path / "undisturbed"), everything(small_disk / "run")
-    assert found["metrics"] == expected["metrics"]
-    assert found["latest"] == expected["latest"]
 
 
 class LosesItsDirectory(Undrawn):

@@ -45,7 +45,7 @@ POINTS = [
 ]
 EVERY_DAY = [
     ("fp16", "training", 6),
-    *[("one rank", "saving", 8), ("three ranks", "saving", 9)],
+    ("three ranks", "saving", 9),
 ]
 MARKED = [
     pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS

@@ -104,18 +104,3 @@ def test_a_run_that_was_stopped_by_one_rank_of_a_group_ends_bit_equal(
         assert stopping.wait() == [EXIT_RESTART] * ranks
     world.run(ranks, tiny_jobs.trains, job)
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
-
-
-@pytest.mark.slow
-def test_an_average_is_divided_with_the_model_that_waits_for_its_first_batch(
-    tmp_path: Path,
-) -> None:
-    settings = {**GPT, "model.options.dropout": 0.0, "train.precision": "fp64", "train.epochs": 1}
-    tiny_jobs.trains(tiny(tmp_path / "one", settings))
-    job = tiny(tmp_path / "cut", settings, strategy="tensor=2,pipeline=2")
-    world.run(4, tiny_jobs.trains, job)
-    one, cut = (
-        [line["loss"] for line in metrics(tmp_path / name) if line["kind"] == "validation"]
-        for name in ("one", "cut")
-    )
-    assert cut == pytest.approx(one, rel=1e-10)

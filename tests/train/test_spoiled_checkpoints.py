@@ -22,22 +22,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return everything(directory)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
-    tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    job = tiny(tmp_path / "run", SETTINGS)
-    with world.start(2, tiny_jobs.is_signalled, job, 8) as stopping:
-        assert stopping.wait() == [75, 75]
-    flip_a_bit(data_file(tmp_path / "run/checkpoints", 9))
-    capsys.readouterr()
-    world.run(2, tiny_jobs.trains, job)
-    said = capsys.readouterr().err
-    assert "note: checkpoint step-00000009 is skipped: " in said
-    assert "was altered: digest" in said
-    assert "resumed from " + str(tmp_path / "run/checkpoints/step-00000008") in said
-    assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
-
-
 def test_when_all_are_damaged_the_run_refuses_and_changes_nothing(tmp_path: Path) -> None:
     job = tiny(tmp_path / "run", MLP)
     tiny_jobs.trains(job)
@@ -71,17 +55,6 @@ def test_a_full_disk_is_said_and_training_goes_on(
         if name not in ("step-00000003", "step-00000009")
     ]
     assert_equal_to_the_bit(everything(tmp_path / "run"), {**undisturbed, "checkpoints": names})
-
-
-@pytest.mark.slow
-def test_a_failed_last_save_fails_a_run_that_the_same_command_completes(
-    tmp_path: Path, undisturbed: dict[str, Any]
-) -> None:
-    job = tiny(tmp_path / "run", SETTINGS)
-    with pytest.raises(LaunchError, match="the checkpoint of step 12 was not saved"):
-        world.run(2, tiny_jobs.fills_the_disk, job, (12,))
-    world.run(2, tiny_jobs.trains, job)
-    assert_equal_to_the_bit(everything(tmp_path / "run"), undisturbed)
 
 
 def test_what_is_called_the_best_was_saved(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
