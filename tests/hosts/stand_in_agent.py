@@ -3,17 +3,15 @@
 import json
 import os
 import sys
-from contextlib import ExitStack
 
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_protocol import PROTOCOL
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.train.run_directory import probe_in, sees_probe
 
 
 def main() -> None:
     print(f"\nSHOAL-AGENT {PROTOCOL} 00c0ffee", flush=True)
-    sockets, probes = {}, ExitStack()
+    sockets = {}
     for line in sys.stdin:
         request = json.loads(line)
         match request.pop("do"):
@@ -24,16 +22,11 @@ def main() -> None:
                 answer = {address: one.getsockname()[1] for address, one in sockets.items()}
             case "reach":
                 answer = try_reach(request["ports"])
-            case "write":
-                answer = probes.enter_context(probe_in(request["directory"]))
-            case "see":
-                answer = sees_probe(request["probe"])
             case "environment":
                 answer = {**dict(os.environ), "cwd": os.getcwd(), "text": "ü"}
         print(json.dumps(answer, ensure_ascii=False), flush=True)
     for one in sockets.values():
         one.close()
-    probes.close()
 
 
 main()

@@ -11,9 +11,6 @@ from agent_clients import AgentClient, agents, block, chosen_address, stand_in
 from namespaces import SHELLS, Hosts, needs_hosts
 
 from shoal.errors import LaunchError
-from shoal.launch.hosts.host_checks import problems
-from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.launch.hosts.ssh_hosts import SshHost
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
@@ -116,24 +113,6 @@ def test_an_interpreter_without_shoal_is_told(hosts: Hosts):
         )
 
 
-def test_settings_of_the_user_that_would_disturb_are_without_effect(tmp_path: Path):
-    disturbing = (
-        "Host node*\n  RemoteCommand tmux\n  RequestTTY force\n  LocalForward 8080 localhost:80\n"
-        "  ExitOnForwardFailure yes\n  PermitLocalCommand yes\n  LocalCommand echo disturbed\n"
-        "  ControlMaster auto\n  ControlPersist 600\n"
-        f"  ControlPath {tmp_path}/master-%n\n"
-    )
-    hosts, python = own_hosts(tmp_path / "hosts", 2, ssh_config=disturbing)
-    with hosts:
-        with agents(hosts, python, ["node1", "node2"]) as clients:
-            assert [client.noise for client in clients] == [[""], [""]]
-            assert "SSH_TTY" not in clients[0].ask("environment")
-        assert hosts.leftovers() == {}, "no master stays behind"
-        # The folder of the test lies in a tmpfs of the desk: look there.
-        listed = hosts.run(hosts.desk, ["sh", "-c", f"ls {tmp_path}/master-*"])
-        assert listed.returncode != 0
-
-
 def test_a_connection_that_the_user_shares_is_used_and_left_as_found(tmp_path: Path):
     # A name of a socket has 108 bytes at most, with the 17 that ssh appends.
     shared = f"Host node1\n  ControlPath {tmp_path}/h/m\n"
@@ -183,28 +162,6 @@ def test_what_ssh_says_is_told_with_a_cure(tmp_path: Path):
     assert "Host key verification failed. Log in once by hand" in told["unknown key"]
 
 
-def test_an_old_host_key_that_has_changed_is_told(tmp_path: Path):
-    hosts, python = own_hosts(tmp_path / "hosts", 1)
-    with hosts:
-        keys = (hosts.folder / "known_hosts").read_text().split()
-        (hosts.folder / "known_hosts").write_text(f"{hosts.nodes[0].address} {keys[1]} {keys[2]}\n")
-        with AgentClient(hosts, python, "node1") as client:
-            assert not client.starts()
-            assert "Host key verification failed. Log in once by hand" in client.failure()
-
-
-def test_a_client_ends_soon_after_its_link_is_cut(hosts: Hosts, python: str):
-    with agents(hosts, python, ["node2"]) as (client,):
-        hosts.cut(hosts.nodes[1])
-        client.process.wait(30)
-        assert client.process.returncode == 255
-        assert "ssh lost the connection" in client.failure()
-    hosts.heal(hosts.nodes[1])
-    for pid in hosts.nodes[1].pids() - hosts.nodes[1].first_pids:
-        subprocess.run(["kill", "-9", str(pid)])  # its server notices after many minutes
-    assert hosts.leftovers() == {}
-
-
 def test_clients_that_the_server_dropped_for_their_number_are_told_of_its_limit(tmp_path: Path):
     hosts, python = own_hosts(tmp_path / "hosts", 1, startups="3:100:3")
     with hosts:
@@ -218,47 +175,6 @@ def test_clients_that_the_server_dropped_for_their_number_are_told_of_its_limit(
             assert "MaxStartups" in client.failure()
         with agents(hosts, python, ["node1"]):
             pass
-
-
-def test_hosts_tell_their_facts_and_pass_the_checks(hosts: Hosts, python: str):
-    (hosts.shared / "train.py").write_text("print(1)\n")
-    request = FactsRequest(str(hosts.shared), "train.py", str(hosts.shared / "runs"))
-    here = collect_facts(request)
-    with agents(hosts, python, ["node1", "node2"]) as clients:
-        facts = [client.facts(request) for client in clients]
-    assert [one.hostname for one in facts] == ["node1", "node2"]
-    assert [one.ssh_address for one in facts] == ["10.77.0.101", "10.77.0.102"]
-    assert [[one.address for one in f.addresses] for f in facts] == [
-        ["10.77.0.101"],
-        ["10.77.0.102"],
-    ]
-    assert len({one.identity for one in (*facts, here)}) == 3
-    named = [(SshHost(one.hostname, 1), one) for one in facts]
-    assert problems(named, request, here) == []
-
-
-def test_a_host_named_twice_and_files_that_differ_are_told(hosts: Hosts, python: str):
-    for number, node in enumerate(hosts.nodes):
-        hosts.run(node, ["tee", "/mnt/train.py"], f"print({number})\n").check_returncode()
-    request = FactsRequest("/mnt", "train.py", "/mnt/runs")
-    destinations = ["node1", "dash@10.77.0.101", "node2"]
-    (hosts.folder / "ssh_config").write_text(
-        (hosts.folder / "ssh_config").read_text().replace("  User bash\n", "")
-    )
-    with agents(hosts, python, ["bash@node1", *destinations[1:2], "bash@node2"]) as clients:
-        named = [(SshHost(one.destination, 1), one.facts(request)) for one in clients]
-    assert problems(named, request, named[0][1]) == [
-        "host dash@10.77.0.101 is host bash@node1 (node1): name it once, bash@node1:2",
-        "host bash@node2: train.py is not the file of this machine. Copy it there",
-    ]
-
-
-def test_a_shared_disk_is_told_from_two(hosts: Hosts, python: str):
-    with agents(hosts, python, ["bash@node1", "bash@node2"]) as (first, second):
-        own = first.ask("write", directory="/mnt/runs/digits")
-        assert not second.ask("see", probe=own)
-        shared = first.ask("write", directory=str(hosts.shared / "runs"))
-        assert second.ask("see", probe=shared)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -27,38 +25,13 @@ from shoal.config import to_yaml
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
-SCRIPT = Path(__file__).with_name("ddp_script.py")
-SLEEPY = Path(__file__).with_name("sleeping_data.py")
 TRAIN_TESTS = REPOSITORY / "tests/train"
-# The script's own group, and one of Shoal's mesh: shared memory inside a host, Gloo between hosts.
-OF_SHOAL = """
-import os, torch, shoal
-run = shoal.init()
-import torch.distributed as dist
-value = torch.full((1000,), run.rank + 1.0, dtype=torch.float64)
-dist.all_reduce(value)
-assert (value == 6).all()
-print("shoal on", os.environ["SHOAL_ADDRESS"], flush=True)
-"""
-WAITS = """
-import os, pathlib, sys, time
-pathlib.Path(f"ready.{os.environ['RANK']}").touch()
-time.sleep(600)
-"""
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     with Hosts(tmp_path_factory.mktemp("hosts"), 2) as hosts:
         yield hosts
-
-
-def prepare(hosts: Hosts) -> None:
-    for path in hosts.shared.glob("ready.*"):
-        path.unlink()
-    shutil.copy(SCRIPT, hosts.shared / "train.py")
-    (hosts.shared / "of_shoal.py").write_text(OF_SHOAL)
-    (hosts.shared / "waits.py").write_text(WAITS)
 
 
 @contextmanager
@@ -96,86 +69,6 @@ def driver(hosts: Hosts) -> int:
             if b"-m\0shoal\0" in line and b"nsenter" not in line:
                 return pid
     raise AssertionError("no command")
-
-
-def is_ready(hosts: Hosts, ranks: int) -> bool:
-    return len(list(hosts.shared.glob("ready.*"))) == ranks
-
-
-@pytest.mark.parametrize(
-    ("network", "names"), [("one", "debian"), ("one", "none"), ("two", "all"), ("v6", "debian")]
-)
-def test_ranks_of_two_hosts_meet_on_every_network(tmp_path: Path, network: Any, names: Any) -> None:
-    with Hosts(tmp_path, 2, network=network, names=names) as hosts:
-        prepare(hosts)
-        listed = ["launch", "--hosts", "node1:1,node2:2", "--output", "all"]
-        code, stdout, stderr = ended(hosts, *listed, "train.py")
-        assert code == 0, stderr
-        assert "[rank 2 on node2] 2 of 3" in stdout
-        code, stdout, stderr = ended(hosts, *listed, "of_shoal.py")
-        assert code == 0, stderr
-        assert stdout.count("shoal on") == 3
-        assert "127.0" not in stdout
-        assert hosts.leftovers() == {}
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_nothing_is_left_on_any_host_when_the_command_is_signalled(
-    hosts: Hosts, number: int
-) -> None:
-    prepare(hosts)
-    with shoal(hosts, "launch", "--hosts", "node1:2,node2", "waits.py"):
-        until(lambda: is_ready(hosts, 3))
-        os.kill(driver(hosts), number)
-        assert hosts.leftovers() == {}
-
-
-def test_a_cut_host_ends_its_ranks_and_the_run(hosts: Hosts) -> None:
-    prepare(hosts)
-    variables = {"SHOAL_HOSTS_LEASE": "4"}
-    with shoal(hosts, "launch", "--hosts", "node1,node2", "waits.py", **variables) as process:
-        until(lambda: is_ready(hosts, 2))
-        hosts.cut(hosts.nodes[1])
-        _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 1
-        assert "rank 1 of 2 on node2 is lost: the host does not answer any more" in stderr
-        hosts.heal(hosts.nodes[1])
-    lines = itertools.chain(*hosts.leftovers().values())  # a session of sshd may wait for TCP
-    assert [line for line in lines if "shoal" in line] == []
-
-
-def test_a_rank_that_hangs_is_named_with_its_host_and_the_run_goes_on(hosts: Hosts) -> None:
-    job = tiny_jobs.tiny(
-        hosts.shared / "run",
-        tiny_jobs.MLP,
-        {"import": str(SLEEPY), "data.name": "sleepy", "data.path": str(hosts.shared)},
-    )
-    (hosts.shared / "sleepy.yaml").write_text(to_yaml(job))
-    (hosts.shared / "sleeps.2").write_text("7")
-    words = ["train", "sleepy.yaml", "--hosts", "node1:2,node2:2", "--hang-limit", "3"]
-    words += ["--env", "PYTHONPATH"]
-    code, _, stderr = ended(hosts, *words, PYTHONPATH=f"{REPOSITORY}:{TRAIN_TESTS}")
-    assert code == 0, stderr
-    assert (hosts.shared / "slept.2").exists()
-    assert stderr.count("rank 2 of 4 on node2 did not come: it is in the forward pass") == 2, stderr
-    # An all-reduce of few numbers is sends.
-    waits = r"while rank \d on node\d waits for it in send\(\d+ numbers\) to rank 2"
-    assert re.search(waits, stderr)
-    assert "in sleeps_in_its_step" in stderr
-    assert "note: rank 2 of 4 on node2 did not come" in stderr
-    assert "4 processes start from the checkpoint of step" in stderr
-    assert "is lost" not in stderr
-    assert hosts.leftovers() == {}
-
-
-def test_parameter_servers_serve_ranks_of_two_hosts(hosts: Hosts) -> None:
-    job = tiny_jobs.tiny(hosts.shared / "served", tiny_jobs.MLP, strategy="server=2")
-    (hosts.shared / "served.yaml").write_text(to_yaml(job))
-    words = ["train", "served.yaml", "--hosts", "node1:2,node2:2"]
-    code, stdout, stderr = ended(hosts, *words)
-    assert code == 0, stderr
-    assert "12 steps" in stdout
-    assert hosts.leftovers() == {}
 
 
 def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hosts) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -96,45 +94,6 @@ def test_a_script_without_shoal_is_one_world_on_four_nodes(
     assert log.count("sum 28.0 of 8 ['--time', 'a b']") == 1
 
 
-def test_the_exit_code_of_a_failing_rank_is_that_of_the_job(
-    cluster: SlurmCluster, in_directory: Path
-) -> None:
-    Path("fails.py").write_text("import os, sys\nsys.exit(7 if os.environ['RANK'] == '2' else 0)\n")
-    job = submit(cluster, "launch", "--slurm", "--nodes", 4, "fails.py")
-    status, log = end_of(cluster, job, in_directory)
-    assert "JobState=FAILED" in status
-    assert "ExitCode=7:0" in status
-    assert "n3: task 2: Exited with exit code 7" in log
-
-
-def test_a_partition_that_is_not_there_is_said_in_one_line(
-    cluster: SlurmCluster, in_directory: Path
-) -> None:
-    Path("script.py").write_text("")
-    ended = shoal(cluster, "launch", "--slurm", "--partition", "nowhere", "script.py")
-    assert ended.returncode == 2
-    assert re.fullmatch(r"shoal: sbatch refused the job: .*invalid partition.*\n", ended.stderr), (
-        ended.stderr
-    )
-
-
-def test_a_cancelled_job_that_saves_is_not_requeued(
-    cluster: SlurmCluster, in_directory: Path
-) -> None:
-    Path("saves.py").write_text(
-        "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
-        "pathlib.Path('up').touch()\n"
-        "time.sleep(300)\n"
-    )
-    job = submit(cluster, "launch", "--slurm", "saves.py")
-    wait_for(Path("up").exists)
-    cluster.call("scancel", job)
-    status, log = end_of(cluster, job, in_directory)
-    assert "JobState=CANCELLED" in status
-    assert "ends with exit code 75" in log
-
-
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a job that nobody has stopped."""
@@ -180,21 +139,4 @@ def test_a_preempted_run_saves_and_ends_with_the_undisturbed_weights(
     assert "JobState=COMPLETED" in status, out
     assert "stopped at step 3, and saved" in out
     assert "resumed from" in out
-    assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
-
-
-def test_a_killed_rank_starts_all_again_in_the_same_job(
-    cluster: SlurmCluster, in_directory: Path, undisturbed: Path
-) -> None:
-    config = Path("patient.yaml")
-    config.write_text(to_yaml(tiny(in_directory / "run", PATIENT, data__path=str(in_directory))))
-    job = submit(cluster, "train", config, "--slurm", "--nodes", 2)
-    wait_for(lambda: len(list(in_directory.glob("waiting.*"))) == 2)
-    victim, other = (int(path.suffix.removeprefix(".")) for path in in_directory.glob("waiting.*"))
-    os.kill(victim, signal.SIGKILL)
-    # It waits for a signal in its data set; from there it goes on to the victim's gradients.
-    os.kill(other, signal.SIGTERM)
-    status, out = end_of(cluster, job, in_directory)
-    assert "JobState=COMPLETED" in status, out
-    assert "a rank was killed (exit code 137); restart 1 of 3" in out
     assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
