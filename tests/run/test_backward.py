@@ -198,7 +198,6 @@ def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
         ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
         ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
         ("ddp", {}, "detached", "is it detached, made of numbers"),
-        ("ddp", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
         ("zero3", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
         ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
     ],

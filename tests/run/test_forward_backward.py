@@ -15,13 +15,6 @@ from shoal.strategies.loss_terms import Counted
 from shoal.testing import world
 
 
-def test_a_bare_backward_is_an_error_with_the_cure() -> None:
-    model, _, _ = quiet().prepare(*parts())
-    with pytest.raises(UsageError, match=r"bare \.backward\(\).*run\.forward_backward"):
-        model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
 def test_a_missing_prepare_is_an_error_with_the_cure() -> None:
     run = quiet()
     model, _, loader = parts()

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from minimal_script import data, parts, quiet
+from minimal_script import parts, quiet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
@@ -64,31 +63,6 @@ def test_a_scheduler_stays_as_it_is() -> None:
         quiet().prepare(model, optimizer, scheduler, loader)
 
 
-def test_layers_are_thawed_by_a_second_prepare() -> None:
-    run = quiet()
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
-    model[0].requires_grad_(False)
-    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    model, optimizer, loader = run.prepare(model, optimizer, parts()[2])
-
-    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
-        return F.cross_entropy(model(x), y)
-
-    for x, y in loader:
-        run.forward_backward(compute_loss, x, y)
-        optimizer.step()
-    model[0].requires_grad_(True)
-    with pytest.raises(UsageError, match=r"0.weight, 0.bias: unfrozen after prepare"):
-        run.forward_backward(compute_loss, x, y)
-    optimizer = run.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = model[0].weight.detach().clone()
-    optimizer.zero_grad()
-    for x, y in loader:
-        run.forward_backward(compute_loss, x, y)
-        optimizer.step()
-    assert not torch.equal(model[0].weight, before)
-
-
 def test_an_optimizer_that_lost_a_parameter_is_named() -> None:
     model, _, loader = parts()
     with pytest.raises(
@@ -140,17 +114,6 @@ def test_a_parameter_unfrozen_after_prepare_is_named() -> None:
         run.forward_backward(supervised(F.cross_entropy, model), x, y)
 
 
-def test_a_distributed_sampler_is_refused_with_the_cure() -> None:
-    from torch.utils.data.distributed import DistributedSampler
-
-    model, optimizer, _ = parts()
-    sampler: DistributedSampler = DistributedSampler(data(), num_replicas=2, rank=0)
-    with pytest.raises(
-        UsageError, match=r"DistributedSampler, which gives every rank other samples.*shuffle=True"
-    ):
-        quiet().prepare(model, optimizer, DataLoader(data(), batch_size=2, sampler=sampler))
-
-
 def test_an_unknown_strategy_and_an_unknown_option_are_named() -> None:
     with pytest.raises(shoal.ShoalError, match="'dpp' is not known; did you mean 'ddp'"):
         shoal.init("dpp")
@@ -158,15 +121,6 @@ def test_an_unknown_strategy_and_an_unknown_option_are_named() -> None:
         shoal.ShoalError, match="option 'unsed' is not known; did you mean 'unused'"
     ):
         shoal.init("ddp,unsed=true")
-
-
-def single_in_a_world_of_two() -> None:
-    shoal.init("single", announce=lambda _: None).prepare(*parts())
-
-
-def test_single_refuses_a_world_of_two() -> None:
-    with pytest.raises(LaunchError, match="single trains on one rank; there are 2"):
-        world.run(2, single_in_a_world_of_two)
 
 
 def test_ddp_refuses_a_model_without_trainable_parameters() -> None:

@@ -73,7 +73,7 @@ def clipped(strategy: str, all_of_them: bool) -> tuple[float, float]:
     return float(norm), float(torch.stack(squares).sum().sqrt())
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor=2", "pipeline=2"])
+@pytest.mark.parametrize("strategy", ["tensor=2", "pipeline=2"])
 def test_all_gradients_are_clipped_as_on_one_device(strategy: str) -> None:
     expected = clipped("single", True)
     assert expected[1] == pytest.approx(1e-3, rel=1e-2)
