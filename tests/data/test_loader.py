@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shoal.data.loader import DistributedBatchLoader
 from shoal.data.seeds import (
@@ -52,12 +52,6 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 7])
-def test_ranks_together_see_the_batches_of_one_rank(ranks: int) -> None:
-    shares = [epochs(rank, ranks) for rank in range(ranks)]
-    assert equal(epochs(), [torch.cat(rows) for rows in zip(*shares, strict=True)])
-
-
 def test_worker_processes_change_nothing() -> None:
     assert equal(epochs(), epochs(workers=2))
 
@@ -76,31 +70,6 @@ def test_fetching_leaves_the_callers_random_numbers_alone() -> None:
     torch.manual_seed(3)
     epochs()
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_a_position_continues_on_other_ranks_without_loss_or_repetition() -> None:
-    whole = torch.cat(epochs(count=1))[:, 0].tolist()
-    loaders = [
-        DistributedBatchLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 2, seed=7)
-        for rank in range(2)
-    ]
-    seen: list[float] = []
-    for (first, _), (second, _) in zip(*loaders, strict=True):
-        seen += [*first.tolist(), *second.tolist()]
-        if len(seen) == 10:
-            state = loaders[0].state_dict()
-            break
-    assert state == {"epoch": 0, "position": 10}
-    resumed = [
-        DistributedBatchLoader(DataLoader(Noisy(), batch_size=5, shuffle=True), rank, 3, seed=7)
-        for rank in range(3)
-    ]
-    for loader in resumed:
-        loader.load_state_dict(state)
-    for batches in zip(*resumed, strict=True):
-        for loader, (index, _) in zip(resumed, batches, strict=True):
-            seen += index.tolist()[: loader.share.rows]  # type: ignore[union-attr]
-    assert seen == whole
 
 
 def test_a_position_at_the_end_is_the_start_of_the_next_epoch() -> None:
@@ -151,15 +120,6 @@ def test_a_position_that_is_loaded_within_a_loop_is_where_the_next_one_begins() 
 
 def test_drop_last_leaves_out_the_smaller_batch() -> None:
     assert [len(batch) for batch in epochs(count=1, drop_last=True)] == [5, 5, 5, 5]
-
-
-def test_a_users_own_sampler_is_drawn_alike_on_every_rank() -> None:
-    def own() -> WeightedRandomSampler:
-        return WeightedRandomSampler(torch.ones(23).tolist(), 11)
-
-    whole = epochs(sampler=own(), shuffle=None)
-    halves = [epochs(rank, 2, sampler=own(), shuffle=None) for rank in range(2)]
-    assert equal(whole, [torch.cat(rows) for rows in zip(*halves, strict=True)])
 
 
 def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_by_sample() -> None:

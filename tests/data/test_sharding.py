@@ -196,7 +196,9 @@ def test_an_order_that_is_drawn_lazily_leaves_the_callers_random_numbers_alone()
     assert run(disturbed=True) == run(disturbed=False)
 
 
-@pytest.mark.parametrize("name", ["a batch sampler", "workers", "ready batches", "a list"])
+@pytest.mark.parametrize(
+    "name", ["a sampler", "a batch sampler", "workers", "ready batches", "a list"]
+)
 @pytest.mark.parametrize("stop", [1, 2, 4])
 def test_a_position_goes_on_at_another_number_of_ranks(name: str, stop: int) -> None:
     def batches(loader: Any) -> Iterator[Any]:

@@ -49,8 +49,6 @@ def hangs(folder: str, how: str, fault: str, strategy: str = "ddp") -> None:
         return (model(inputs) - target).square().mean()
 
     for step, (inputs, target) in enumerate(batches(loader)):
-        if fault == "slow first step" and step == 0 and run.rank == 1:
-            time.sleep(4)
         if fault == "slow" and run.rank == 1:
             time.sleep(0.02)
         optimizer.zero_grad()
@@ -105,12 +103,3 @@ def loses_the_fork_server(folder: str, how: str) -> None:
             os.kill(os.getppid(), signal.SIGKILL)
         rank_1.touch()
         time.sleep(1000)
-
-
-def loses_a_loader_worker(folder: str, how: str) -> None:
-    if how == "first" and os.environ["RANK"] == "1":
-        loader = DataLoader(Numbers(), batch_size=8, num_workers=1)
-        Numbers.blocks = True
-        workers = iter(loader)
-        os.kill(workers._workers[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
-        next(workers)

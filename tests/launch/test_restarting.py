@@ -83,14 +83,6 @@ def test_the_same_loss_without_a_checkpoint_in_between_ends_the_run(tmp_path, ca
     assert printed.endswith("\nrank 1 of 2 was killed by SIGKILL (out of memory?)\n")
 
 
-def test_without_restarts_a_loss_ends_the_run(tmp_path, capfd):
-    assert (
-        run(tmp_path, restart_targets.dies, signal.SIGKILL, 1, True, restarts=0)
-        == 128 + signal.SIGKILL
-    )
-    assert capfd.readouterr().err == "rank 1 of 2 was killed by SIGKILL (out of memory?)\n"
-
-
 def test_a_program_that_is_wrong_is_not_started_again(tmp_path, capfd):
     assert run(tmp_path, restart_targets.is_wrong, processes=1) == 1
     assert len(starts(tmp_path)) == 1

@@ -107,8 +107,7 @@ def test_random_numbers_that_the_loop_draws_are_the_cause_and_no_defect(
 
 @pytest.mark.slow
 def test_layers_of_three_matrices_are_joined_matrix_by_matrix() -> None:
-    loop = SCRIPTS / "fused_attention_loop.py"
-    report = shoal.verify_script(loop, ranks=2, strategy="tensor=2", steps=3)
+    report = shoal.verify_script(LOOP, ["attention"], ranks=2, strategy="tensor=2", steps=3)
     assert report.verdict == "exact", str(report)
     compared = {name for name, error, _ in report.layers if error is not None}
     assert "blocks.0.qkv" in compared

@@ -1,4 +1,9 @@
-"""A loop on Shoal with dropout, momentum and uneven shares: 7 samples a batch."""
+"""A loop on Shoal with dropout, momentum and uneven shares: 7 samples a batch.
+
+With the word "attention" its blocks have query, key and value in one matrix, as minGPT's.
+"""
+
+import sys
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +27,29 @@ class Block(nn.Module):
         return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
 
 
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.qkv = nn.Linear(8, 24)
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        heads = [
+            each.view(rows, length, 2, width // 2).transpose(1, 2)
+            for each in self.qkv(self.norm(x)).split(width, dim=2)
+        ]
+        y = F.scaled_dot_product_attention(*heads, None, 0.0, True)
+        return x + self.proj(y.transpose(1, 2).contiguous().view(rows, length, width))
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        kind = Attention if "attention" in sys.argv else Block
+        self.blocks = nn.ModuleList([kind(), kind()])
         self.head = nn.Linear(8, 10)
 
     def forward(self, x: Tensor) -> Tensor:
