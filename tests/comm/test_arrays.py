@@ -1,9 +1,5 @@
 """shoal.allreduce, allgather, broadcast and barrier return the kind of array they are given."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -120,19 +116,6 @@ def test_ranks_that_have_not_met_are_told_to_call_init(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     with pytest.raises(UsageError, match=r"rank 1 of 2.*shoal\.init\(\)"):
         shoal.barrier()
-
-
-def test_a_script_under_shoal_launch_uses_them(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import numpy as np, shoal\n"
-        "run = shoal.init()\n"
-        "mean = shoal.allreduce(np.array([run.rank + 1.0]))\n"
-        "print(mean, shoal.allgather(np.array([run.rank])))\n"
-    )
-    command = [sys.executable, "-m", "shoal", "launch", "-n", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), check=True)
-    assert done.stdout == "[1.5] [0 1]\n"
 
 
 def _by_names_of_torch() -> None:

@@ -46,7 +46,6 @@ def expected(settings: str, module: str = "LitAutoEncoder") -> list[float]:
 @pytest.mark.parametrize(
     ("strategy", "settings"),
     [
-        ("ddp", "plain"),
         ("ddp", "accumulated"),
         ("zero3", "clipped"),
         ("tensor=2", "plain"),

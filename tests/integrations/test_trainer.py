@@ -38,7 +38,6 @@ def assert_equal(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
     [
         ("ddp", 1),
         ("ddp", 2),
-        ("zero3", 1),
         ("zero3", 2),
         ("tensor=2", 1),
         ("pipeline=2", 1),

@@ -84,12 +84,6 @@ def test_the_ranks_of_a_launcher_are_one_world(
     assert (tmp_path / "1").read_text() == f"{launcher} 1/2 3"
 
 
-def test_the_package_is_the_command(tmp_path: Path) -> None:
-    ended = launched([sys.executable, "-m", "shoal", "config", "digits"], tmp_path)
-    assert ended.returncode == 0
-    assert "name: digits" in ended.stdout
-
-
 def test_shoal_launch_is_refused_in_one_of_many_tasks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,14 +78,6 @@ def test_a_run_is_compared_as_it_was(
     assert message in capsys.readouterr().err
 
 
-def test_a_directory_without_a_trace_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (run / chrome.NAME).unlink()
-    assert shoal_plan(run) == 2
-    assert "It is made by `shoal train ... --trace`" in capsys.readouterr().err
-
-
 def test_a_recalibrated_machine_predicts_what_the_run_took(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

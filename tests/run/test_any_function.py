@@ -136,56 +136,14 @@ def test_values_beside_the_loss_come_back_for_the_samples_of_a_rank(accumulate: 
     assert [rows for _, rows in second] == [2, 2]
 
 
-def adversaries(strategy: str) -> Result:
-    """Two models with an optimizer each; the loss of one goes through the other."""
-    run = shoal.init(strategy, announce=lambda _: None)
-    torch.manual_seed(0)
-    maker, judge = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
-    steps_maker = torch.optim.SGD(maker.parameters(), lr=0.1, momentum=0.9)
-    steps_judge = torch.optim.SGD(judge.parameters(), lr=0.2)
-    maker, judge, loader, steps_maker, steps_judge = run.prepare(
-        maker, judge, DataLoader(Named(), batch_size=5), steps_maker, steps_judge
-    )
-
-    def judged(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return F.softplus(-judge(x)).mean() + F.softplus(judge(maker(x).detach())).mean()
-
-    def made(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        return F.softplus(-judge(maker(x))).mean()
-
-    for batch in loader:
-        steps_judge.zero_grad()
-        run.forward_backward(judged, **batch)
-        steps_judge.step()
-        steps_maker.zero_grad()
-        run.forward_backward(made, **batch)
-        steps_maker.step()
-    return {name: value.clone() for name, value in run.weights().items()}
-
-
-def test_two_models_with_an_optimizer_each_are_trained_in_turn() -> None:
-    torch.manual_seed(0)
-    maker, judge = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
-    steps_maker = torch.optim.SGD(maker.parameters(), lr=0.1, momentum=0.9)
-    steps_judge = torch.optim.SGD(judge.parameters(), lr=0.2)
-    for batch in DataLoader(Named(), batch_size=5):
-        x = batch["x"]
-        steps_judge.zero_grad()
-        (F.softplus(-judge(x)).mean() + F.softplus(judge(maker(x).detach())).mean()).backward()
-        steps_judge.step()
-        steps_maker.zero_grad()
-        F.softplus(-judge(maker(x))).mean().backward()
-        steps_maker.step()
-    expected = nn.ModuleDict({"model0": maker, "model1": judge}).state_dict()
-    for found in [adversaries("single"), *world.run(2, adversaries, "ddp")]:
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.allclose(found[name], value, rtol=1e-11, atol=1e-13), name
+def two_optimizers(strategy: str) -> None:
+    run, models = shoal.init(strategy, announce=lambda _: None), (linear(), linear())
+    run.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1) for m in models))
 
 
 def test_servers_take_one_optimizer() -> None:
     with pytest.raises(LaunchError, match="by one optimizer, and 2 were prepared"):
-        world.run(2, adversaries, "server=1")
+        world.run(2, two_optimizers, "server=1")
 
 
 @pytest.mark.parametrize(

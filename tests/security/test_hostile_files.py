@@ -14,8 +14,7 @@ import torch
 import xxhash
 
 from shoal.checkpoint import Checkpoints, manifest, tensor_files
-from shoal.config.layers import File, load
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError
 
 DEEP = {
     "open brackets": "a: " + "[" * 60_000,
@@ -58,12 +57,6 @@ def test_64_kib_of_yaml_take_neither_seconds_nor_memory(tmp_path: Path) -> None:
         [sys.executable, "-c", READS, *map(str, files)], check=True, capture_output=True, text=True
     )
     assert ended.stdout.split() == ["True"] * (len(DEEP) + 1)
-
-
-def test_a_pipe_as_configuration_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.yaml")
-    with pytest.raises(ConfigError, match="it is no regular file"):
-        load(File(tmp_path / "pipe.yaml", "pipe.yaml"))
 
 
 def saved(directory: Path) -> tuple[Checkpoints, Path]:

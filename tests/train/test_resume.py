@@ -128,7 +128,7 @@ def test_what_is_loaded_in_shards_is_what_was_saved_bit_for_bit(tmp_path: Path) 
     stop(3, saved, 5)
     whole = Checkpoints(tmp_path / "run/checkpoints").load(pytest.fail)
     assert whole is not None
-    for strategy, ranks in [("zero3", 2), ("zero1", 4), ("ddp", 2)]:
+    for strategy, ranks in [("zero3", 2), ("zero1", 4)]:
         job = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy=strategy)
         for found in world.run(ranks, tiny_jobs.is_resumed, job):
             assert differing(found, whole.tensors) == []
