@@ -3,9 +3,6 @@ ranks.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal import cli
 from shoal.models.gpt import GPT
 from shoal.models.residual_cnn import ResidualCNN
 from shoal.run.supervised import supervised
@@ -24,7 +22,6 @@ from shoal.testing import world
 from shoal.train.evaluation import evaluate_run
 from shoal.train.task import Task
 
-SHOAL = str(Path(sys.executable).with_name("shoal"))
 RANKS = (1, 2, 3, 4)
 # The last three have fewer batches than four ranks: three, two and one.
 SAMPLES = (10_001, 1_797, 450, 201, 3)
@@ -121,16 +118,14 @@ def test_a_run_is_evaluated_under_another_strategy_than_it_was_trained_with(
         assert found == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_the_command_prints_one_json_object_in_full_precision(tmp_path: Path, ranks: int) -> None:
-    job = tiny(tmp_path / "run", EVERYTHING)
-    tiny_jobs.trains(job)
-    *_, last = tiny_jobs.metrics(tmp_path / "run")
-    command = [SHOAL, "eval", str(tmp_path / "run"), "-n", str(ranks), "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, cwd=os.fspath(tmp_path)
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1
-    found = json.loads(done.stdout)["result"]
-    assert found == {name: last[name] for name in ("loss", "top1", "top5", "samples", "step")}
+def test_the_command_prints_one_json_object_in_full_precision(
+    finished: tuple[Path, Report], capfd: pytest.CaptureFixture[str]
+) -> None:
+    directory, expected = finished
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as end:
+        cli.main(["eval", str(directory), "-n", "2", "--json"])
+    printed = capfd.readouterr()
+    assert end.value.code == 0, printed.err
+    assert printed.out.count("\n") == 1
+    assert json.loads(printed.out)["result"] == expected

@@ -14,6 +14,7 @@ import pytest
 import tiny_jobs
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
+from shoal import cli
 from shoal.checkpoint import newest, read_info
 from shoal.checkpoint.store import Division
 from shoal.config import to_yaml
@@ -33,7 +34,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
-    tmp_path: Path, undisturbed: Path
+    tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "patient.yaml"
     config.write_text(to_yaml(tiny(tmp_path / "run", PATIENT, data__path=str(tmp_path))))
@@ -51,10 +52,12 @@ def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
             running.kill()
     assert running.returncode == EXIT_RESTART, said
     assert "stopped at step 3, and saved; the same command goes on from there" in said
-    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert again.returncode == 0, again.stderr
-    assert "resumed from" in again.stderr
-    assert "final validation" in again.stdout
+    with pytest.raises(SystemExit) as end:
+        cli.main(command[1:])
+    again = capfd.readouterr()
+    assert end.value.code == 0, again.err
+    assert "resumed from" in again.err
+    assert "final validation" in again.out
     assert (tmp_path / "run/curves.png").exists()
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
 
