@@ -129,7 +129,6 @@ SLOW_CASES = tuple(
         ("strategies/zero/test_zero_optimizers.py", "strategies/zero", "optimizers on shards"),
         ("train/test_async_replay.py", "train parameter_server", "asynchronous runs done again"),
         ("train/test_builtin_jobs.py", "train config models", "the built-in jobs"),
-        ("train/test_exact_evaluation.py", "train run", "evaluation on three ranks"),
         ("train/test_export.py", "train", "memory of an export under ddp"),
         ("train/test_kill.py", "train", "kills at each moment of a run"),
         ("train/test_recipe.py", "train", "recipes on three ranks"),

@@ -83,12 +83,10 @@ def test_the_numbers_are_those_of_a_plain_loop() -> None:
         assert report["samples"] == samples
 
 
-@pytest.fixture(scope="module", params=[1_797, pytest.param(10_001, marks=pytest.mark.slow)])
-def finished(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Report]:
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Report]:
     """A run that was trained for four steps on two ranks, and its own last evaluation."""
-    dummy = {"data.name": "dummy", "data.shape": [1, 8, 8], "data.samples": request.param}
+    dummy = {"data.name": "dummy", "data.shape": [1, 8, 8], "data.samples": 1_797}
     directory = tmp_path_factory.mktemp("finished") / "run"
     world.run(
         2,
