@@ -114,6 +114,8 @@ class LoopLoss:
         self._contexts: list[torch.autocast | None] = []
         # Inputs of the calls of models since the last step.
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=MOST_CALLS)
+        # Those of the step that is checked.
+        self._inputs: list[tuple[Any, ...]] = []
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
         self._graph_check = LossGraphCheck(
@@ -169,6 +171,7 @@ class LoopLoss:
         """
         self._check(loss, reduction)
         calls = [*self._calls]
+        self._inputs = calls if self._prepared.watch.enabled else []
         self._calls.clear()
         if self._autocast is not None and self.watches and not calls:
             raise UsageError(NOT_CALLED.format(precision=self._autocast))
@@ -196,7 +199,7 @@ class LoopLoss:
     def check(self, batch: base.LocalBatch) -> None:
         """Compare the graph of a loss that is there with those of other ranks. Collective.
 
-        Raises: UsageError: the loss is no mean over samples.
+        Raises: UsageError: the loss is no mean over samples, or one of samples that are mixed.
         """
         prepared = self._prepared
         if not prepared.local_model().strategy_state.is_synchronous:
@@ -208,6 +211,8 @@ class LoopLoss:
             samples = yielded.rows if yielded is not None else 0
         loss = batch.step.compute_loss()
         self._graph_check.compare(loss, batch.num_samples, samples)
+        inputs, self._inputs = self._inputs, []
+        prepared.watch.judge_loss(inputs)
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
@@ -312,7 +317,7 @@ class LoopLoss:
             context.__enter__()
         self._contexts.append(context)
 
-    def _after(self, _: nn.Module, _args: Any, output: Any) -> Any:
+    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""
         if torch.compiler.is_compiling():
             return None
@@ -320,10 +325,12 @@ class LoopLoss:
         context = self._contexts.pop() if self._contexts else None
         if not self._phase.in_passes:
             self._graph_check.add_outputs(output)
-        if context is None:
-            return output
-        context.__exit__(None, None, None)
-        return output if any(self._contexts) else tree_map(_in_float32, output)
+        if context is not None:
+            context.__exit__(None, None, None)
+            output = output if any(self._contexts) else tree_map(_in_float32, output)
+        if not (self._contexts or self._phase.in_passes) and torch.is_grad_enabled():
+            self._prepared.watch.follow(args, output)
+        return output
 
 
 def first_tensors(values: Sequence[Any]) -> list[Tensor]:

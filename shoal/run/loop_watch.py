@@ -1,4 +1,4 @@
-"""A watch over what a loop does with a batch before `forward_backward` is given it.
+"""A watch over what a loop does with a batch before a step is given it, or a loss of it.
 
 for x, y in loader:                              each rank has its rows of the global batch
     x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]      and mixes these alone
@@ -6,11 +6,13 @@ for x, y in loader:                              each rank has its rows of the g
 
 No trial of the loss can see it, for the loss itself is a mean. So before some steps, the first ones
 among them, the loop's operators run on a copy of the batch too, in which some samples are others.
+A loss of the loop is watched from the outputs of its models on: targets and weights in it may be
+computed from the outputs, or the labels, of other samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -33,14 +35,14 @@ MOST_BATCHES = 4
 """Batches that are watched for one step: a loop may fetch ahead, or evaluate."""
 
 MIXED = (
-    "forward_backward was given samples that the loop has computed from other samples of this "
-    "rank, as mixup or a normalisation over the batch does. One device would take the samples of "
+    "{call} was given samples that the loop has computed from other samples of this rank{place}, "
+    "as mixup or a normalisation over the batch does. One device would take the samples of "
     "all ranks. run.gather(tensor) returns them: everyone = run.gather(x) gives mean and deviation "
     "of the whole batch, and run.gather(x)[order][run.rows] partners for this rank's rows, with an "
     "order that is the same on all ranks, such as torch.randperm(n, "
     "generator=torch.Generator().manual_seed(step)). Or do it in the loader's collate_fn, which is "
     "given whole batches then. Or, to let each rank take its own samples and train the mean over "
-    'ranks, say so: run.forward_backward(..., reduction="ranks").'
+    'ranks, say so: run.{call}(..., reduction="ranks").'
 )
 ONE_NUMBER = (
     "note: forward_backward was given a number that the loop has computed from the samples of this "
@@ -86,8 +88,9 @@ class LoopWatch(YieldWatch):
         self._batches = 0
         # When the last batch was yielded that is watched.
         self._generators: HostGenerators | None = None
-        # (replaced rows, the rows that stand in their places) for each number of samples.
-        self._chosen: dict[int, tuple[Tensor, Tensor]] = {}
+        # (replaced rows, the rows that stand in their places) for each number of samples; other
+        # ones where rows may lie in another order than in the batch.
+        self._chosen: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
 
     def begin(self, batch: Any, shard: BatchShard) -> None:
         """Watch what this thread does with a batch that it is given now."""
@@ -95,6 +98,7 @@ class LoopWatch(YieldWatch):
         if not self._is_due:
             return
         self._rows.stop()
+        self._rows.of_loss = False
         if self._batches < MOST_BATCHES and shard.rows >= 2:
             self._batches += 1
             self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
@@ -110,27 +114,60 @@ class LoopWatch(YieldWatch):
         """Return a context whose results count as computed from the samples of all ranks."""
         return self._rows.paused()
 
+    def follow(self, inputs: Any, output: Any) -> None:
+        """Watch what this thread does with what a model has returned, a row for each sample."""
+        if not self._is_due or self.yielded is None or self.yielded.rows < 2:
+            return
+        samples = self.yielded.rows
+        chosen = self._choose(samples, is_apart=not self._in_order(inputs))
+        self._rows.copy_rows(_with_rows(output, samples), *chosen)
+        self._rows.of_loss = True
+        self._rows.start()
+
     def judge(self, batch: LocalBatch) -> None:
         """Raise UsageError on all ranks if a rank has mixed its samples. Collective.
 
         To be called in each step whose loss is that of the global batch.
         """
-        is_due, self._calls = self._is_due, self._calls + 1
-        # Alike on all ranks, also where one has looked at a batch of a loader by itself.
-        has_source = self.has_loader or self.yielded is not None
-        if not (is_due and has_source):
+        if not self._comes_due():
             return
-        self._batches, self._chosen = 0, {}
-        is_mixed = self._mixes(batch)
+        is_mixed = self._mixes(self._tensors_of(batch))
         self._note_numbers(batch)
         for place in [*self._rows.draws.places][:1]:
             self._note(DRAWN, place=place)
             self.drawn = self.drawn or f"torch ({place})"
         self.note_host_draws(batch.num_samples)
+        self._agree(MIXED.format(call="forward_backward", place="") if is_mixed else "")
+
+    def judge_loss(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Raise UsageError on all ranks if a rank has mixed samples for its loss. Collective.
+
+        Args: calls: inputs of the models.
+        """
+        if not self._comes_due():
+            return
+        place = self._rows.mixed_place
+        is_mixed = bool(place) or any(self._mixes(tensors_in(inputs)) for inputs in calls)
+        where = f" ({place})" if place else ""
+        self._agree(MIXED.format(call="backward", place=where) if is_mixed else "")
+
+    def _comes_due(self) -> bool:
+        """Count a step; return True on all ranks if its samples are to be judged."""
+        is_due, self._calls = self._is_due, self._calls + 1
+        # Alike on all ranks, also where one has looked at a batch of a loader by itself.
+        has_source = self.has_loader or self.yielded is not None
+        if is_due and has_source:
+            self._batches, self._chosen = 0, {}
+        return is_due and has_source
+
+    def _agree(self, objection: str) -> None:
+        """Raise UsageError on all ranks if one of them has an objection. Collective."""
+        self._rows.mixed_place = ""
         if not self._is_due:
             self._rows.forget()
-        if self._data.sum_of_host_numbers([is_mixed])[0]:
-            raise UsageError(MIXED)
+        for text in self._data.all_gather_str(objection):
+            if text:
+                raise UsageError(text)
 
     def skip(self) -> None:
         """Count a step for which a rank may mix its samples."""
@@ -143,9 +180,9 @@ class LoopWatch(YieldWatch):
         step = self._calls + 1
         return self.enabled and (step <= EARLY_STEPS or not step & (step - 1))
 
-    def _mixes(self, batch: LocalBatch) -> bool:
+    def _mixes(self, tensors: Iterable[Tensor]) -> bool:
         same, replaced, rows = [], [], None
-        for tensor in self._tensors_of(batch):
+        for tensor in tensors:
             copies = self._copies_of(tensor)
             if copies is not None and tensor.dim() and (rows is None or rows is copies[2]):
                 rows = copies[2]
@@ -183,9 +220,23 @@ class LoopWatch(YieldWatch):
             self._noted.add(note)
             self._announce(note.format(**facts))
 
-    def _choose(self, samples: int) -> tuple[Tensor, Tensor]:
-        """Choose which samples are replaced by which: about half of them, by some of the others."""
-        if samples not in self._chosen:
+    def _in_order(self, inputs: Any) -> bool:
+        """Return True if inputs of a model are known to have samples where the batch has them."""
+        for tensor in tensors_in(inputs):
+            copies = self._copies_of(tensor) if tensor.dim() else None
+            if copies is not None and len(tensor) == len(copies[2]):
+                same, replaced, rows = copies
+                is_other = (same != replaced).view(len(rows), -1).any(1).cpu()
+                return not bool((is_other & ~rows).any())
+        return False
+
+    def _choose(self, samples: int, is_apart: bool = False) -> tuple[Tensor, Tensor]:
+        """Choose which samples are replaced by which: about half of them, by some of the others.
+
+        Args: is_apart: they are not known to lie where those of the batch do.
+        """
+        key = samples, is_apart
+        if key not in self._chosen:
             generator = torch.Generator().manual_seed(self._calls)
             order = torch.randperm(samples, generator=generator, device="cpu")
             replaced, kept = order[: samples // 2], order[samples // 2 :]
@@ -193,8 +244,8 @@ class LoopWatch(YieldWatch):
             is_replaced[replaced] = True
             donors = torch.arange(samples, device="cpu")
             donors[replaced] = kept[: len(replaced)]
-            self._chosen[samples] = is_replaced, donors
-        return self._chosen[samples]
+            self._chosen[key] = is_replaced, donors
+        return self._chosen[key]
 
 
 def _with_rows(batch: Any, samples: int) -> list[Tensor]:

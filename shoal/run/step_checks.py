@@ -67,9 +67,8 @@ class StepChecks:
             return
         loss = batch.step.compute_loss
         is_computed = isinstance(loss, ComputedLoss)
-        if is_computed or reduction != "rows":
-            self._prepared.watch.skip()
         if reduction != "rows":
+            self._prepared.watch.skip()
             return
         if is_computed:
             self._loop.check(batch)

@@ -69,11 +69,16 @@ class ReplacedRows(DispatchMode):
 
     Attributes:
         draws: which random numbers it draws by torch.
+        of_loss: what runs now computes a loss from the outputs of models.
+        mixed_place: the line of a loss that takes numbers which were computed from other samples,
+            and have no gradient, such as targets; "" if none was seen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.draws = LoopDraws()
+        self.of_loss = False
+        self.mixed_place = ""
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -128,6 +133,7 @@ class ReplacedRows(DispatchMode):
 
     def forget(self) -> None:
         """Forget all copies."""
+        self.of_loss = False
         self._known.clear()
         self._numbers.clear()
 
@@ -142,6 +148,11 @@ class ReplacedRows(DispatchMode):
         if func is READ_NUMBER:
             return self._note_number(given[0])
         rows = known[0].replaced_rows
+        if self.of_loss:
+            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+                self._look_at_constants(func, args)
+            if _selects_rows(func, args, len(rows)):
+                return func(*args, **kwargs)
         can_follow = (
             func.namespace in ("aten", "torchvision")
             and _HIDDEN_WRITES not in schema_of(func).name
@@ -186,6 +197,15 @@ class ReplacedRows(DispatchMode):
             if same == number and replaced != number:
                 self._numbers[number] = replaced
         return number
+
+    def _look_at_constants(self, func: Any, args: Any) -> None:
+        """Note the line if an operator takes constants that were computed from other samples."""
+        for argument, value in zip(schema_of(func).arguments, args, strict=False):
+            for tensor in _tensors(value):
+                copies = None if tensor.requires_grad else self.copies_of(tensor)
+                is_of_classes = argument.name in ("weight", "pos_weight")
+                if copies and tensor.is_floating_point() and _is_mixed(*copies, is_of_classes):
+                    self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:
@@ -279,6 +299,29 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
             written += [tensor for tensor in _tensors(value) if _is_plain(tensor)]
     return written
+
+
+SELECTING = ("index", "index_select", "masked_select", "nonzero")
+"""Operators whose results may hold some rows, at other places than those of their samples."""
+
+
+def _selects_rows(func: Any, args: Any, samples: int) -> bool:
+    """Return True if an operator takes some of the rows, or some twice; False for an order."""
+    if func.overloadpacket.__name__ not in SELECTING:
+        return False
+    chosen = _tensors(args[1:])
+    if not chosen or chosen[0].dtype == torch.bool:
+        return True
+    order = chosen[0].flatten()
+    is_order = torch.equal(order.sort().values, torch.arange(samples, device=order.device))
+    return len(args[0]) == samples and not is_order
+
+
+def _is_mixed(same: Tensor, replaced: Tensor, rows: Tensor, is_of_classes: bool) -> bool:
+    """Return True if rows were computed from other rows, or weights of classes from any."""
+    if same.dim() and len(same) == len(rows):
+        return mixes_rows([same], [replaced], rows)
+    return is_of_classes and same.dim() > 0 and not torch.equal(same, replaced)
 
 
 def _generators(func: Any, args: Any, kwargs: Any) -> list[torch.Generator]:

@@ -197,12 +197,14 @@ def below_another_mode() -> str:
     return error
 
 
-def told(strategy: str, loops: list[Loop], reduction: str = "rows") -> list[str | list[float]]:
-    """Return the error of each loop, or its losses."""
-    return [result_of(strategy, loop, reduction) for loop in loops]
+def told(
+    strategy: str, loops: list[Loop], reduction: str = "rows", form: str = "forward_backward"
+) -> list[str | list[float]]:
+    """Return the error of each loop, or its losses. Args: form: the call that takes a step."""
+    return [result_of(strategy, loop, reduction, form) for loop in loops]
 
 
-def result_of(strategy: str, loop: Loop, reduction: str) -> str | list[float]:
+def result_of(strategy: str, loop: Loop, reduction: str, form: str) -> str | list[float]:
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -216,11 +218,151 @@ def result_of(strategy: str, loop: Loop, reduction: str) -> str | list[float]:
         for x, y in loader:
             optimizer.zero_grad()
             batch = loop(run, model, x, y)
-            losses.append(run.forward_backward(compute_loss, *batch, reduction=reduction).item())
+            if form == "backward":
+                loss = run.backward(compute_loss(*batch), reduction=reduction)
+            else:
+                loss = run.forward_backward(compute_loss, *batch, reduction=reduction)
+            losses.append(loss.item())
             optimizer.step()
     except UsageError as error:
         return str(error)
     return losses
+
+
+def mixed(call: str, place: str = "") -> str:
+    return loop_watch.MIXED.format(call=call, place=place)
+
+
+def test_loops_that_mix_samples_before_a_loss_of_their_own_are_refused() -> None:
+    for found in world.run(2, told, "ddp", MIXING, "rows", "backward"):
+        for error in found:
+            assert str(error).startswith("backward was given samples that the loop has")
+
+
+@pytest.mark.slow
+def test_loops_with_a_loss_of_their_own_that_mix_nothing_go_on() -> None:
+    for found in world.run(2, told, "ddp", NOT_MIXING, "rows", "backward"):
+        assert all(isinstance(losses, list) for losses in found)
+
+
+LossOfLoop = Callable[[shoal.Run, Tensor, Tensor], Tensor]
+
+
+def sharpened_over_the_batch(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    q = scores.softmax(1)
+    target = q.square() / q.sum(0)
+    target = (target / target.sum(1, keepdim=True)).detach()
+    return F.kl_div(q.log(), target, reduction="batchmean")
+
+
+def weighted_by_the_counts_of_a_batch(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    weight = len(y) / torch.bincount(y, minlength=3).clamp(min=1).double()
+    return (F.cross_entropy(scores, y, weight=weight, reduction="none")).mean()
+
+
+def balanced_by_positives(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    positive = F.one_hot(y, 3).double()
+    share = positive[:, 0].mean()
+    weight = torch.where(positive == 1, 1 - share, share)
+    return F.binary_cross_entropy_with_logits(scores, positive, weight=weight)
+
+
+def normalised_rewards(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    reward = (y == scores.argmax(1)).double() + y
+    reward = (reward - reward.mean()) / 2
+    return -(F.log_softmax(scores, 1)[:, 0] * reward).mean()
+
+
+def balanced_codes(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        codes = (scores / 0.1).softmax(0)
+        codes /= codes.sum(1, keepdim=True)
+    return -(codes * F.log_softmax(scores, 1)).sum(1).mean()
+
+
+MIXING_LOSSES: list[LossOfLoop] = [
+    sharpened_over_the_batch,
+    weighted_by_the_counts_of_a_batch,
+    balanced_by_positives,
+    normalised_rewards,
+    balanced_codes,
+]
+
+
+def focal(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    log_p = F.log_softmax(scores, 1).gather(1, y[:, None])[:, 0]
+    return -((1 - log_p.detach().exp()).square() * log_p).mean()
+
+
+def weighted_by_a_table(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    table = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    return (table[y] * F.cross_entropy(scores, y, reduction="none")).mean()
+
+
+def of_chosen_rows(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    """Take some rows twice, others not, and as many as there are samples."""
+    chosen = (torch.arange(len(y)) // 2).flip(0)
+    target = F.one_hot(y, 3).double()[chosen]
+    found = (scores.detach().argmax(1) >= 0).nonzero()[:, 0]
+    errors = (scores[chosen] - target).square() + (scores - scores.detach()[found]).square()
+    return errors.sum() / len(y)
+
+
+def in_another_order(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    order = y.argsort(descending=True)
+    hot = F.one_hot(y[order], 3).double()
+    return F.cross_entropy(scores[order], hot * (1 + scores.detach()[order].sigmoid()))
+
+
+def sharpened_over_all(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    q = scores.softmax(1)
+    target = q.square() / run.gather(q.detach()).sum(0)
+    return F.kl_div(q.log(), (target / target.sum(1, keepdim=True)).detach(), reduction="batchmean")
+
+
+OTHER_LOSSES: list[LossOfLoop] = [
+    focal,
+    weighted_by_a_table,
+    of_chosen_rows,
+    in_another_order,
+    sharpened_over_all,
+]
+
+
+def errors_of_losses(strategy: str, losses: list[LossOfLoop]) -> list[str]:
+    """Return the error of a loop with each loss; "" without one."""
+    return [error_of(lambda loss=loss: train_loss(strategy, loss)) for loss in losses]
+
+
+def train_loss(strategy: str, loss: LossOfLoop) -> None:
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, data())
+    for step, (x, y) in enumerate(loader):
+        if step == 1:  # samples lie elsewhere in the outputs than in the batch
+            x, y = x.flip(0), y.flip(0)
+        optimizer.zero_grad()
+        run.backward(loss(run, model(x), y))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(s, marks=pytest.mark.slow) for s in ("zero3", "server=1"))]
+)
+def test_targets_and_weights_that_a_loss_computes_from_other_samples_are_refused(
+    strategy: str,
+) -> None:
+    for found in world.run(2, errors_of_losses, strategy, MIXING_LOSSES):
+        for error, loss in zip(found, MIXING_LOSSES, strict=True):
+            assert error.startswith("backward was given samples that the loop"), loss.__name__
+            assert "of this rank (test_loop_watch.py:" in error
+
+
+def test_targets_and_weights_of_each_sample_or_of_all_ranks_are_not() -> None:
+    for found in world.run(2, errors_of_losses, "ddp", OTHER_LOSSES):
+        assert found == [""] * len(OTHER_LOSSES)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +370,7 @@ def result_of(strategy: str, loop: Loop, reduction: str) -> str | list[float]:
 )
 def test_loops_that_mix_the_samples_of_a_rank_are_refused(strategy: str) -> None:
     for found in world.run(2, told, strategy, MIXING):
-        assert found == [loop_watch.MIXED] * len(MIXING)
+        assert found == [mixed("forward_backward")] * len(MIXING)
 
 
 @pytest.mark.slow
@@ -332,6 +474,6 @@ def test_those_of_a_data_set_that_a_loop_fetches_ahead_are_not() -> None:
 
 def test_loops_of_other_forms_are_watched_too() -> None:
     for said in world.run(2, other_loops)[:1]:
-        mixed = loop_watch.MIXED
+        mixed_rows = mixed("forward_backward")
         number = loop_watch.ONE_NUMBER
-        assert said == [mixed, mixed, mixed, number, number, mixed]
+        assert said == [mixed_rows, mixed_rows, mixed_rows, number, number, mixed_rows]
