@@ -178,6 +178,26 @@ class BatchSizes:
         # number would do, if it is the same on all ranks.
         return StepSizes(rows, ranks, is_known=False)
 
+    def check_weights(self, calls: Sequence[tuple[Any, ...]]) -> None:
+        """Raise UsageError if a loss of these inputs of models has no weight among the ranks.
+
+        Batches of 8 and 4 samples have one: two ranks have half of both.
+        """
+        yielding = [source for source in self._sources if source.share is not None]
+        if len(calls) < 2 or not yielding or _have_one_size(yielding):
+            return
+        shares = _shares_of(calls, yielding)
+        if len({share.rows / share.global_rows for share in shares}) > 1:
+            sizes = " and ".join(f"{share.rows} of {share.global_rows}" for share in shares)
+            raise UsageError(
+                f"run.backward: the models were called with batches of which this rank has {sizes} "
+                "samples, so its loss has one weight for each. Two calls before optimizer.step() "
+                "add up their gradients: run.backward(loss_of_one), before the models are called "
+                "with the other, then run.backward(loss_of_other). Or take batch sizes that the "
+                "ranks divide evenly, and drop_last=True. Calls that train nothing go under "
+                "torch.no_grad()."
+            )
+
     def full_batch_rows(self) -> int:
         """Return the samples of a full global batch of the loaders in use; 0 if none is known.
 
@@ -217,10 +237,7 @@ class BatchSizes:
         share, is_certain = last, True
         # If all shares so far have one size, the tensors need not be looked up.
         if not _have_one_size(loaders):
-            tensors = _with_dims(arguments if is_plain else tensors_in(arguments))
-            found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
-            # Batches of two loaders may have one size.
-            known = list({(share.rows, share.global_rows): share for share in found}.values())
+            known = _shares_of(arguments, loaders)
             if len(known) > 1:
                 sizes = " and ".join(str(share.rows) for share in known)
                 raise UsageError(
@@ -257,6 +274,14 @@ class BatchSizes:
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)
         ]
+
+
+def _shares_of(arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> list[BatchShard]:
+    """Return the shares of different sizes that these tensors were yielded with."""
+    tensors = _with_dims(arguments if are_tensors(arguments) else tensors_in(arguments))
+    found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
+    # Batches of two loaders may have one size.
+    return [*{(share.rows, share.global_rows): share for share in found}.values()]
 
 
 def _add_to(digest: Any, batch: Any) -> bool:

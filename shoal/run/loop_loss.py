@@ -272,6 +272,8 @@ class LoopLoss:
             why = f"of shapes {', '.join(shapes)}" if shapes else "no call with tensors was seen"
             raise UsageError(ROWS.format(why=why)) from error
         lengths = {len(t) for inputs in calls for t in first_tensors(inputs)}
+        if rows is None and found.is_known:
+            sizes.check_weights(calls)
         if rows is None and not found.is_known and len(lengths) > 1:
             raise UsageError(ROWS.format(why=f"their lengths are {sorted(lengths)}"))
         return found

@@ -226,7 +226,7 @@ class LoopWatch(YieldWatch):
             copies = self._copies_of(tensor) if tensor.dim() else None
             if copies is not None and len(tensor) == len(copies[2]):
                 same, replaced, rows = copies
-                is_other = (same != replaced).view(len(rows), -1).any(1).cpu()
+                is_other = (same != replaced).reshape(len(rows), -1).any(1).cpu()
                 return not bool((is_other & ~rows).any())
         return False
 

@@ -149,21 +149,22 @@ class ReplacedRows(DispatchMode):
             return self._note_number(given[0])
         rows = known[0].replaced_rows
         if self.of_loss:
-            if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-                self._look_at_constants(func, args)
+            self._look_at_constants(func, args)
             if _selects_rows(func, args, len(rows)):
                 return func(*args, **kwargs)
-        can_follow = (
-            func.namespace in ("aten", "torchvision")
-            and _HIDDEN_WRITES not in schema_of(func).name
-            and all(map(_is_plain, given))
-            and all(memory.replaced_rows is rows for memory in known)
-            and self._operators <= MOST_OPERATORS
-        )
-        if not can_follow:
+        if not self._can_follow(func, given, known):
             self._drop(given)
             return func(*args, **kwargs)
         return self._follow(func, args, kwargs, rows)
+
+    def _can_follow(self, func: Any, given: list[Tensor], known: list[_Memory]) -> bool:
+        return (
+            func.namespace in ("aten", "torchvision")
+            and _HIDDEN_WRITES not in schema_of(func).name
+            and all(map(_is_plain, given))
+            and all(memory.replaced_rows is known[0].replaced_rows for memory in known)
+            and self._operators <= MOST_OPERATORS
+        )
 
     def _follow(self, func: Any, args: Any, kwargs: Any, rows: Tensor) -> Any:
         written = _written(func, args, kwargs)
@@ -199,7 +200,9 @@ class ReplacedRows(DispatchMode):
         return number
 
     def _look_at_constants(self, func: Any, args: Any) -> None:
-        """Note the line if an operator takes constants that were computed from other samples."""
+        """Note the line if an operator of a graph takes constants computed from other samples."""
+        if not (torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))):
+            return
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             for tensor in _tensors(value):
                 copies = None if tensor.requires_grad else self.copies_of(tensor)

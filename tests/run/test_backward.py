@@ -339,3 +339,40 @@ def test_a_loop_may_go_on_after_an_error_in_a_model() -> None:
     (expected,) = world.run(1, fails_in_the_model, "single")
     for found in world.run(2, fails_in_the_model, "zero3"):
         assert_equal(found, expected)
+
+
+def adapted_domains(sizes: tuple[int, int], at_once: bool) -> Any:
+    """Train a loss of the batches of two loaders, as domain adaptation does."""
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(3, 2).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.arange(24 * 3, dtype=torch.float64).view(24, 3).sin()
+    loaders = [DataLoader(data.roll(size, 0), size, drop_last=True) for size in sizes]
+    model, optimizer, *loaders = run.prepare(model, optimizer, *loaders)
+    try:
+        for source, target in zip(*loaders, strict=False):
+            optimizer.zero_grad()
+            if at_once:
+                loss = model(source).square().mean()
+                run.backward(loss + model(target).exp().mean())
+            else:
+                run.backward(model(source).square().mean())
+                run.backward(model(target).exp().mean())
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return [], run.weights()
+
+
+def test_a_loss_of_two_batches_that_ranks_have_other_shares_of_is_refused() -> None:
+    for text in world.run(2, adapted_domains, (8, 5), True):
+        assert re.search("of which this rank has 4 of 8 and [32] of 5 samples", str(text))
+    (expected,) = world.run(1, adapted_domains, (8, 5), True)
+    assert_equal(world.run(2, adapted_domains, (8, 5), False)[0], expected)
+
+
+def test_a_loss_of_two_batches_that_are_shared_out_alike_trains_as_on_one_device() -> None:
+    (expected,) = world.run(1, adapted_domains, (8, 6), True)
+    for weights in world.run(2, adapted_domains, (8, 6), True):
+        assert_equal(weights, expected)

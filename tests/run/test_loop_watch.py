@@ -342,7 +342,7 @@ def train_loss(strategy: str, loss: LossOfLoop) -> None:
     model, optimizer, loader = run.prepare(model, optimizer, data())
     for step, (x, y) in enumerate(loader):
         if step == 1:  # samples lie elsewhere in the outputs than in the batch
-            x, y = x.flip(0), y.flip(0)
+            x, y = x.t().flip(1).contiguous().t(), y.flip(0)
         optimizer.zero_grad()
         run.backward(loss(run, model(x), y))
         optimizer.step()
