@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.comm.norm import to_local
 from shoal.errors import CollectiveFailed, UsageError
+from shoal.platform.script_line import caller
 from shoal.shm_backend.group import ShoalGroup
 from shoal.shm_backend.registration import GLOO_BACKEND_NAME
 
@@ -107,11 +108,20 @@ class Axis:
         return self.all_gather_str(text if self.rank == 0 else "")[0]
 
     def all_gather_str(self, text: str) -> list[str]:
-        """Return the text of every rank, in the order of ranks. Collective."""
+        """Return the text of every rank, in the order of ranks. Collective.
+
+        Raises: CollectiveFailed: ranks call from different functions, so their texts are of
+            different things.
+        """
         if self.size == 1:
             return [text]
-        messages = all_gather_bytes(text.encode(), self.size, self.device, self.group)
-        return [message.decode() for message in messages]
+        message = f"{caller().f_code.co_name}\n{text}".encode()
+        messages = all_gather_bytes(message, self.size, self.device, self.group)
+        callers, _, texts = zip(*(m.decode().partition("\n") for m in messages), strict=True)
+        if len({*callers}) > 1:
+            places = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(callers))
+            raise CollectiveFailed(f"the ranks exchange texts of different things: {places}.")
+        return [*texts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return this object: a copy of a model communicates with the same ranks."""

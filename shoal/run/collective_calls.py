@@ -66,7 +66,7 @@ class LoopPlace(NamedTuple):
 
     Attributes:
         call: such as "run.save"; empty for the end of the program.
-        steps: calls of `forward_backward` that the rank has begun.
+        steps: calls of `forward_backward` and `backward` that the rank has begun.
         line: of the script; empty if it is not known.
     """
 
@@ -78,13 +78,13 @@ class LoopPlace(NamedTuple):
         """Return a sentence without a full stop."""
         at = f" ({self.line})" if self.line else ""
         if not self.call:
-            return f"rank {rank} has ended after {self.steps} calls of run.forward_backward"
-        if self.call == FORWARD_BACKWARD:
+            return f"rank {rank} has ended after {self.steps} steps"
+        if self.call in STEPS:
             return f"rank {rank} is in call {self.steps} of {self.call}{at}"
-        return f"rank {rank} is in {self.call}{at}, after {self.steps} calls of {FORWARD_BACKWARD}"
+        return f"rank {rank} is in {self.call}{at}, after {self.steps} steps"
 
 
-FORWARD_BACKWARD = "run.forward_backward"
+STEPS = ("run.forward_backward", "run.backward")
 
 
 def place_in(entry: bytes) -> LoopPlace | None:
@@ -144,7 +144,7 @@ class CollectiveCalls:
         self.check_all_failed()
         self._calls += 1
         self._call = call
-        self._steps += call == FORWARD_BACKWARD
+        self._steps += call in STEPS
         try:
             yield
         except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,8 +50,36 @@ def test_a_rank_that_breaks_is_named_with_its_place_and_that_of_the_others() -> 
         assert text.startswith("UsageError: the ranks do not make the same calls")
         assert "rank 0 is in call 4 of run.forward_backward (test_loop_position.py:" in text
         assert "rank 1 is in run.weights (test_loop_position.py:" in text
-        assert "after 3 calls of run.forward_backward" in text
+        assert "after 3 steps" in text
         assert "run.gather(torch.tensor([value])).mean()" in text
+
+
+def saves_its_best(strategy: str) -> str:
+    """Train by losses of the loop, of which rank 1 keeps the weights once. Returns the error."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Linear(6, 4).double()
+    loader = DataLoader(torch.arange(96, dtype=torch.float64).view(16, 6), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    try:
+        for step, x in enumerate(loader):
+            run.backward(model(x).sin().mean())
+            optimizer.step()
+            if step == 2 and run.rank == 1:
+                run.save("best.pt")
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "server=1"])
+def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in world.run(2, saves_its_best, strategy):
+        assert "rank 0 is in call 4 of run.backward (test_loop_position.py:" in text
+        assert "rank 1 is in run.save (test_loop_position.py:" in text
 
 
 def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
@@ -132,7 +162,7 @@ def ends_early() -> str:
 
 
 def test_a_rank_whose_program_ends_is_named_with_its_steps() -> None:
-    with pytest.raises(LaunchError, match="rank 1 has ended after 3 calls") as caught:
+    with pytest.raises(LaunchError, match="rank 1 has ended after 3 steps") as caught:
         world.run(2, ends_early)
     assert "rank 0 is in call 4 of run.forward_backward" in str(caught.value)
 
