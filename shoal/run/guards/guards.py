@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 from shoal.run.batch_size import BatchHistory
 from shoal.run.guards.absent_values import AbsentGradients, guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
+from shoal.run.guards.forward_writes import ForwardWrites
 from shoal.run.guards.full_state import (
     cut_given_weights,
     guard_state_requests,
@@ -58,6 +59,7 @@ class Guards:
         self._absent: AbsentGradients | None = None
         self._weights: WeightWatch | None = None
         self._states: OptimizerStates | None = None
+        self._forward_writes: ForwardWrites | None = None  # until the end of the first step
 
     def install(
         self,
@@ -96,6 +98,9 @@ class Guards:
         if local_model.remote_optimizer is not None:
             self._weights = WeightWatch(guarded)
             handles.append(self._weights)
+        if local_model.has_sharded_params:
+            self._forward_writes = ForwardWrites(guarded)
+            handles.append(self._forward_writes)
         if local_model.remote_optimizer is not None or local_model.is_partial:
             self._states = OptimizerStates(guarded)
             handles.append(self._states)
@@ -108,6 +113,7 @@ class Guards:
             handle.remove()
         self._handles = []
         self._absent = self._weights = self._states = self._guarded = None
+        self._forward_writes = None
 
     def before_step(self) -> None:
         """Check what was done since the last step. Call it first in `forward_backward`.
@@ -143,7 +149,13 @@ class Guards:
             self._weights.accept()
 
     def after_step(self) -> None:
-        """Show stand-ins for gradients that are elsewhere."""
+        """Show stand-ins for gradients that are elsewhere.
+
+        Raises: UsageError: in the first step, if a forward pass has written a weight in shards.
+        """
+        if self._forward_writes is not None:
+            writes, self._forward_writes = self._forward_writes, None
+            writes.check()
         if self._absent is not None:
             self._absent.show()
 

@@ -1,0 +1,74 @@
+"""Layers that write their own weights in the forward pass are refused where it has a copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+
+class Normalised(nn.Linear):
+    """Divides its rows by their norms in place, as embeddings of knowledge graphs are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.div_(self.weight.data.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class Binary(nn.Linear):
+    """Computes with the signs of its weights, in their place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data = self.weight.data.sign()
+        return super().forward(x)
+
+
+class BinaryCopy(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.sign() * self.weight, self.bias)
+
+
+def error_of(strategy: str, layer: type[nn.Linear], form: str) -> str:
+    """Train a layer; return the error, or ""."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), layer(8, 4), nn.Linear(4, 2)).double()
+    loader = DataLoader(torch.arange(48, dtype=torch.float64).view(8, 6).sin(), batch_size=4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    try:
+        for x in loader:
+            optimizer.zero_grad()
+            if form == "function":
+                run.forward_backward(lambda x: model(x).square().mean(), x)
+            else:
+                run.backward(model(x).square().mean())
+            optimizer.step()
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("form", ["function", "loop"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_a_layer_that_writes_its_weight_is_refused_where_the_weight_is_in_shards(
+    strategy: str, form: str
+) -> None:
+    for layer in (Normalised, Binary):
+        for text in world.run(2, error_of, strategy, layer, form):
+            assert text.startswith("1.weight is written by the forward pass of its layer"), layer
+
+
+@pytest.mark.parametrize("form", ["function", "loop"])
+def test_a_layer_that_computes_with_another_value_is_not(form: str) -> None:
+    assert world.run(2, error_of, "zero3", BinaryCopy, form) == ["", ""]
+
+
+def test_a_layer_that_writes_its_weight_goes_on_where_ranks_hold_it() -> None:
+    assert world.run(2, error_of, "ddp", Normalised, "function") == ["", ""]
