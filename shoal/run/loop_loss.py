@@ -37,7 +37,9 @@ NOTE = (
     "note: run.backward takes a loss that is a mean over its samples. Its graph is "
     "looked at, which does not tell all: beyond that, nothing has checked that it is. To check it: "
     "shoal verify SCRIPT -n {ranks}. Dropout and noise by torch are drawn on each data rank for "
-    "its own samples: same law, other numbers."
+    "its own samples: same law, other numbers. The loop has the samples of its rank alone: so its "
+    "accuracies, the losses that it computes and len(x) are of these; what run.backward returns is "
+    "of all."
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "

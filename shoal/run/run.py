@@ -223,6 +223,7 @@ class Run(StatefulRun):
         finally:
             self._gathering.end_step()
         self.totals = output.totals
+        self._checks.after(output)
         return output.loss if output.extra is None else (output.loss, output.extra)
 
     @property

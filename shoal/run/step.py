@@ -81,12 +81,14 @@ class StepOutput(NamedTuple):
     Attributes:
         loss: the global mean loss, a detached scalar.
         extra: values beside the loss, for this rank's samples; None if there are none.
+        has_own: some of these are of this rank's samples alone, and not summed over ranks.
         totals: (TOTALS_LENGTH,), of the step over all ranks.
     """
 
     loss: Tensor
     extra: Any
     totals: Tensor
+    has_own: bool = False
 
 
 class TrainingStep:
@@ -134,9 +136,10 @@ class TrainingStep:
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
+        has_own = bool(result.extras) and extras.has_own(result.extras[0].value)
         loss = local_step.mean_loss(result, size, numbers)
         self._progress.enter(Phase.BETWEEN)
-        return StepOutput(loss, extra, totals)
+        return StepOutput(loss, extra, totals, has_own)
 
     def _compute(self, batch: base.LocalBatch) -> base.StepResult:
         if self._tracing is not None:

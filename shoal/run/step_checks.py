@@ -21,9 +21,15 @@ from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
 from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
-from shoal.run.step import code_of
+from shoal.run.step import StepOutput, code_of
 from shoal.run.step_trials import StepTrials
 from shoal.strategies.base import ComputedLoss, LocalBatch
+
+OWN_VALUES = (
+    "note: what compute_loss returns beside the loss is of this rank's samples alone, and so is a "
+    "number computed from it, such as an accuracy. shoal.summed(x) in its place comes back summed "
+    "over all ranks: hits and samples, for example."
+)
 
 
 class StepChecks:
@@ -47,6 +53,7 @@ class StepChecks:
         self._announce = announce
         self._trials = StepTrials(prepared, guards, announce)
         self._has_noted = False
+        self._has_told = False
 
     def begin(self) -> None:
         """End what the loop does before a step.
@@ -96,6 +103,12 @@ class StepChecks:
         self._guards.phase.has_gradients = True
         if self._guards.enabled:
             self._guards.after_step()
+
+    def after(self, output: StepOutput) -> None:
+        """Note once that values beside the loss are of this rank's samples."""
+        if output.has_own and not self._has_told and self._prepared.mesh.data.size > 1:
+            self._has_told = True
+            self._announce(OWN_VALUES)
 
     def _first_notes(self) -> AbstractContextManager[None]:
         """Return a context that notes what makes passes differ from those of one device."""

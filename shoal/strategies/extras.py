@@ -41,6 +41,15 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
         position += len(values)
 
 
+def has_own(value: Any) -> bool:
+    """Return True if a nest has a tensor that is not to be summed over ranks."""
+    if isinstance(value, Mapping):
+        return any(map(has_own, value.values()))
+    return isinstance(value, Tensor) or (
+        isinstance(value, tuple | list) and any(map(has_own, value))
+    )
+
+
 def join(extras: Sequence[Extra], totals: Tensor) -> Any:
     """Return the values of all micro-batches of a step as one nest.
 

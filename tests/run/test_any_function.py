@@ -205,3 +205,26 @@ def test_ranks_may_count_alike_where_the_loss_is_no_mean() -> None:
         (losses.square().mean().sqrt() / 2).backward()
     for found in world.run(2, means_of_ranks):
         assert torch.allclose(found, model.weight.grad, rtol=1e-11)
+
+
+def notes_on_values(sums: bool) -> list[str]:
+    """Return the notes of a loop that computes its accuracy from values beside the loss."""
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(Named(), batch_size=5))
+
+    def compute_loss(x: Tensor, y: Tensor, weight: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        scores = model(x)
+        hits = (scores.argmax(1) == y).sum()
+        return F.cross_entropy(scores, y), {"hits": shoal.summed(hits) if sums else hits, "step": 7}
+
+    for batch in loader:
+        run.forward_backward(compute_loss, **batch)
+    return [line for line in lines if line.startswith("note: what compute_loss returns beside")]
+
+
+def test_values_of_one_rank_beside_the_loss_are_told_once_and_summed_ones_are_not() -> None:
+    assert len(world.run(2, notes_on_values, False)[0]) == 1
+    assert world.run(2, notes_on_values, True)[0] == []
