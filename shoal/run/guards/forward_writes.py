@@ -24,16 +24,18 @@ class ForwardWrites:
     def __init__(self, guarded: GuardedModels) -> None:
         self._under = guarded.under
         self._written = ""
-        self._before: dict[tuple[nn.Module, str], Tensor] = {}
+        # What calls that are under way have found gathered, by the path of the module.
+        self._before: dict[str, dict[str, Tensor]] = {}
         self._hooks: list[Removable] = []
         for prefix, model in guarded.models.items():
             for path, module in model.named_modules():
-                if any(is_shard(p) for p in module.parameters(recurse=False) if p.requires_grad):
+                if any(is_shard(p) and p.requires_grad for p in module.parameters()):
                     name = f"{prefix}{path}." if path else prefix
+                    before = ModuleHook(partial(self._keep, name))
                     # torch's engine frees the weights in a hook of its own, after this one.
                     after = ModuleHook(partial(self._compare, name))
                     self._hooks += [
-                        module.register_forward_pre_hook(ModuleHook(self._keep)),
+                        module.register_forward_pre_hook(before),
                         module.register_forward_hook(after, prepend=True),
                     ]
 
@@ -42,10 +44,10 @@ class ForwardWrites:
         self.remove()
         if self._written:
             raise UsageError(
-                f"{self._written} is written by the forward pass of its layer. One device keeps "
-                f"what was written;{self._under} the layer has a copy of the weight, which is gone "
-                "after the step. Let the layer compute with a value of its own, such as "
-                "F.linear(x, self.weight.sign()), write weights between steps, or use ddp."
+                f"{self._written} is written by a forward pass. One device keeps what was "
+                f"written;{self._under} the pass has a copy of the weight, which is gone after "
+                "the step. Compute with another value, such as F.linear(x, self.weight.sign()), "
+                "write weights between steps, or use ddp."
             )
 
     def remove(self) -> None:
@@ -55,20 +57,25 @@ class ForwardWrites:
         self._hooks = []
         self._before.clear()
 
-    def _keep(self, module: nn.Module, _inputs: Any) -> None:
-        for name, weight in _gathered(module):
-            self._before[module, name] = weight.clone()
+    def _keep(self, path: str, module: nn.Module, _inputs: Any) -> None:
+        known = {name for kept in self._before.values() for name in kept}
+        self._before[path] = {
+            name: weight.clone() for name, weight in _gathered(path, module) if name not in known
+        }
 
-    def _compare(self, prefix: str, module: nn.Module, _inputs: Any, _output: Any) -> None:
-        for name, weight in _gathered(module):
-            before = self._before.pop((module, name), None)
-            if before is not None and not torch.equal(before, weight):
-                self._written = self._written or f"{prefix}{name}"
+    def _compare(self, path: str, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        kept = self._before.pop(path, {})
+        for name, weight in _gathered(path, module):
+            if name in kept and not torch.equal(kept[name], weight):
+                self._written = self._written or name
 
 
-def _gathered(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the trainable weights of a layer that are whole now."""
+def _gathered(path: str, module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the trainable weights in a module that are whole now, by their full names."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return []
-    own = module.named_parameters(recurse=False)
-    return [(name, p.detach()) for name, p in own if p.requires_grad and not is_shard(p)]
+    return [
+        (f"{path}{name}", weight.detach())
+        for name, weight in module.named_parameters()
+        if weight.requires_grad and not is_shard(weight) and weight.untyped_storage().nbytes()
+    ]
