@@ -67,17 +67,6 @@ class IndexBatches:
             return length
         return length // self._batch_size if self._drop_last else -(-length // self._batch_size)
 
-    def end(self, epoch: int) -> int | None:
-        """Return the position at which an epoch ends; None if only its last batch tells."""
-        try:
-            if self._has_lists:
-                return None
-            if self._drop_last and self._batch_size is not None:
-                return self.count(epoch) * self._batch_size
-            return self._length(epoch)
-        except TypeError:
-            return None
-
     def remaining(self, epoch: int, position: int) -> Iterator[IndexBatch]:
         """Yield the batches of an epoch from a position on."""
         items = seeded(lambda: self._begin(epoch), derive_seed(self._seed, epoch), DRAWN_AHEAD)

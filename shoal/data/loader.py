@@ -104,9 +104,6 @@ class DistributedBatchLoader(ShardedLoader):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._open.clear()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        end = self._indices.end(self.epoch)
-        if end is not None and self.position >= end:
-            self.epoch, self.position = self.epoch + 1, 0
 
     def close(self) -> None:
         self._fetched = None
@@ -115,7 +112,7 @@ class DistributedBatchLoader(ShardedLoader):
         pass
 
     def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
-        remaining = self._probe(self._remaining())
+        remaining = self._probe(self._indices.remaining(self.epoch, self.position))
         # Workers fetch ahead, so what they have been told to fetch comes later.
         told: deque[IndexBatch] = deque()
         self._pending.begin(remaining, told)
@@ -126,15 +123,6 @@ class DistributedBatchLoader(ShardedLoader):
             self._last_batch = batch = told.popleft()
             self._watch_shapes(rows)
             yield BatchShard(batch.epoch, batch.stop, count, global_count), rows
-
-    def _remaining(self) -> Iterator[IndexBatch]:
-        """Yield the remaining batches of this epoch; of the next, if the position was its end."""
-        remaining = self._indices.remaining(self.epoch, self.position)
-        first = next(remaining, None)
-        if first is None and self.position:
-            self.epoch, self.position = self.epoch + 1, 0
-            return self._indices.remaining(self.epoch, 0)
-        return remaining if first is None else chain([first], remaining)
 
     def _probe(self, remaining: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         """Decide, before the first batch, if collation needs whole batches."""

@@ -90,11 +90,13 @@ class ShardedLoader(ABC):
         elif self.position:  # another loop stands within an epoch, or has left its iterator there
             self._begin_epoch_after(self.epoch)
         self.has_stepped = False
+        has_yielded = False
         loop = object()
         self._open.append(loop)
         try:
             for share, batch in self._timed(self._batches()):
                 batch = batch if self.device is None else to_device(batch, self.device)
+                has_yielded = True
                 self.share = share
                 self.position = share.stop
                 self.yielded.remember(batch, share)
@@ -103,7 +105,8 @@ class ShardedLoader(ABC):
                 watch.end()
                 if loop in self._open:  # another loop may have read meanwhile
                     self.epoch, self.position = share.epoch, share.stop
-            self._note_own_rows()
+            if has_yielded:  # else it goes on behind the last batch of an epoch
+                self._note_own_rows()
         finally:
             # A loop that stops early ends its epoch, too, as with any DataLoader.
             if loop in self._open:
@@ -132,7 +135,11 @@ class ShardedLoader(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`: each remaining sample of its epoch comes exactly once."""
+        """Continue from `state`: each remaining sample of its epoch comes exactly once.
+
+        Behind its last batch the next loop is empty, so that what a script does at the end of an
+        epoch is done.
+        """
 
     def holds_samples(self, length: int) -> bool | None:
         """Return True if unclear lists of this length hold samples, False if columns.

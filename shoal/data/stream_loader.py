@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -134,7 +133,7 @@ class StreamLoader(ShardedLoader):
                 "an object whose iter() starts again."
             )
         self._is_begun = True
-        for batch in self._remaining():
+        for batch in self._epoch_batches():
             self._states = tuple(
                 batch.state if number == batch.reader else state
                 for number, state in enumerate(self._states)
@@ -144,17 +143,6 @@ class StreamLoader(ShardedLoader):
             shard = BatchShard(self.epoch, self.position + 1, batch.rows, batch.global_rows)
             yield shard, batch.batch
         self._check_agreement("the end")
-
-    def _remaining(self) -> Iterator[ReadBatch]:
-        """Yield the remaining batches of this epoch; of the next, if the position was its end."""
-        batches = self._epoch_batches()
-        first = next(batches, None)
-        if first is None and self.position and not isinstance(self.dataset, Iterator):
-            self.close()
-            self.epoch, self.position = self.epoch + 1, 0
-            self._states, self._first = self._fresh_states(), 0
-            return self._epoch_batches()
-        return batches if first is None else chain([first], batches)
 
     def _epoch_batches(self) -> Iterator[ReadBatch]:
         readers = self._readers(self.epoch, self.rank, self.ranks, self._states)

@@ -72,15 +72,17 @@ def test_fetching_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_a_position_at_the_end_is_the_start_of_the_next_epoch() -> None:
-    loader = DistributedBatchLoader(DataLoader(Noisy(), batch_size=5), 0, 1, seed=0)
-    loader.load_state_dict({"epoch": 1, "position": 23})
+@pytest.mark.parametrize(("drop_last", "position"), [(False, 23), (True, 20)])
+def test_behind_its_last_batch_an_epoch_goes_on_without_batches(
+    drop_last: bool, position: int
+) -> None:
+    batches = DataLoader(Noisy(), batch_size=5, drop_last=drop_last)
+    loader = DistributedBatchLoader(batches, 0, 1, seed=0)
+    loader.load_state_dict({"epoch": 1, "position": position})
+    assert loader.epoch == 1
+    assert list(loader) == []
     assert loader.state_dict() == {"epoch": 2, "position": 0}
-    dropping = DistributedBatchLoader(
-        DataLoader(Noisy(), batch_size=5, drop_last=True), 0, 1, seed=0
-    )
-    dropping.load_state_dict({"epoch": 1, "position": 20})
-    assert dropping.state_dict() == {"epoch": 2, "position": 0}
+    assert len(list(loader)) == len(batches)
 
 
 def test_leaving_an_epoch_early_ends_it() -> None:

@@ -64,6 +64,39 @@ def test_a_script_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
     assert [first[:4], rest] == [whole[:4], whole[4:]]
 
 
+def epochs(directory: Path, saved_at: int, until: int) -> list[tuple[int, float]]:
+    """Return (epoch, learning rate) at the end of each epoch of four steps."""
+    run = shoal.init("single", announce=[].append)
+    model = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.8)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = DataLoader(data(), batch_size=4)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    checkpoint = run.checkpoint(directory, scheduler=scheduler)
+    step = checkpoint.resume()
+    found = []
+    for epoch in range(loader.epoch, 3):
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+            optimizer.step()
+            step += 1
+            if step == saved_at:
+                checkpoint.save(step)
+            if step == until:
+                return found
+        scheduler.step()
+        found.append((epoch, scheduler.get_last_lr()[0]))
+    return found
+
+
+def test_a_checkpoint_of_the_last_batch_goes_on_with_the_end_of_its_epoch(tmp_path: Path) -> None:
+    of_an_epoch = -(-len(data()) // 4)
+    whole = epochs(tmp_path / "whole", saved_at=0, until=0)
+    before = epochs(tmp_path / "parts", saved_at=2 * of_an_epoch, until=2 * of_an_epoch)
+    assert before + epochs(tmp_path / "parts", saved_at=0, until=0) == whole
+
+
 def test_the_newest_checkpoints_stay_and_a_start_says_which_one_it_took(tmp_path: Path) -> None:
     steps("single", tmp_path, 6, 1)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
