@@ -14,6 +14,10 @@ from shoal.strategies.options import ServerOptions
 
 MIB = 2**20
 PART_BYTES = ServerOptions.part_mb * MIB
+MOST_SERVERS = 4
+"""Servers for each worker that are looked at."""
+ALIKE = 1.01
+"""Steps that differ by less are alike, and then fewer servers are better."""
 
 
 def servers_text(planner: Planner, command: Command, duplex: float = 1.0) -> str:
@@ -28,53 +32,69 @@ def servers_text(planner: Planner, command: Command, duplex: float = 1.0) -> str
 
 def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterator[str]:
     size = sum(float(p.nbytes) for p in planner.workload.model.parameters if p.trainable)
-    workers = planner.cluster.ranks
-    server_rate = planner.machine.server_rate
-    link = planner.cluster.link_of(workers, 1).bandwidth
-    rate = min(link, server_rate)
+    cluster, workers = planner.cluster, planner.cluster.ranks
+    link = cluster.link_of(workers, 1).bandwidth
+    worker = link / (cluster.ranks_per_host if len(cluster.hosts) > 1 else 1)
+    server = min(link, planner.machine.server_rate)
     single = planner.plan("ddp")
     compute_s = single.time.on_path.get("compute", 0.0) if single.time is not None else 0.0
     parts = max(1, ceil(size / PART_BYTES))
+
+    def step_s(servers: int, beside_s: float = compute_s) -> float:
+        of_each = max(parts / servers, 1.0)
+        return server_count.servers_beside(
+            size, worker, workers, servers, of_each, beside_s, server * duplex
+        )
+
     yield (
         f"{planner.workload.model.name}: {bytes_text(size)} of gradients, {workers} workers that "
         f"compute {seconds_text(compute_s)} a step"
     )
     yield (
-        f"links of {bytes_text(link)}/s each way; a server sums and steps "
-        f"{bytes_text(server_rate)}/s"
+        f"links of {bytes_text(link)}/s each way, a worker's share {bytes_text(worker)}/s; a "
+        f"server sums and steps {bytes_text(planner.machine.server_rate)}/s"
     )
+    if len(cluster.hosts) == 1:
+        yield "that link lies inside one host: --cluster FILE names those between hosts"
+    if not planner.machine.calibrated:
+        yield f"NOT CALIBRATED: speeds {planner.machine.note}"
     yield ""
     yield "servers   exchange      a step"
     for servers in _interesting(workers):
-        of_each = max(parts / servers, 1.0)
-        exchange_s = server_count.servers_beside(size, rate, workers, servers, of_each)
-        step_s = server_count.servers_beside(size, rate, workers, servers, of_each, compute_s)
-        yield f"{servers:7}  {seconds_text(exchange_s):>9}  {seconds_text(step_s):>10}"
+        exchange = seconds_text(step_s(servers, 0.0))
+        yield f"{servers:7}  {exchange:>9}  {seconds_text(step_s(servers)):>10}"
     ring_s = server_count.ring_beside(size, link, workers, parts, compute_s)
     exchange_s = server_count.ring_beside(size, link, workers, parts)
     yield f"   ring  {seconds_text(exchange_s):>9}  {seconds_text(ring_s):>10}"
     yield ""
-    saturated = server_count.saturation(workers, link, rate)
-    yield f"enough: {saturated}. One server more buys nothing: ceil(m B / min(B, beta))"
-    # The same parts, for servers that sum as fast as a link brings gradients.
-    beaten = server_count.ring_is_beaten_by(workers, parts, duplex * rate / link)
-    if beaten is None:
-        yield "a ring is never slower, with up to as many servers as workers: ddp"
-    else:
-        yield f"a ring is beaten from {beaten} servers on: n > m^2 / (2 eta (m-1)), eta {duplex:g}"
-    hidden = server_count.hidden_from(size, rate, workers, compute_s)
+    enough = server_count.saturation(workers, worker, server)
+    yield f"enough: {enough}. One server more buys nothing: ceil(m B / (w min(B, beta)))"
+    hidden = server_count.hidden_from(size, worker, workers, compute_s, server * duplex)
     if hidden is None:
-        yield "no number of servers hides the exchange: a worker's own link takes longer"
+        yield "no number of servers hides the exchange: a worker's own share of a link takes longer"
     else:
-        yield f"hidden behind computing from {hidden} on: ceil(m M / (B t))"
+        yield f"hidden behind computing from {hidden} on: ceil(m M / (min(B, beta) t))"
     yield (
-        "assumed: workers of one pace, links of one speed, servers on hosts of their own; beside "
-        "workers,"
+        "assumed: workers of one pace, links of one speed, each server on a host of its own; "
+        "beside workers,"
     )
     yield "servers move what a ring moves, and need cores besides: docs/plan.md"
-    count = min(saturated, hidden or saturated)
-    options = ["--hosts", "WORKERS", "--server-hosts", "SERVERS", "--strategy", f"server={count}"]
-    yield f"so, with two lists of hosts: {shlex.join([*command.verb, *options, *command.words])}"
+    counts = range(1, min(enough, MOST_SERVERS * workers) + 1)
+    fastest_s = min(map(step_s, counts))
+    if workers == 1 or ALIKE * fastest_s >= ring_s:
+        ring = _command(command, ["-n", str(workers)], "ddp")
+        yield f"so no servers: a ring is as fast, or faster: {ring}"
+        return
+    beaten = next(n for n in counts if step_s(n) < ring_s)
+    yield f"a ring is beaten from {beaten} on"
+    count = next(n for n in counts if step_s(n) <= ALIKE * fastest_s)
+    named = ",".join(f"{host.name}:{host.ranks}" for host in cluster.hosts)
+    hosts = ["--hosts", named if len(cluster.hosts) > 1 else "WORKERS", "--server-hosts", "SERVERS"]
+    yield f"so, with {count} more hosts: {_command(command, hosts, f'server={count}')}"
+
+
+def _command(command: Command, ranks: list[str], strategy: str) -> str:
+    return shlex.join([*command.verb, *ranks, "--strategy", strategy, *command.words])
 
 
 def _interesting(workers: int) -> list[int]:

@@ -112,8 +112,33 @@ def test_servers_are_counted_by_the_closed_form(capsys: pytest.CaptureFixture[st
     assert "enough:" in out
     assert "ring" in out
     assert "assumed: workers of one pace" in out
-    assert "so, with two lists of hosts: shoal train digits " in out
-    assert "--hosts WORKERS --server-hosts SERVERS --strategy server=" in out
+    assert "NOT CALIBRATED" in out
+    assert "so no servers: a ring is as fast, or faster: shoal train digits " in out
+
+
+def lines_of_servers(capsys: pytest.CaptureFixture[str], cluster: Path, hosts: str) -> list[str]:
+    cluster.write_text(f"hosts: {{{hosts}}}")
+    large = ("--model.name", "mlp", "--model.options.hidden", "[8192, 4096]")
+    words = ["plan", "digits", "--servers", *large, "--cluster", str(cluster)]
+    assert shoal(*words) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_servers_are_advised_where_they_are_faster_than_a_ring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    link = "link: {bandwidth: 100Mbit/s}"
+    alone = ", ".join(f"{name}: {{ranks: 1, {link}}}" for name in "abcdefgh")
+    lines = lines_of_servers(capsys, tmp_path / "alone.yaml", alone)
+    assert "a ring is beaten from 6 on" in lines
+    assert lines[-1].startswith("so, with 8 more hosts: shoal train digits ")
+    assert "--hosts a:1,b:1,c:1," in lines[-1]
+    assert lines[-1].endswith("--server-hosts SERVERS --strategy server=8")
+    # The workers of a host share its link, and a ring passes it once.
+    shared = ", ".join(f"{name}: {{ranks: 2, {link}}}" for name in "ab")
+    lines = lines_of_servers(capsys, tmp_path / "shared.yaml", shared)
+    assert "a worker's share 6.0 MiB/s" in lines[1]
+    assert lines[-1].startswith("so no servers")
 
 
 def test_failures_are_priced(capsys: pytest.CaptureFixture[str]) -> None:

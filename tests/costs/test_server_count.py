@@ -11,6 +11,7 @@ def test_pushing_is_bound_by_a_workers_link_or_by_the_servers() -> None:
     assert server_count.one_way(100.0, 10.0, workers=4, servers=4) == 10.0
     assert server_count.one_way(100.0, 10.0, workers=4, servers=2) == 20.0
     assert server_count.one_way(100.0, 10.0, workers=4, servers=8) == 10.0
+    assert server_count.one_way(100.0, 10.0, workers=4, servers=8, server_rate=2.0) == 25.0
 
 
 def test_as_many_servers_as_workers_saturate_equal_links() -> None:
@@ -35,3 +36,5 @@ def test_an_exchange_hides_behind_enough_computing() -> None:
     assert server_count.hidden_from(10.0, 1.0, workers=4, compute_s=30.0) == 4
     assert server_count.hidden_from(5.0, 1.0, workers=4, compute_s=30.0) == 2
     assert server_count.hidden_from(100.0, 1.0, workers=4, compute_s=30.0) is None
+    # Slow servers are no slow link: more of them hide it.
+    assert server_count.hidden_from(100.0, 10.0, workers=4, compute_s=30.0, server_rate=1.0) == 40
