@@ -46,7 +46,8 @@ class ShoalTrainer(Trainer):
         run: of `shoal.init`, made before the `TrainingArguments`.
         args, kwargs: of `Trainer`.
 
-    Raises: UsageError: the arguments ask for what `shoal.init` decides, such as bf16.
+    Raises: UsageError: the arguments ask for what `shoal.init` decides, such as bf16, or for a loss
+        that shares of a batch cannot compute.
     """
 
     def __init__(self, *args: Any, run: Run, **kwargs: Any) -> None:
@@ -90,10 +91,12 @@ class ShoalTrainer(Trainer):
         labels = None if num_items_in_batch is None else self._labels_of(whole)
 
         def compute_loss(**share: Tensor) -> Any:
+            # Before the loss, which may take the labels out of the batch.
+            count = None if labels is None else self._labels_of(share)
             loss = self.compute_loss(model, share, num_items_in_batch=num_items_in_batch)
-            if labels is None:
+            if count is None:
                 return loss / self.current_gradient_accumulation_steps
-            return counted(loss * labels, self._labels_of(share))
+            return counted(loss * labels, count)
 
         loss: Tensor = self.run.forward_backward(compute_loss, **self.run.share(whole))
         return loss
@@ -139,7 +142,7 @@ class ShoalTrainer(Trainer):
 
 
 def _check_arguments(args: TrainingArguments) -> None:
-    """Raise UsageError about settings that `shoal.init` decides."""
+    """Raise UsageError about settings that `shoal.init` decides, or that no share can compute."""
     wrong = [
         f"{name}=True belongs into shoal.init({cure})"
         for name, cure in (
@@ -153,5 +156,11 @@ def _check_arguments(args: TrainingArguments) -> None:
         wrong.append('gradient_checkpointing=True is shoal.init("recompute,...")')
     if args.fsdp or args.deepspeed:
         wrong.append('fsdp and deepspeed are shoal.init("zero3")')
+    if args.label_smoothing_factor:
+        wrong.append(
+            "label_smoothing_factor takes the mean over each share of a batch. Give the loss as "
+            "compute_loss_func: F.cross_entropy(logits, labels, reduction='sum', "
+            "label_smoothing=0.1) / num_items_in_batch"
+        )
     if wrong:
         raise UsageError(f"ShoalTrainer: {'; '.join(wrong)}.")

@@ -79,6 +79,7 @@ def refuses(setting: str, value: Any) -> str:
     [
         ("bf16", True, 'shoal.init(precision="bf16")'),
         ("gradient_checkpointing", True, 'shoal.init("recompute,...")'),
+        ("label_smoothing_factor", 0.1, "compute_loss_func"),
     ],
 )
 def test_what_the_run_decides_is_refused_with_the_line_that_says_it(
