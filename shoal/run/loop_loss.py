@@ -68,6 +68,12 @@ AFTER_FUNCTION = (
     f"watched, as shards and mixed precision need. Give it as a function too: {FUNCTION}; or let "
     "run.backward take the first loss of the run."
 )
+IN_EVALUATION = (
+    "run.backward: no prepared model was called in training mode since the last step, and shards "
+    "are kept for the backward pass of such a call alone. Call model.train() before the loop: "
+    "from_pretrained returns a model in evaluation mode. To train without dropout, give the loss "
+    f"as a function: {FUNCTION}."
+)
 NO_GRADIENT = (
     "run.backward was given a loss that depends on no trainable parameter: is it detached, made of "
     "numbers, or computed under no_grad?"
@@ -292,9 +298,12 @@ class LoopLoss:
             raise StrategyRefused(PIPELINE)
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise UsageError(NO_GRADIENT)
-        is_divided = self._prepared.local_model().has_sharded_params
-        if not self.watches and (self._autocast is not None or is_divided):
+        local_model = self._prepared.local_model()
+        if not self.watches and (self._autocast is not None or local_model.has_sharded_params):
             raise UsageError(AFTER_FUNCTION)
+        outside_step = local_model.outside_step
+        if outside_step.hold is not base.no_op and self.watches and not outside_step.is_held():
+            raise UsageError(IN_EVALUATION)
         if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
             raise UsageError(GLOBAL_DRAWS)
         if settings.accumulate > 1:

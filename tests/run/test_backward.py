@@ -376,3 +376,21 @@ def test_a_loss_of_two_batches_that_are_shared_out_alike_trains_as_on_one_device
     (expected,) = world.run(1, adapted_domains, (8, 6), True)
     for weights in world.run(2, adapted_domains, (8, 6), True):
         assert_equal(weights, expected)
+
+
+def backward_in_evaluation_mode(strategy: str) -> str:
+    run = shoal.init(strategy, announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3)).eval()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = run.share(torch.ones(4, 4))
+    try:
+        run.backward(model(x).square().mean())
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("strategy", "is_refused"), [("zero3", True), ("ddp", False)])
+def test_shards_take_no_loss_of_a_model_in_evaluation_mode(strategy: str, is_refused: bool) -> None:
+    for text in world.run(2, backward_in_evaluation_mode, strategy):
+        assert ("Call model.train() before the loop" in text) == is_refused
