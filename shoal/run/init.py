@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -38,6 +39,9 @@ PrecisionName = Literal["fp32", "fp64", "bf16", "fp16"]
 PRECISIONS: tuple[str, ...] = get_args(PrecisionName)
 LIMIT = 2**63
 """Seeds and counts are below it: torch takes no larger integers."""
+LARGEST_OWN_SEED = 1 << 40
+"""Seeds of scripts are below it. A process that was not seeded has 64 random bits."""
+_RUNS = count()
 
 
 def init(
@@ -128,6 +132,8 @@ def init(
         mesh, strategy, chosen = _join_and_choose(place, announce)
     else:
         mesh = init_mesh(place, _needs_helpers(chosen), ParallelDims(**mesh_sizes(chosen)))
+    if next(_RUNS) == 0 and place.rank == 0 and (note := _note_of_own_seed(seed)):
+        announce(note)
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]
@@ -174,6 +180,17 @@ def _needs_helpers(chosen: Sequence[base.Strategy]) -> bool:
     It must start before there are threads and connections.
     """
     return any(strategy.needs_helper_processes for strategy in chosen)
+
+
+def _note_of_own_seed(seed: int) -> str:
+    """Return a note where the script has seeded torch, for that has no effect; else ""."""
+    own = torch.initial_seed()
+    if seed != 0 or own == seed or own >= LARGEST_OWN_SEED:
+        return ""
+    return (
+        f"note: torch was seeded by {own} before shoal.init, which seeds all generators anew, by "
+        f"seed={seed}. Give it yours: shoal.init(seed={own})."
+    )
 
 
 def seed_generators(seed: int) -> None:
