@@ -78,7 +78,10 @@ def is_loader(thing: Any) -> bool:
 
 def _cure(thing: Any) -> str:
     if isinstance(thing, LRScheduler):
-        return "schedulers stay as they are. Leave it out, and save its state_dict() by yourself."
+        return (
+            "schedulers stay as they are. Leave it out; run.checkpoint(directory, "
+            "scheduler=scheduler) saves its state."
+        )
     if isinstance(thing, Tensor):
         return "tensors are shared out by run.share(batch). Leave it out."
     if callable(thing):
