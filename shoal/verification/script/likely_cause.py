@@ -96,7 +96,10 @@ def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
         )
     if kind in DROPOUTS:
         return ScriptCause(
-            "random numbers", f"{name} is a {kind}, and the ranks draw other masks than one device."
+            "random numbers",
+            f"{name} is a {kind}, and the ranks draw other masks than one device. A defect behind it "
+            "does not show: set its p to 0, or give the loss as a function to run.forward_backward, "
+            "which is compared with the masks of one device, and compare again.",
         )
     return ScriptCause(
         "wrong output",
