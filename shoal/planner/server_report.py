@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil, inf
 
 from shoal.costs import goodput, server_count
+from shoal.costs.cluster import Cluster
+from shoal.planner.plan_report import machine_text
 from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import Planner
@@ -54,10 +56,7 @@ def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterato
         f"links of {bytes_text(link)}/s each way, a worker's share {bytes_text(worker)}/s; a "
         f"server sums and steps {bytes_text(planner.machine.server_rate)}/s"
     )
-    if len(cluster.hosts) == 1:
-        yield "that link lies inside one host: --cluster FILE names those between hosts"
-    if not planner.machine.calibrated:
-        yield f"NOT CALIBRATED: speeds {planner.machine.note}"
+    yield from _caveats(planner)
     yield ""
     yield "servers   exchange      a step"
     for servers in _interesting(workers):
@@ -80,14 +79,31 @@ def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterato
     )
     yield "servers move what a ring moves, and need cores besides: docs/plan.md"
     counts = range(1, min(enough, MOST_SERVERS * workers) + 1)
-    fastest_s = min(map(step_s, counts))
-    if workers == 1 or ALIKE * fastest_s >= ring_s:
-        ring = _command(command, ["-n", str(workers)], "ddp")
+    yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in counts})
+
+
+def _caveats(planner: Planner) -> Iterator[str]:
+    if len(planner.cluster.hosts) == 1:
+        yield "that link lies inside one host: --cluster FILE names those between hosts"
+    if not planner.machine.calibrated:
+        yield machine_text(planner.machine)
+
+
+def _advice(
+    cluster: Cluster, command: Command, ring_s: float, step_s: Mapping[int, float]
+) -> Iterator[str]:
+    """Yield the command to use.
+
+    Args: step_s: seconds of a step, by the number of servers.
+    """
+    fastest_s = min(step_s.values())
+    if cluster.ranks == 1 or ALIKE * fastest_s >= ring_s:
+        ring = _command(command, ["-n", str(cluster.ranks)], "ddp")
         yield f"so no servers: a ring is as fast, or faster: {ring}"
         return
-    beaten = next(n for n in counts if step_s(n) < ring_s)
+    beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)
     yield f"a ring is beaten from {beaten} on"
-    count = next(n for n in counts if step_s(n) <= ALIKE * fastest_s)
+    count = next(n for n, seconds in step_s.items() if seconds <= ALIKE * fastest_s)
     named = ",".join(f"{host.name}:{host.ranks}" for host in cluster.hosts)
     hosts = ["--hosts", named if len(cluster.hosts) > 1 else "WORKERS", "--server-hosts", "SERVERS"]
     yield f"so, with {count} more hosts: {_command(command, hosts, f'server={count}')}"

@@ -132,8 +132,7 @@ def init(
         mesh, strategy, chosen = _join_and_choose(place, announce)
     else:
         mesh = init_mesh(place, _needs_helpers(chosen), ParallelDims(**mesh_sizes(chosen)))
-    if next(_RUNS) == 0 and place.rank == 0 and (note := _note_of_own_seed(seed)):
-        announce(note)
+    _note_own_seed(place.rank, seed, announce)
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
     transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]
@@ -182,15 +181,15 @@ def _needs_helpers(chosen: Sequence[base.Strategy]) -> bool:
     return any(strategy.needs_helper_processes for strategy in chosen)
 
 
-def _note_of_own_seed(seed: int) -> str:
-    """Return a note where the script has seeded torch, for that has no effect; else ""."""
+def _note_own_seed(rank: int, seed: int, announce: Callable[[str], None]) -> None:
+    """Note in the first run of a process if the script has seeded torch, which has no effect."""
     own = torch.initial_seed()
-    if seed != 0 or own == seed or own >= LARGEST_OWN_SEED:
-        return ""
-    return (
-        f"note: torch was seeded by {own} before shoal.init, which seeds all generators anew, by "
-        f"seed={seed}. Give it yours: shoal.init(seed={own})."
-    )
+    is_first = next(_RUNS) == 0
+    if is_first and rank == 0 and seed == 0 and 0 != own < LARGEST_OWN_SEED:
+        announce(
+            f"note: torch was seeded by {own} before shoal.init, which seeds all generators anew, "
+            f"by seed=0. Give it yours: shoal.init(seed={own})."
+        )
 
 
 def seed_generators(seed: int) -> None:

@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 880,
     "shoal/optim": 250,
     "shoal/parameter_server": 7_410,
-    "shoal/planner": 2_720,
+    "shoal/planner": 2_740,
     "shoal/platform": 1_940,
     "shoal/plotting": 490,
     "shoal/run": 9_570,

@@ -97,9 +97,9 @@ def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
     if kind in DROPOUTS:
         return ScriptCause(
             "random numbers",
-            f"{name} is a {kind}, and the ranks draw other masks than one device. A defect behind it "
-            "does not show: set its p to 0, or give the loss as a function to run.forward_backward, "
-            "which is compared with the masks of one device, and compare again.",
+            f"{name} is a {kind}, and the ranks draw other masks than one device. A defect "
+            "behind it does not show: set its p to 0, or give the loss as a function to "
+            "run.forward_backward, which is compared with the masks of one device. Compare again.",
         )
     return ScriptCause(
         "wrong output",
