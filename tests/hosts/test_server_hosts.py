@@ -188,7 +188,9 @@ def test_hosts_of_ssh_are_refused_beside_slurm(folder: Path, capsys, monkeypatch
     [
         ("s,b", "b has ranks, by --hosts, and servers would share its machine. Name another"),
         ("s:2", "s:2: it has servers and no ranks, so no number. --strategy server=N says"),
-        ("s,s", "s is named twice"),
+        ("s,s", "s is named twice. Name it once$"),
+        ("s,", "a host without a name. Write HOST$"),
+        ("s,s:3,b", "s is named twice(.|\\n)*s:3: it has servers(.|\\n)*b has ranks"),
         ("-s", "a host cannot begin with '-'"),
     ],
 )

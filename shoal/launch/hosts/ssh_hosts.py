@@ -39,28 +39,15 @@ class SshHost:
         return f"{user}{at}{host}" + (f":{self.processes}" if self.processes else "")
 
 
-def parse_hosts(text: str, option: str = "--hosts") -> list[SshHost]:
+def parse_hosts(text: str) -> list[SshHost]:
     """Return the hosts of a list such as `a:2,user@b:2,[fd00::1]:2,c`, in its order.
-
-    Args: option: whose value it is.
 
     Raises:
         UsageError: it names no host, one host twice, or something that is no host. It lists all
             problems.
     """
-    hosts: list[SshHost] = []
-    problems: list[str] = []
-    for entry in text.split(","):
-        try:
-            host = _host(entry.strip())
-        except ValueError as error:
-            problems.append(f"{option}: {error}")
-            continue
-        if any(other.name == host.name for other in hosts):
-            problems.append(f"{option}: {host.name} is named twice. Name it once, with the sum")
-        hosts.append(host)
-    if problems:
-        raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
+    hosts, problems = _read(text, "HOST or HOST:RANKS", ", with the sum")
+    _raise_problems("--hosts", problems)
     return hosts
 
 
@@ -72,28 +59,54 @@ def parse_server_hosts(text: str, hosts: Sequence[SshHost]) -> list[SshHost]:
     Raises:
         UsageError: as `parse_hosts`; or a host has ranks.
     """
-    found = parse_hosts(text, "--server-hosts")
-    problems = [
-        f"--server-hosts: {host}: it has servers and no ranks, so no number. --strategy server=N "
+    found, problems = _read(text, "HOST", "")
+    problems += [
+        f"{host}: it has servers and no ranks, so no number. --strategy server=N "
         "says how many servers all hosts have together"
         for host in found
         if host.processes is not None
     ]
     problems += [
-        f"--server-hosts: {host.name} has ranks, by --hosts, and servers would share its machine. "
+        f"{host.name} has ranks, by --hosts, and servers would share its machine. "
         "Name another host, or leave --server-hosts out to have servers beside the ranks"
         for host in found
         if host.name in [other.name for other in hosts]
     ]
-    if problems:
-        raise UsageError("\n  ".join(["The hosts cannot be used:", *problems]))
+    _raise_problems("--server-hosts", problems)
     return [SshHost(host.name, 0) for host in found]
 
 
-def _host(entry: str) -> SshHost:
+def _read(text: str, form: str, once: str) -> tuple[list[SshHost], list[str]]:
+    """Return the hosts of a list, and its problems.
+
+    Args:
+        form: how a host is written.
+        once: how to name a host once that is named twice.
+    """
+    hosts: list[SshHost] = []
+    problems: list[str] = []
+    for entry in text.split(","):
+        try:
+            host = _host(entry.strip(), form)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if any(other.name == host.name for other in hosts):
+            problems.append(f"{host.name} is named twice. Name it once{once}")
+        hosts.append(host)
+    return hosts, problems
+
+
+def _raise_problems(option: str, problems: Sequence[str]) -> None:
+    if problems:
+        lines = [f"{option}: {problem}" for problem in problems]
+        raise UsageError("\n  ".join(["The hosts cannot be used:", *lines]))
+
+
+def _host(entry: str, form: str) -> SshHost:
     """Return the host of `[user@]name[:count]`. Raises ValueError."""
     if not entry:
-        raise ValueError("a host without a name. Write HOST or HOST:RANKS")
+        raise ValueError(f"a host without a name. Write {form}")
     if _is_ipv6(entry.rpartition("@")[2]):
         raise ValueError(f"write an IPv6 address in brackets: [{entry}] or [{entry}]:2")
     match = ENTRY.fullmatch(entry)
@@ -105,17 +118,17 @@ def _host(entry: str) -> SshHost:
     name = match["name"] if match["bracketed"] is None else match["bracketed"]
     if match["bracketed"] is not None and not _is_ipv6(name):
         raise ValueError(f"[{printable(name)}] is no IPv6 address")
-    _check_name(user.removesuffix("@"), "user") if user else None
-    _check_name(name, "host")
+    _check_name(user.removesuffix("@"), "user", form) if user else None
+    _check_name(name, "host", form)
     if count is not None and not (count.isascii() and count.isdigit() and 0 < int(count) <= 10_000):
         raise ValueError(f"{printable(entry)}: the number of ranks must be 1 to 10000")
     return SshHost(user + name, None if count is None else int(count))
 
 
-def _check_name(name: str, kind: str) -> None:
+def _check_name(name: str, kind: str, form: str) -> None:
     """Refuse names that ssh would take for options, or a shell for commands."""
     if not name:
-        raise ValueError(f"a {kind} without a name. Write HOST or HOST:RANKS")
+        raise ValueError(f"a {kind} without a name. Write {form}")
     if name.startswith("-"):
         raise ValueError(f"a {kind} cannot begin with '-': {printable(name)}")
     if UNSAFE.search(name):
