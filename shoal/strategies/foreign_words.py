@@ -47,6 +47,7 @@ INSTEAD = {
     "cut_by": "tensor finds by itself what it cuts; tensor=T,whole=PATTERN leaves modules whole",
     "budget_mb": "recompute=K computes every K-th unit again; `shoal plan` tells what memory "
     "each K takes",
+    "async": "steps without waiting are an option of servers: server=2,staleness=async",
     "bf16": "mixed precision is no strategy: shoal.init(precision=...), --train.precision",
     "fp16": "mixed precision is no strategy: shoal.init(precision=...), --train.precision",
     "ga": "gradient accumulation is no strategy: shoal.init(accumulate=...), --train.accumulate",

@@ -38,6 +38,7 @@ def test_other_words_for_a_strategy_are_the_same_strategy(theirs: str, ours: str
         ("zero", "the stages are zero1, zero2 and zero3"),
         ("zero=4", "the stages are zero1, zero2 and zero3"),
         ("1f1b", "pipeline=2,schedule=1f1b"),
+        ("server=2,async", "server=2,staleness=async"),
         ("bf16", "mixed precision is no strategy"),
         ("dp=4", "ddp takes no value; it is '4'; the number of ranks is -n"),
     ],

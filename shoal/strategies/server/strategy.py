@@ -145,7 +145,7 @@ class Server(ServerOptions, Strategy):
         """Sentences for the startup summary: how numbers differ from those of one device."""
         sentences = []
         if self.staleness != "0":
-            behind = "any number of" if self.staleness == "async" else f"up to {self.staleness}"
+            behind = "any number" if self.staleness == "async" else f"up to {self.staleness}"
             sentences.append(
                 f"staleness={self.staleness}: gradients are of weights that lack {behind} of "
                 "others' steps."
