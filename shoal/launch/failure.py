@@ -107,6 +107,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def end_of_process(code: int) -> str:
+    """Return how a process has ended, by its exit code; a negative one is the signal."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
 def from_exit_code(rank: int, code: int) -> Failure:
     """Return the failure of a rank that ended without a report.
 
@@ -114,8 +119,8 @@ def from_exit_code(rank: int, code: int) -> Failure:
         code: the exit code; a negative one is the signal that killed the rank.
     """
     if code >= 0:
-        return Failure(rank, f"ended with exit code {code}", code=code)
-    headline = f"was killed by {signal_name(-code)}{HINTS.get(code, '')}"
+        return Failure(rank, end_of_process(code), code=code)
+    headline = f"{end_of_process(code)}{HINTS.get(code, '')}"
     return Failure(rank, headline, code=128 - code, is_loss=-code not in TERMINATION_SIGNALS)
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import own_reporter, signal_name
+from shoal.launch.failure import end_of_process, own_reporter
 
 EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
@@ -126,9 +126,7 @@ class HelperSpawner:
             while time.monotonic() < limit_s:
                 pid, status = os.waitpid(self._pid, os.WNOHANG)
                 if pid:
-                    code = os.waitstatus_to_exitcode(status)
-                    how = f"was killed by {signal_name(-code)}"
-                    return how if code < 0 else f"ended with exit code {code}"
+                    return end_of_process(os.waitstatus_to_exitcode(status))
                 time.sleep(0.01)
         return ""
 

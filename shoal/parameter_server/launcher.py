@@ -28,7 +28,9 @@ from typing import Any
 
 from shoal.comm.mesh import Mesh
 from shoal.launch.environment import RankInfo
+from shoal.launch.failure import end_of_process
 from shoal.launch.helper_spawner import HelperSpawner
+from shoal.launch.output import print_note
 from shoal.launch.private_memory import read_secret
 from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_HOST_ID, Op
@@ -174,10 +176,23 @@ class ServerPool:
             if self.coordinator is not None and self._coordinator_exited():
                 self.coordinator.start()
             with self._lock:
-                for pid in dead:
-                    self.servers.pop(pid, None)
+                lost = [(pid, self.servers.pop(pid)) for pid in dead & self.servers.keys()]
+            for pid, config in lost:
+                self._tell_loss(pid, config)
             for view in self.watcher.known():
                 self._start_missing(view)
+
+    def _tell_loss(self, pid: int, config: ServerConfig) -> None:
+        """Print a note of a server that has died; one that leaves its shard ends without a code."""
+        if not (code := self.spawner.codes[pid]):
+            return
+        server = f"the server of shard {config.shard} (process {pid}) {end_of_process(code)}"
+        primaries = {view.primary for view in self.watcher.known()}
+        other = "its backup takes over" if config.server in primaries else "its primary goes on"
+        if self.job.replicas > 1:
+            print_note(f"{server}; {other}, and another is started")
+        else:
+            print_note(f"{server}; no other holds what it held")
 
     def _has_work(self) -> bool:
         return (

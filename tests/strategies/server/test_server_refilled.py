@@ -1,9 +1,11 @@
 """A shard that loses its primary again and again, each time after the last loss was repaired."""
 
 import os
+import re
 import signal
 from typing import Any
 
+import pytest
 import torch
 from fault_injection import check, model, steps, trained
 from torch import Tensor
@@ -12,6 +14,10 @@ import shoal
 from shoal.testing import world
 
 LOSSES_AFTER = (8, 16, 24)  # steps
+NOTE = (
+    r"note: the server of shard 1 \(process \d+\) was killed by SIGKILL; its backup takes over, "
+    "and another is started"
+)
 
 
 def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[int]]:
@@ -41,8 +47,12 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     return run.weights(), part.remote_optimizer.client.stats(), killed
 
 
-def test_three_losses_of_one_shard_one_after_the_other_change_no_bit() -> None:
+def test_three_losses_of_one_shard_one_after_the_other_are_told_and_change_no_bit(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     undisturbed = world.run(2, trained, "server=2,part_mb=0.01")[0][0]
     found = world.run(2, loses_three, "server=2,replicas=2,part_mb=0.01,lease_s=0.5")
     assert len(set(found[0][2])) == 3
     check([(weights, figures) for weights, figures, _ in found], undisturbed)
+    said = capfd.readouterr().err
+    assert len(re.findall(NOTE, said)) == said.count("note: the server") == 3
