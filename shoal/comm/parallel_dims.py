@@ -75,19 +75,24 @@ def problems(degrees: ParallelDims, world: int, local_world: int | None = None) 
 
 
 def _hint(degrees: ParallelDims, world: int) -> str:
-    """Return a sentence with sizes that the world can have, of the pipeline if possible."""
+    """Return a sentence with sizes that the world can have, of the pipeline if possible.
+
+    A model that is cut among T ranks can be cut among a divisor of T; other numbers it may refuse.
+    """
     pipeline, tensor = degrees.pipeline, degrees.tensor
     for name, size, other in (("pipeline", pipeline, tensor), ("tensor", tensor, pipeline)):
         if size == 1 or world % other:
             continue
         ranks = world // other
-        fitting = [f"{name}={n}" for n in range(2, ranks + 1) if ranks % n == 0]
+        sizes = (n for n in range(2, ranks + 1) if name == "pipeline" or size % n == 0)
+        fitting = [f"{name}={n}" for n in sizes if ranks % n == 0]
         if len(fitting) == 1:
             return f"Try {fitting[0]}."
         if fitting:
             return f"Try {', '.join(fitting[:-1])} or {fitting[-1]}."
     product = pipeline * tensor
-    return f"Start {-(-world // product) * product} ranks."
+    fewer = world // product * product
+    return f"Start {f'{fewer} or ' if fewer else ''}{fewer + product} ranks."
 
 
 def _named_sizes(degrees: ParallelDims) -> list[tuple[str, int]]:

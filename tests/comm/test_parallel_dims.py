@@ -22,13 +22,22 @@ def test_tensor_groups_are_neighbours_and_pipelines_reach_the_farthest() -> None
         (
             ParallelDims(tensor=3),
             8,
-            "tensor=3 needs a multiple of 3 ranks; there are 8. Try tensor=2, tensor=4 or "
-            "tensor=8.",
+            "tensor=3 needs a multiple of 3 ranks; there are 8. Start 6 or 9 ranks.",
+        ),
+        (
+            ParallelDims(tensor=4),
+            6,
+            "tensor=4 needs a multiple of 4 ranks; there are 6. Try tensor=2.",
+        ),
+        (
+            ParallelDims(tensor=4),
+            3,
+            "tensor=4 needs a multiple of 4 ranks; there are 3. Start 4 ranks.",
         ),
         (
             ParallelDims(tensor=3, pipeline=2),
             7,
-            "tensor=3 x pipeline=2 needs a multiple of 6 ranks; there are 7. Start 12",
+            "tensor=3 x pipeline=2 needs a multiple of 6 ranks; there are 7. Start 6 or 12",
         ),
         (ParallelDims(tensor=0), 4, "tensor=0: must be 1 or more."),
         (
