@@ -47,7 +47,7 @@ _INSTEAD = {
     _RESTARTS: ("--max-restarts",),
     _HOSTFILE: ("--hostfile",),
     _MANIFEST: ("--kubernetes",),
-    _SBATCH: ("--account", "--cpus-per-task", "--gres", "--job-name"),
+    _SBATCH: ("--account", "--cpus-per-task", "--gres", "--job-name", "--mail-type"),
     "several processes are -n N. Leave it out": ("--multi-gpu",),
     "`--output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
     "`--address` names the address at which the first host is reached": ("--interface",),

@@ -92,7 +92,9 @@ EPILOG = """\
   shoal verify train.py -n 2                    is it right? your own script, unchanged
 
 `shoal VERB --help` has the options of a verb, and examples."""
-RARE = {*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm", "--nodes"}
+RARE = {*host_options.WITH_VALUE, *cluster_options.NAMES} - {
+    *("--hosts", "--server-hosts", "--slurm", "--nodes")
+}
 """Options that the short help leaves out."""
 
 
@@ -153,7 +155,9 @@ def _run(words: list[str]) -> int:
     if words and words[0] in TAKES_SETTINGS:
         words, settings = job_options.split(words, verb_parsers[words[0]])
     # Settings are no options of argparse, for their names are known only to the configuration.
-    options = parser.parse_args(_with_window(words, verb_parsers["launch"]))
+    options, unknown = parser.parse_known_args(_with_window(words, verb_parsers["launch"]))
+    if unknown:
+        _refuse_unknown(unknown, verb_parsers.get(options.verb, parser))
     if options.verb is None:
         parser.print_help()
         return 0
@@ -161,6 +165,14 @@ def _run(words: list[str]) -> int:
     options.settings = settings
     options.script_arguments = script_arguments
     return VERBS[options.verb].run(options)
+
+
+def _refuse_unknown(words: list[str], parser: argparse.ArgumentParser) -> NoReturn:
+    """Refuse words that no option takes, in the name of the verb whose parser it is."""
+    message = f"unrecognized arguments: {' '.join(words)}"
+    if parser.prog == "shoal launch":
+        message += f"\nwords of the script stand behind it: shoal launch ... SCRIPT {words[0]}"
+    parser.error(message)
 
 
 def parsers(shows_rare: bool = True) -> tuple[Parser, dict[str, argparse.ArgumentParser]]:

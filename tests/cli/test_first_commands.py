@@ -89,7 +89,13 @@ REFUSED = [
     ("trace runs/digits", "runs/digits"),
     ("plot", "the following arguments are required: RUN"),
     ("scale runs/digits", "the following arguments are required: N"),
-    ("doctor digits", "unrecognized arguments: digits"),
+    ("doctor digits", "unrecognized arguments: digits\nthe options: shoal doctor --help"),
+    (
+        "launch -n 2 --lr 1 t.py",
+        "words of the script stand behind it: shoal launch ... SCRIPT --lr",
+    ),
+    ("launch -n 2 --lr 1 t.py", "the options: shoal launch --help"),
+    ("launch --slurm --mail-type=END t.py", "--sbatch-option=NAME=VALUE"),
     ("verify missing.py", "there is no script missing.py"),
     ("verify t.py --precision bf16", "--precision: scripts are compared in float64"),
 ]
