@@ -153,9 +153,10 @@ def _coordinator_of(directory: Path) -> tuple[Address, Transport]:
         address, job, encrypt = _read_address_file(directory)
     except OSError:
         raise UsageError(
-            f"{directory}: no servers run for it here. Give the directory of a run that is "
-            "training with --strategy server=N, on the machine of its first rank, or on that of "
-            "the command that started it with --hosts."
+            f"{directory}: no servers run for it here. Give the directory of a run of `shoal "
+            "train` that is training with --strategy server=N, on the machine of its first rank, "
+            "or on that of the command that started it with --hosts. The servers of a script under "
+            "`shoal launch` cannot be listed or changed."
         ) from None
     answer = next(request(directory, secret=True))
     key = derived_key(bytes.fromhex(answer["secret"]), job)
