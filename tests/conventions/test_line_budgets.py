@@ -11,18 +11,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_820,
-    "shoal/comm": 3_190,
+    "shoal/cli": 2_830,
+    "shoal/comm": 3_200,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
     "shoal/data": 3_410,
     "shoal/doctor": 490,
     "shoal/integrations": 690,
-    "shoal/launch": 6_390,
+    "shoal/launch": 6_410,
     "shoal/loggers": 540,
     "shoal/models": 880,
     "shoal/optim": 250,
-    "shoal/parameter_server": 7_410,
+    "shoal/parameter_server": 7_430,
     "shoal/planner": 2_740,
     "shoal/platform": 1_940,
     "shoal/plotting": 490,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_810,
+    "tests": 66_840,
     "benchmarks": 11_960,
 }
 SLACK = 0.03
