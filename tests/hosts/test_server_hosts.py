@@ -153,7 +153,8 @@ def test_a_server_that_is_killed_is_started_again_on_its_host(tmp_path: Path) ->
         code, _, stderr = command.end()
         assert command.others() == []
     assert code == 75, stderr
-    assert "servers" not in stderr
+    lost = f"(process {killed}) was killed by SIGKILL"
+    assert stderr.count(lost) == stderr.count("] note: ") == 1
 
 
 @pytest.mark.parametrize(
