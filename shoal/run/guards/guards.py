@@ -98,7 +98,7 @@ class Guards:
         if local_model.remote_optimizer is not None:
             self._weights = WeightWatch(guarded)
             handles.append(self._weights)
-        if local_model.has_sharded_params:
+        if local_model.has_sharded_params and not local_model.is_partial:
             self._forward_writes = ForwardWrites(guarded)
             handles.append(self._forward_writes)
         if local_model.remote_optimizer is not None or local_model.is_partial:
