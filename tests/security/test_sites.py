@@ -31,6 +31,7 @@ SITES = {
     "launch/private_memory.py": (["memfd_create"], "the secret of a job on several hosts"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
+    "parameter_server/job_store.py": (["TCPStore"], "torch's TCPStore"),
     "parameter_server/launcher.py": (["listen"] * 2, "parameter servers"),
     "parameter_server/transport/key.py": (["memfd_create"], "memory without a name"),
     "parameter_server/transport/settings.py": (

@@ -95,7 +95,7 @@ def test_another_user_who_connects_to_a_server_is_refused_unheard() -> None:
 
 def test_servers_listen_on_a_unix_socket_or_at_the_address_that_leads_to_rank_0() -> None:
     def listens_at(world: int, address: str | None) -> str:
-        place = SimpleNamespace(local_world=2, world=world, master_address=address)
+        place = SimpleNamespace(local_world=2, world=world, master_address=address, server_hosts=0)
         launcher = SimpleNamespace(mesh=SimpleNamespace(place=place))
         return ClusterLauncher._listen_host(launcher)  # type: ignore[arg-type]
 
