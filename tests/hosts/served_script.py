@@ -3,6 +3,7 @@
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,15 +29,18 @@ def served(run: shoal.Run) -> Tensor:
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
     for step in range(STEPS):
         if step == 2:
-            wait_for_test(run.rank)
+            wait_for_test(run)
         optimizer.zero_grad()
         run.forward_backward(lambda x, y: nn.functional.mse_loss(model(x), y), *run.share((X, Y)))
         optimizer.step()
     return run.weights()["weight"]
 
 
-def wait_for_test(rank: int) -> None:
-    if rank == 0 and Path("wait").exists():
+def wait_for_test(run: shoal.Run) -> None:
+    if run.rank == 0 and Path("wait").exists():
+        pool: Any = run._local_model().remote_optimizer.launcher.pool
+        for shard in range(pool.job.shards):  # a host that begins late has its replicas later
+            pool.watcher.wait_for_view(shard, 20, lambda v: len(v.backups) + 1 == pool.job.replicas)
         Path("secret.part").write_bytes(read_secret() or b"")
         Path("secret.part").rename("secret")
     while Path("wait").exists():
