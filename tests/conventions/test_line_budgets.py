@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_480,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_840,
+    "tests": 66_850,
     "benchmarks": 11_960,
 }
 SLACK = 0.03
