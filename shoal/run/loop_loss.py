@@ -210,6 +210,7 @@ class LoopLoss:
         Raises: UsageError: the loss is no mean over samples, or one of samples that are mixed.
         """
         prepared = self._prepared
+        inputs, self._inputs = self._inputs, []
         if not prepared.local_model().strategy_state.is_synchronous:
             return
         # Views of samples, one behind the other, are no batch of the loader, and come of one.
@@ -219,7 +220,6 @@ class LoopLoss:
             samples = yielded.rows if yielded is not None else 0
         loss = batch.step.compute_loss()
         self._graph_check.compare(loss, batch.num_samples, samples)
-        inputs, self._inputs = self._inputs, []
         prepared.watch.judge_loss(inputs)
 
     def microbatches(self, batch: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ The checks of a step are in `step_checks.py`. Nothing here knows of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from inspect import unwrap
 from typing import Any, NamedTuple
@@ -81,14 +81,14 @@ class StepOutput(NamedTuple):
     Attributes:
         loss: the global mean loss, a detached scalar.
         extra: values beside the loss, for this rank's samples; None if there are none.
-        has_own: some of these are of this rank's samples alone, and not summed over ranks.
         totals: (TOTALS_LENGTH,), of the step over all ranks.
+        given: what the function returned beside the loss, of each micro-batch.
     """
 
     loss: Tensor
     extra: Any
     totals: Tensor
-    has_own: bool = False
+    given: Sequence[base.Extra] = ()
 
 
 class TrainingStep:
@@ -136,10 +136,9 @@ class TrainingStep:
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
-        has_own = bool(result.extras) and extras.has_own(result.extras[0].value)
         loss = local_step.mean_loss(result, size, numbers)
         self._progress.enter(Phase.BETWEEN)
-        return StepOutput(loss, extra, totals, has_own)
+        return StepOutput(loss, extra, totals, result.extras)
 
     def _compute(self, batch: base.LocalBatch) -> base.StepResult:
         if self._tracing is not None:

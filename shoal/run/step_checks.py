@@ -7,6 +7,8 @@
         before    the batch: has the loop mixed samples of one rank? the loss: is it a mean?
         │
         passes    around the passes of the engine: guards, and the notes of the first passes
+        │
+        after     what came back beside the loss: is it of one rank's samples?
 
 Without guards all but the notes and the context of the passes is left out.
 """
@@ -23,6 +25,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
 from shoal.run.step import StepOutput, code_of
 from shoal.run.step_trials import StepTrials
+from shoal.strategies import extras
 from shoal.strategies.base import ComputedLoss, LocalBatch
 
 OWN_VALUES = (
@@ -53,7 +56,7 @@ class StepChecks:
         self._announce = announce
         self._trials = StepTrials(prepared, guards, announce)
         self._has_noted = False
-        self._has_told = False
+        self._has_looked = False
 
     def begin(self) -> None:
         """End what the loop does before a step.
@@ -106,8 +109,10 @@ class StepChecks:
 
     def after(self, output: StepOutput) -> None:
         """Note once that values beside the loss are of this rank's samples."""
-        if output.has_own and not self._has_told and self._prepared.mesh.data.size > 1:
-            self._has_told = True
+        if not output.given or self._has_looked:
+            return
+        self._has_looked = True  # at one step: a function returns the same kinds each time
+        if self._prepared.mesh.data.size > 1 and extras.has_own(output.given[0].value):
             self._announce(OWN_VALUES)
 
     def _first_notes(self) -> AbstractContextManager[None]:
