@@ -104,10 +104,10 @@ class ClusterConfig:
             Partition(number, group, getattr(torch, dtype), tuple(ParamSlice(*s) for s in slices))
             for number, (group, dtype, slices) in enumerate(fields["parts"])
         )
-        (kind, settings), name = fields["optimizer"], fields["job"]
-        shared = {name: fields[name] for name in ("workers", "staleness", "lease_s", "compress")}
+        (kind, settings), job = fields["optimizer"], fields["job"]
+        shared = {key: fields[key] for key in ("workers", "staleness", "lease_s", "compress")}
         return cls(
-            Transport(derived_key(secret, name), name, encrypt=fields["encrypt"]),
+            Transport(derived_key(secret, job), job, encrypt=fields["encrypt"]),
             Path(),
             ShardSettings(parts, OptimizerSpec(kind_of_name(kind), settings), **shared),
             tuple(fields["owners"]),

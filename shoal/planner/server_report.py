@@ -22,17 +22,15 @@ ALIKE = 1.01
 """Steps that differ by less are alike, and then fewer servers are better."""
 
 
-def servers_text(planner: Planner, command: Command, duplex: float = 1.0) -> str:
+def servers_text(planner: Planner, command: Command) -> str:
     """Return the table of servers for the workers of a plan, by the closed form.
 
-    Args:
-        command: that runs the workload.
-        duplex: share of its links that an exchange in both directions uses.
+    Args: command: that runs the workload.
     """
-    return "\n".join(_servers_lines(planner, command, duplex))
+    return "\n".join(_servers_lines(planner, command))
 
 
-def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterator[str]:
+def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     size = sum(float(p.nbytes) for p in planner.workload.model.parameters if p.trainable)
     cluster, workers = planner.cluster, planner.cluster.ranks
     link = cluster.link_of(workers, 1).bandwidth
@@ -45,7 +43,7 @@ def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterato
     def step_s(servers: int, beside_s: float = compute_s) -> float:
         of_each = max(parts / servers, 1.0)
         return server_count.servers_beside(
-            size, worker, workers, servers, of_each, beside_s, server * duplex
+            size, worker, workers, servers, of_each, beside_s, server
         )
 
     yield (
@@ -68,7 +66,7 @@ def _servers_lines(planner: Planner, command: Command, duplex: float) -> Iterato
     yield ""
     enough = server_count.saturation(workers, worker, server)
     yield f"enough: {enough}. One server more buys nothing: ceil(m B / (w min(B, beta)))"
-    hidden = server_count.hidden_from(size, worker, workers, compute_s, server * duplex)
+    hidden = server_count.hidden_from(size, worker, workers, compute_s, server)
     if hidden is None:
         yield "no number of servers hides the exchange: a worker's own share of a link takes longer"
     else:

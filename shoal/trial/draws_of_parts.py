@@ -96,11 +96,13 @@ class RecordedDraws:
             if not _are_same(shape, guess, dims):
                 why = (
                     f"its samples are in {_dims_in_words(dims)}, and its shape says {rows} samples "
+                    f"in {_dims_in_words(guess)}. Choose another batch size"
                 )
-                why += f"in {_dims_in_words(guess)}. Choose another batch size"
             elif dims and self.in_blocks and whole.shape[dims[0]] > self.num_rows:
-                why = "it has its samples in several blocks, as torch.cat of two views makes them. "
-                why += "Call the model once for each of them"
+                why = (
+                    "it has its samples in several blocks, as torch.cat of two views makes them. "
+                    "Call the model once for each of them"
+                )
             elif rows == 1 and not whole.is_contiguous():
                 why = (
                     "one sample does not tell in which order it lies in memory. Use larger batches"
