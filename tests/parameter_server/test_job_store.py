@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,15 +26,16 @@ SECRET = bytes(range(32))
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> TCPStore:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def stores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[TCPStore]]:
+    """Yield the store of the ranks, in a list: it listens until nobody holds it any more."""
+    stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     memory = PrivateMemory(SECRET_VARIABLE, "shoal-secret", SECRET)
     for name, value in {**memory.variables, "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_PORT", str(store.port))
-    yield store
+    monkeypatch.setenv("MASTER_PORT", str(stores[0].port))
+    yield stores
     memory.close()
-    gc.collect()  # the traceback of a refusal holds a connection
+    stores.clear()
 
 
 def new_job(optimizer: torch.optim.Optimizer, compress: str = "none") -> ClusterConfig:
@@ -47,7 +48,7 @@ def new_job(optimizer: torch.optim.Optimizer, compress: str = "none") -> Cluster
     return ClusterConfig(transport, Path(), settings, owners, 2, 2)
 
 
-def test_a_job_is_the_same_on_another_host(store: TCPStore) -> None:
+def test_a_job_is_the_same_on_another_host(stores: list[TCPStore]) -> None:
     weights = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
     groups = [{"params": weights[:1], "lr": 0.1}, {"params": weights[1:], "betas": (0.5, 0.9)}]
     job = new_job(torch.optim.AdamW(groups), "topk=0.01")
@@ -58,14 +59,15 @@ def test_a_job_is_the_same_on_another_host(store: TCPStore) -> None:
     assert SECRET.hex() not in job.to_json()
 
 
-def test_jobs_come_in_their_order(store: TCPStore) -> None:
+def test_jobs_come_in_their_order(stores: list[TCPStore]) -> None:
     for job in ("first", "second"):
         JobStore().publish(job)
     assert [JobStore().wait_for(number) for number in (1, 2)] == ["first", "second"]
 
 
-def test_a_job_of_somebody_without_the_secret_is_refused(store: TCPStore) -> None:
+def test_a_job_of_somebody_without_the_secret_is_refused(stores: list[TCPStore]) -> None:
     JobStore().publish("good")
+    (store,) = stores
     sealed = store.get(f"{COUNT} 1").decode()
     store.set(f"{COUNT} 2", sealed)  # of another number
     store.set(f"{COUNT} 3", sealed.replace("good", "evil"))
