@@ -1,12 +1,13 @@
 """The same steps on one device: by hand, by Shoal, as nanoGPT takes them, and by `fully_shard`.
 
-All run the forward pass under bf16 autocast, get batches from pinned memory, and compile the model
-if asked to. An epoch ends when the device has done all of it."""
+All run the forward pass under bf16 autocast, get batches that lie in pinned memory, and compile the
+model if asked to. An epoch ends when the device has done all of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,23 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from benchmarks.gpu.tasks import Task, wait_for
+from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.supervised import supervised
 
 Epoch = Callable[[], None]
+Candidate = Callable[[Task, torch.device, bool], Epoch]
 
 
 class Batches(Dataset):
-    """As many ready-made batches as an epoch has steps."""
+    """As many ready-made batches as an epoch has steps, pinned beforehand: a loader without workers
+    would copy them between steps, which is hidden only where no step waits for the device."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task, device: torch.device) -> None:
         torch.manual_seed(1)
-        self.batches = [task.batch() for _ in range(min(task.steps, 4))]
+        batches = [task.batch() for _ in range(min(task.steps, 4))]
+        if device.type == "cuda":
+            batches = [(x.pin_memory(), y.pin_memory()) for x, y in batches]
+        self.batches = batches
         self.steps = task.steps
 
     def __len__(self) -> int:
@@ -37,7 +44,7 @@ class Batches(Dataset):
 
 
 def loader_of(task: Task, device: torch.device) -> DataLoader:
-    return DataLoader(Batches(task), batch_size=None, pin_memory=device.type == "cuda")
+    return DataLoader(Batches(task, device), batch_size=None, pin_memory=device.type == "cuda")
 
 
 def model_of(task: Task, device: torch.device) -> nn.Module:
@@ -75,8 +82,20 @@ def by_hand(task: Task, device: torch.device, compiles: bool) -> Epoch:
     return epoch
 
 
-def by_shoal(task: Task, device: torch.device, compiles: bool, strategy: str = "single") -> Epoch:
-    run = shoal.init(strategy, precision="bf16", compile=compiles, announce=lambda _: None)
+def by_shoal(
+    task: Task,
+    device: torch.device,
+    compiles: bool,
+    strategy: str = "single",
+    nonfinite: Nonfinite = "skip",
+) -> Epoch:
+    run = shoal.init(
+        strategy,
+        precision="bf16",
+        compile=compiles,
+        nonfinite=nonfinite,
+        announce=lambda _: None,
+    )
     model = model_of(task, run.device)
     optimizer = task.optimizer(model)
     model, optimizer, loader = run.prepare(model, optimizer, loader_of(task, device))
@@ -98,16 +117,13 @@ def by_shoal(task: Task, device: torch.device, compiles: bool, strategy: str = "
 def as_nano_gpt(task: Task, device: torch.device, compiles: bool) -> Epoch:
     """Take the steps of nanoGPT's train.py: a disabled scaler, clipping, the next batch early."""
     model = model_of(task, device)
-    optimizer, batches = task.optimizer(model), Batches(task)
+    optimizer, batches = task.optimizer(model), Batches(task, device)
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     if compiles:
         model.compile()
 
     def fetch(index: int) -> tuple[Tensor, Tensor]:
-        batch = batches[index]
-        if device.type == "cuda":
-            batch = batch[0].pin_memory(), batch[1].pin_memory()
-        return moved(task, batch, device)
+        return moved(task, batches[index], device)
 
     def epoch() -> None:
         x, y = fetch(0)
@@ -149,11 +165,13 @@ def by_fully_shard(task: Task, device: torch.device, compiles: bool) -> Epoch:
     return epoch
 
 
-def candidates(task: Task) -> dict[str, Callable[[Task, torch.device, bool], Epoch]]:
+def candidates(task: Task) -> dict[str, Candidate]:
     """Return the loops of a task by name; the first is the yardstick."""
-    found: dict[str, Callable[[Task, torch.device, bool], Epoch]] = {
+    found: dict[str, Candidate] = {
         "by hand": by_hand,
         "Shoal": by_shoal,
+        "Shoal, nonfinite=ignore": partial(by_shoal, nonfinite="ignore"),
+        "Shoal, recompute": partial(by_shoal, strategy="recompute"),
     }
     if task.adamw:
         found |= {"nanoGPT's loop": as_nano_gpt, "fully_shard": by_fully_shard}

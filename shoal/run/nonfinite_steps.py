@@ -20,7 +20,6 @@ way, without a word, for its scale becomes smaller.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 from weakref import WeakSet
@@ -33,7 +32,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
 from shoal.run.optimizer_groups import listed
 from shoal.strategies import base
-from shoal.strategies.finite_check import nonfinite_names, seem_finite
+from shoal.strategies.finite_check import are_finite, nonfinite_names, read, seem_finite, sums_of
 from shoal.strategies.transforms.precision import LossScale, unscale
 
 Nonfinite = Literal["skip", "stop", "ignore"]
@@ -131,12 +130,16 @@ class NonfiniteSteps:
         if not self.enabled:
             return
         self.steps += 1
-        if numbers is None:  # on a GPU this waits for the step
-            numbers = totals.tolist()
-        loss_is_finite = math.isfinite(numbers[base.LOSS_SUM]) and math.isfinite(
-            numbers[base.COUNT]
-        )
-        finite = self._gradients_are_finite(loss_is_finite, numbers[base.NONFINITE] > 0)
+        check = self._model.finite_check
+        looks = check.enabled and not check.has_looked
+        sums = sums_of(self._reduced_values()) if looks else []
+        unread = totals.unbind() if numbers is None else ()
+        # On a device all is queued before the host waits, once.
+        known: list[complex] = [*(numbers or ()), *read([*unread, *sums])]
+        loss_is_finite = are_finite((known[base.LOSS_SUM], known[base.COUNT]))
+        was_found = known[base.NONFINITE].real > 0 or check.found
+        is_good = loss_is_finite and not was_found and are_finite(known[base.TOTALS_LENGTH :])
+        finite = self._on_all_ranks(is_good)
         problems = [] if finite else self._problems(loss_is_finite)
         # A sum of large numbers may overflow where no gradient does: then there is no problem.
         self.is_finite = not problems
@@ -169,14 +172,6 @@ class NonfiniteSteps:
     def _model(self) -> base.LocalModel:
         assert self._local_model is not None
         return self._local_model
-
-    def _gradients_are_finite(self, loss_is_finite: bool, was_sent: bool) -> bool:
-        """Return False on every rank that takes the step, if a loss or a gradient is not finite."""
-        check = self._model.finite_check
-        finite = loss_is_finite and not was_sent and not check.found
-        if finite and check.enabled and not check.has_looked:
-            finite = seem_finite(self._reduced_values())
-        return self._on_all_ranks(finite)
 
     def _on_all_ranks(self, finite: bool) -> bool:
         """Return True if it is finite on every rank that takes the step. Collective."""

@@ -7,11 +7,12 @@ overflow too: `nonfinite_names` decides then, and as that is rare it may take it
 from __future__ import annotations
 
 import cmath
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from shoal.comm.norm import to_local
 from shoal.platform.torch_private.kernels import flatten_dense_tensors
@@ -66,23 +67,46 @@ class FiniteCheck:
 def seem_finite(tensors: Iterable[Tensor]) -> bool:
     """Return False if a value is not finite, or perhaps if only a sum of values is not.
 
-    A DTensor counts with its shard on this rank. With offload some tensors lie on the CPU and some
-    on a device. Waits for the device, once.
+    Waits for the device, once.
     """
-    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    return are_finite(read(sums_of(tensors)))
+
+
+def sums_of(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return scalars of which one is not finite if a value is not. Waits for no device.
+
+    A DTensor counts with its shard on this rank. Tensors on a device are summed by their squares:
+    torch has kernels of many tensors for it, where calls take longer than sums.
+    """
+    small: dict[torch.dtype, list[Tensor]] = {}
     sums: list[Tensor] = []
+    on_device: list[Tensor] = []
     for tensor in tensors:
         # A plain tensor needs no more calls than these: they are most of the time of a check.
         local = tensor if type(tensor) is Tensor and not tensor.is_sparse else _values(tensor)
-        if local.numel() > JOINED_ELEMENTS:
+        if not local.is_cpu:
+            on_device.append(local)
+        elif local.numel() > JOINED_ELEMENTS:
             sums.append(_sum(local))
         else:
-            small.setdefault((local.device, local.dtype), []).append(local)
+            small.setdefault(local.dtype, []).append(local)
     sums += [_sum(flatten_dense_tensors(joined)) for joined in small.values()]
-    if not all(cmath.isfinite(value.item()) for value in sums if value.is_cpu):
-        return False
-    on_device = [torch.isfinite(value) for value in sums if not value.is_cpu]
-    return not on_device or bool(torch.stack(on_device).all())
+    return [*sums, get_total_norm(on_device)] if on_device else sums
+
+
+def read(scalars: Sequence[Tensor]) -> list[complex]:
+    """Return scalars as Python's numbers. Those on a device are read together: it waits once.
+
+    With offload some lie on the CPU and some on a device.
+    """
+    on_device = [scalar for scalar in scalars if not scalar.is_cpu]
+    numbers = iter(torch.stack(on_device).tolist() if on_device else ())
+    return [scalar.item() if scalar.is_cpu else next(numbers) for scalar in scalars]
+
+
+def are_finite(numbers: Iterable[complex]) -> bool:
+    """Return True if all numbers are finite."""
+    return all(map(cmath.isfinite, numbers))
 
 
 def nonfinite_names(tensors: Mapping[str, Tensor | None]) -> list[str]:

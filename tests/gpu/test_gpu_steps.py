@@ -104,6 +104,18 @@ def test_a_step_on_one_device_never_waits_for_it(strategy: str, settings: Any) -
     assert on_ranks(1, waits_of, strategy, settings) == 0
 
 
+def waits_to_skip(strategy: str) -> int:
+    seen = Waits()
+    steps(strategy, seen, {"nonfinite": "skip"}, clips=False)
+    return seen.count
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3"])
+def test_a_step_that_may_be_skipped_waits_once(strategy: str) -> None:
+    require_cuda("nothing waits for it")
+    assert on_ranks(1, waits_to_skip, strategy) == 2  # in two steps
+
+
 def waits_on_ranks(strategy: str) -> dict[str, int]:
     """Return the reads of numbers on this rank; torch raises where one waits for a GPU."""
     reads = HostReads()

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shoal.comm.norm import global_norm
-from shoal.strategies.finite_check import seem_finite
+from shoal.strategies.finite_check import read, sums_of
 from shoal.strategies.local_step import scale_gradients
 from shoal.strategies.single import single_device
 
@@ -28,8 +28,10 @@ def test_gradients_on_two_devices_are_scaled_by_one_factor() -> None:
     torch.testing.assert_close(model.here.weight.grad, torch.full((2, 2), 0.5))
 
 
-def test_gradients_on_the_cpu_and_on_a_device_are_looked_at_apart() -> None:
+def test_gradients_on_the_cpu_and_on_a_device_are_summed_apart() -> None:
     on_device = torch.ones(3, device="meta")  # has no numbers: to read one is an error
-    assert not seem_finite([on_device, torch.tensor([1.0, torch.nan])])
+    here, there = sums_of([on_device, torch.tensor([1.0, torch.nan])])
+    assert here.isnan()
+    assert there.device.type == "meta"
     with pytest.raises(RuntimeError, match="meta"):
-        seem_finite([on_device, torch.ones(2)])
+        read([here, there])
