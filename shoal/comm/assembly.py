@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -101,8 +101,11 @@ def shard_like(full: Tensor, like: Tensor) -> Tensor:
 
 
 def as_shard(local: Tensor, like: DTensor) -> DTensor:
-    """Return this rank's values as a tensor of the full shape and layout of `like`."""
-    return DTensor.from_local(
+    """Return this rank's values as a tensor of the full shape and layout of `like`, where they are.
+
+    `from_local` moves them to the device of the mesh; offloaded ones lie on the CPU.
+    """
+    on_mesh = DTensor.from_local(
         local,
         like.device_mesh,
         like.placements,
@@ -110,6 +113,7 @@ def as_shard(local: Tensor, like: DTensor) -> DTensor:
         shape=like.shape,
         stride=like.stride(),
     )
+    return cast(DTensor, on_mesh.to(local.device))
 
 
 def unshared(tensors: Mapping[str, Named], live: Iterable[Tensor]) -> dict[str, Named]:
