@@ -23,17 +23,24 @@ _OF_THIS_TENSOR = ("__get__", "backward", "grad", "register_hook", "retain_grad"
 
 
 class Float64Functions(TorchFunctionMode):
-    """Inside, each function of torch that is given float32 tensors is given float64 ones."""
+    """Inside, each function of torch that is given float32 tensors is given float64 ones.
+
+    It may be entered again inside of itself, as recomputing a layer does.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: list[torch.dtype] = []
 
     def __enter__(self) -> Self:
-        self._default = torch.get_default_dtype()
+        self._defaults.append(torch.get_default_dtype())
         torch.set_default_dtype(torch.float64)
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.set_default_dtype(self._default)
+        torch.set_default_dtype(self._defaults.pop())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

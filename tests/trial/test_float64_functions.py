@@ -58,3 +58,10 @@ def test_a_weight_that_a_closure_holds_is_given_as_float64() -> None:
         (gradient,) = torch.autograd.grad(penalty, [weight])
     assert penalty.dtype is torch.float64
     assert torch.allclose(gradient, 2 * weight + 1)
+
+
+def test_the_default_dtype_is_put_back_where_a_layer_is_recomputed_inside() -> None:
+    functions = Float64Functions()
+    with functions, functions:
+        assert torch.get_default_dtype() is torch.float64
+    assert torch.get_default_dtype() is torch.float32
