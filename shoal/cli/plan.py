@@ -137,8 +137,8 @@ def run(options: argparse.Namespace) -> int:
 def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
     """Return what the options ask for, whatever is planned; add their problems."""
     from shoal.costs import cluster as clusters
-    from shoal.costs.find_machine import find_machine, one_machine
     from shoal.costs.machine import UNKNOWN_CPU
+    from shoal.planner.find_machine import find_machine, one_machine
 
     def read(name: str, parse: Callable[[str], float], example: str) -> float | None:
         text = getattr(options, name)
@@ -155,7 +155,8 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
     cluster, machine = None, UNKNOWN_CPU
     try:
         cluster = clusters.load(options.cluster) if options.cluster is not None else None
-        machine = find_machine(options.machine or (cluster.machine if cluster else ""))
+        on_host = cluster.ranks_per_host if cluster else options.processes or 1
+        machine = find_machine(options.machine or (cluster.machine if cluster else ""), on_host)
     except ConfigError as error:
         problems += error.problems
     if options.cluster is not None and options.processes is not None:
@@ -211,8 +212,8 @@ def _of_hub(request: _Request) -> Answer:
 
 def _compare_with_trace(request: _Request, problems: list[str]) -> int:
     """Print the plan of a traced run beside its trace."""
-    from shoal.costs.find_machine import one_machine
     from shoal.costs.machine import default_path
+    from shoal.planner.find_machine import one_machine
     from shoal.planner.job_workload import job_workload
     from shoal.planner.plan_report import machine_text
     from shoal.planner.strategy_search import Planner

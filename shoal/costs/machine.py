@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,8 @@ class Compute:
         step_s: seconds of a step of Shoal around all operations.
         whole_step: seconds of a step's operations over those of each by itself, again and again: in
             a step they find caches cold.
+        float32: kind of operation -> share of its rate with numbers of more than 16 bits, where the
+            curves are of 16 bits. {}: of all alike.
         overheads: seconds that engines in Python take beside operations, by what they do: see
             `shoal.planner.calibration`. What is not there was not measured, and counts nothing.
     """
@@ -79,6 +81,7 @@ class Compute:
     step_op_s: float
     step_s: float
     whole_step: float = 1.0
+    float32: Mapping[str, float] = field(default_factory=dict)
     overheads: Mapping[str, float] = field(default_factory=dict)
 
     def overhead_s(self, around: Sequence[tuple[str, float]]) -> float:
@@ -101,6 +104,8 @@ class Compute:
         flops = op.flops.at(samples) * share
         if flops > 0:
             rate = (self.conv if op.kind == "conv" else self.matmul).at(flops)
+            if op.itemsize > 2:
+                rate *= self.float32.get(op.kind, 1.0)
             time_s = flops / rate
         return op.number * (overhead_s + time_s)
 
@@ -246,12 +251,21 @@ def flat(value: float) -> SpeedCurve:
 
 
 def _gpu(
-    name: str, memory_gib: float, flops: float, bandwidth: float, link: float, efficiency: float
+    name: str,
+    memory_gib: float,
+    flops: float,
+    float32_flops: float,
+    bandwidth: float,
+    link: float,
+    efficiency: float,
 ) -> Machine:
     """Return a GPU from its datasheet.
 
     Args:
-        flops: dense bf16 FLOP/s with tensor cores. bandwidth: bytes/s of its memory.
+        flops: dense bf16 FLOP/s with tensor cores; those of TF32 are half as many.
+        float32_flops: FLOP/s without tensor cores. torch multiplies matrices of float32 so by
+            default, and lets convolutions use TF32.
+        bandwidth: bytes/s of its memory.
         link: bytes/s to other GPUs of the host, one way.
         efficiency: share of the stated FLOP/s that large matrix products reach; small ones are
             bound by `op_s`.
@@ -264,6 +278,7 @@ def _gpu(
         backward_op_s=8e-6,
         step_op_s=2e-6,
         step_s=5e-4,
+        float32={"matmul": float32_flops * FLOAT32_EFFICIENCY / (flops * efficiency), "conv": 0.5},
     )
     return Machine(
         name,
@@ -274,20 +289,35 @@ def _gpu(
         overlap_slowdown=1.13,
         server_rate=UNKNOWN_SERVER_RATE,
         link_rate=link,
-        note=f"from the datasheet of {name}, not measured: bf16, {efficiency:.0%} of peak",
+        note=f"from the datasheet of {name}, not measured: {efficiency:.0%} of its peak in bf16",
     )
 
 
+FLOAT32_EFFICIENCY = 0.8
+"""Share of the stated FLOP/s without tensor cores that large products reach."""
+
+
 PRESETS = {
-    # NVIDIA A100 Tensor Core GPU datasheet (2022): 312 TFLOP/s bf16, 2,039 GB/s, NVLink 600 GB/s.
-    "a100-80gb": _gpu("A100 80 GB SXM", 80, 312e12, 2.039e12, 300e9, 0.6),
-    "a100-40gb": _gpu("A100 40 GB SXM", 40, 312e12, 1.555e12, 300e9, 0.6),
-    # NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s bf16 dense, 3.35 TB/s, 900 GB/s.
-    "h100": _gpu("H100 80 GB SXM", 80, 989e12, 3.35e12, 450e9, 0.5),
+    # NVIDIA A100 Tensor Core GPU datasheet (2022): 312 TFLOP/s bf16, 19.5 FP32, 2,039 GB/s, NVLink
+    # 600 GB/s.
+    "a100-80gb": _gpu("A100 80 GB SXM", 80, 312e12, 19.5e12, 2.039e12, 300e9, 0.6),
+    "a100-40gb": _gpu("A100 40 GB SXM", 40, 312e12, 19.5e12, 1.555e12, 300e9, 0.6),
+    # NVIDIA H100 Tensor Core GPU datasheet (2023): 989 TFLOP/s bf16 dense, 67 FP32, 3.35 TB/s, 900
+    # GB/s.
+    "h100": _gpu("H100 80 GB SXM", 80, 989e12, 67e12, 3.35e12, 450e9, 0.5),
     # NVIDIA H200 datasheet (2024): the same compute, 141 GB at 4.8 TB/s.
-    "h200": _gpu("H200 141 GB SXM", 141 * 1e9 / 2**30, 989e12, 4.8e12, 450e9, 0.5),
+    "h200": _gpu("H200 141 GB SXM", 141 * 1e9 / 2**30, 989e12, 67e12, 4.8e12, 450e9, 0.5),
 }
 """Machines by name. All numbers are of datasheets."""
+
+
+def unknown_gpu(name: str, memory_bytes: float) -> Machine:
+    """Return a GPU of which only the name and the memory are known."""
+    gib = memory_bytes / 2**30
+    return replace(
+        _gpu(name, gib, 60e12, 15e12, 0.6e12, 12e9, 0.5),
+        note=f"of some GPU of 60 TFLOP/s in bf16; nothing is known of {name} but its memory",
+    )
 
 
 UNKNOWN_CPU = Machine(

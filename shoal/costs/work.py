@@ -41,12 +41,14 @@ class OpWork(NamedTuple):
         flops: floating-point operations of each.
         moved_bytes: bytes of the tensors that each reads and writes.
         number: how many there are.
+        itemsize: bytes of a number of the result.
     """
 
     kind: str
     flops: Affine
     moved_bytes: Affine
     number: int
+    itemsize: int = 4
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config.job import Job
-from shoal.costs.find_machine import find_machine, one_machine
+from shoal.costs.machine import Machine
 from shoal.errors import StrategyRefused
+from shoal.planner.find_machine import find_machine, one_machine
 from shoal.planner.job_workload import job_workload
 from shoal.planner.plan_report import choice_text
 from shoal.planner.script_process import plan_in_script
@@ -27,7 +28,7 @@ def choose(job: Job, ranks: int) -> tuple[str, str]:
     if (directory / CONFIG).is_file():
         kept = job_of(directory).strategy
         return kept, f"strategy auto: {kept}, as the run in {directory} has it"
-    return _choice(job_workload(job), ranks)
+    return _choice(job_workload(job), find_machine("", ranks), ranks)
 
 
 def choose_for_script(words: Sequence[str], ranks: int, accumulate: int = 0) -> tuple[str, str]:
@@ -41,11 +42,11 @@ def choose_for_script(words: Sequence[str], ranks: int, accumulate: int = 0) -> 
         StrategyRefused: no strategy fits.
         UsageError: the script cannot be followed.
     """
-    return plan_in_script(words, ranks, _choice, ranks, accumulate=accumulate)
+    machine = find_machine("", ranks)  # the process of the script sees no GPU
+    return plan_in_script(words, ranks, _choice, machine, ranks, accumulate=accumulate)
 
 
-def _choice(workload: Workload, ranks: int) -> tuple[str, str]:
-    machine = find_machine("")
+def _choice(workload: Workload, machine: Machine, ranks: int) -> tuple[str, str]:
     planner = Planner(workload, machine, one_machine(machine, ranks))
     plans = planner.search()
     if plans.best is None:

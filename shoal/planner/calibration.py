@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm import equal_chunks
-from shoal.costs.find_machine import one_machine
 from shoal.costs.machine import (
     VIEW_SHARE,
     Compute,
@@ -44,6 +43,7 @@ from shoal.costs.network import Network
 from shoal.costs.step_tasks import SegmentTimer, least_seconds
 from shoal.costs.work import OpWork
 from shoal.models import build
+from shoal.planner.find_machine import one_machine
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.cgroups import usable_cores

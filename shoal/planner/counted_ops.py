@@ -16,6 +16,7 @@ class CountedOp(NamedTuple):
     kind: str
     flops: float
     moved_bytes: float
+    itemsize: int = 4
 
 
 def tensors_of(nest: Any) -> list[Tensor]:
@@ -52,7 +53,11 @@ def affine_ops(
             a.kind,
             affine(a.flops, b.flops, samples),
             affine(a.moved_bytes, b.moved_bytes, samples),
+            a.itemsize,
         )
         for a, b in zip(first, second, strict=True)
     )
-    return tuple(OpWork(*key, count) for key, count in counts.items())
+    return tuple(
+        OpWork(kind, flops, moved, count, itemsize)
+        for (kind, flops, moved, itemsize), count in counts.items()
+    )

@@ -10,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.costs import cluster as clusters
-from shoal.costs.find_machine import find_machine, one_machine
 from shoal.errors import ConfigError
+from shoal.planner.find_machine import find_machine, one_machine
 from shoal.planner.plan_report import report
 from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import Plan, Planner, Plans, Workload
@@ -86,7 +86,8 @@ def plan(
     if problems:
         raise ConfigError(problems)
     hosts = clusters.load(Path(cluster)) if cluster is not None else None
-    speeds = find_machine(machine or (hosts.machine if hosts else ""))
+    on_host = hosts.ranks_per_host if hosts else ranks
+    speeds = find_machine(machine or (hosts.machine if hosts else ""), on_host)
     work = trace_model(model, compute_loss, lambda _: optimizer, inputs)
     planner = Planner(
         Workload(work, model, size, accumulate), speeds, hosts or one_machine(speeds, ranks), limit

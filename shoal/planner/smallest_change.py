@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from shoal.costs.find_machine import one_machine
 from shoal.costs.memory_peak import peak
 from shoal.errors import ConfigError, StrategyRefused
+from shoal.planner.find_machine import one_machine
 from shoal.planner.quantity_text import bytes_text
 from shoal.planner.strategy_search import Planner, short_lines
 from shoal.strategies import parse_line

@@ -187,7 +187,9 @@ def _resized(batch: Any, samples: int) -> Any:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         shape = (samples, *value.shape[1:])
-        return torch.empty(shape, dtype=value.dtype, device=value.device)
+        # A model on the meta device is followed on the CPU, and so is such a batch.
+        device = "cpu" if value.is_meta else value.device
+        return torch.empty(shape, dtype=value.dtype, device=device)
 
     return tree_map(resize, batch)
 
@@ -365,7 +367,8 @@ class StepTracer(DispatchMode):
         if flops:
             kind = "conv" if "conv" in str(func) else "matmul"
         moved = sum(tensor.nbytes for tensor in (*inputs, *outputs))
-        return CountedOp(kind, float(flops), float(moved))
+        itemsize = outputs[0].itemsize if outputs else 4
+        return CountedOp(kind, float(flops), float(moved), itemsize)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         self._stack.append(self._names.get(id(module), self._stack[-1]))

@@ -34,10 +34,13 @@ def test_an_operation_takes_its_overhead_and_the_time_of_its_flops() -> None:
         backward_op_s=1.0,
         step_op_s=1.0,
         step_s=0.0,
+        float32={"matmul": 0.1},
     )
-    matmul = OpWork("matmul", Affine(0.0, 100.0), Affine(0.0, 1.0), 3)
+    matmul = OpWork("matmul", Affine(0.0, 100.0), Affine(0.0, 1.0), 3, itemsize=2)
     assert speeds.op_s(matmul, 2, 1.0, 0.5) == pytest.approx(3 * (0.5 + 2.0))
     assert speeds.op_s(matmul, 2, 0.5, 0.5) == pytest.approx(3 * (0.5 + 1.0))
+    in_float32 = matmul._replace(itemsize=4)
+    assert speeds.op_s(in_float32, 2, 1.0, 0.5) == pytest.approx(3 * (0.5 + 20.0))
     addition = OpWork("memory", Affine(0.0, 0.0), Affine(20.0, 0.0), 1)
     assert speeds.op_s(addition, 9, 1.0, 0.5) == pytest.approx(2.5)
 

@@ -43,7 +43,7 @@ def test_a_model_on_the_meta_device_is_planned() -> None:
     with torch.device("meta"):
         model = nn.Linear(1 << 16, 1 << 16)
     optimizer = torch.optim.AdamW(model.parameters())
-    sample = (torch.zeros(4, 1 << 16),)
+    sample = (torch.zeros(4, 1 << 16, device="meta"),)
     found = shoal.plan(
         model, optimizer, sample, lambda x: model(x).mean(), ranks=2, memory="16GiB", machine="h100"
     )
