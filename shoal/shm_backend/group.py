@@ -33,14 +33,14 @@ from shoal.platform.torch_private.c10d import (
 from shoal.platform.torch_private.dispatch_state import is_fake
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
-from shoal.shm_backend.call_handles import traced
+from shoal.shm_backend.call_handles import CompletedWork, traced
 from shoal.shm_backend.call_queue import CallQueue
 from shoal.shm_backend.gloo_calls import GlooCalls, is_flat_contiguous
 from shoal.shm_backend.liveness import PeerLiveness
 from shoal.shm_backend.native import CODES, LARGE_BYTES, NativeCalls
 from shoal.shm_backend.native import MAX_RANKS as MAX_NATIVE_RANKS
 from shoal.shm_backend.phase_board import PhaseBoard, Steps
-from shoal.shm_backend.reduce_kernels import can_reduce
+from shoal.shm_backend.reduce_kernels import can_reduce, reduce_into
 from shoal.shm_backend.rendezvous import Topology, rendezvous
 from shoal.shm_backend.torch_calls import torch_call
 from shoal.shm_backend.waiter import SPIN_S, Waiter
@@ -263,7 +263,27 @@ class ShoalGroup(Base):
         rows = rows_of(tensor, self.size())
         if self._has_rows(rows, output, operation):
             return self._reduce_scatter([output], rows, operation, opts)
+        if (
+            self._queue is None
+            and rows
+            and not opts.asyncOp
+            and can_reduce(tensor.dtype, operation)
+        ):
+            return self._exchange_and_reduce(output, tensor, operation)
         return self._by_gloo(REDUCE_SCATTER_FLAT, output, tensor, opts)
+
+    def _exchange_and_reduce(self, output: Tensor, tensor: Tensor, operation: str) -> Work:
+        """Send each rank its row, and reduce what comes, in the order of ranks.
+
+        Gloo's own reduce-scatter is an all-reduce, which sends twice as much.
+        """
+        flat, received = flattened(output), torch.empty_like(tensor.data)
+        as_bytes = [flattened(each).view(torch.uint8) for each in (received, tensor)]
+        self._by_gloo("alltoall_base", *as_bytes, [], [], dist.AllToAllOptions()).wait()
+        reduce_into(flat, [flattened(row) for row in rows_of(received, self.size())], operation)
+        if not _shares_memory(flat, output):
+            output.data.copy_(flat.view(output.shape))
+        return CompletedWork([output])
 
     reduce_scatter_single = _reduce_scatter_base
 

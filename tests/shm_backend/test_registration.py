@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shoal.errors import CollectiveFailed, UsageError
 from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
+from shoal.trace.recorder import Recorder
 
 
 def test_a_tensor_of_another_device_is_refused_also_if_the_group_names_a_backend_for_it() -> None:
@@ -49,6 +50,29 @@ def _over_hosts() -> str:
             dist.all_reduce(tensor, group=group)
     dist.barrier()
     return ""
+
+
+def test_a_reduce_scatter_over_hosts_sends_each_rank_its_row_and_adds_in_order() -> None:
+    calls = {"alltoall_base (Gloo)"}
+    assert world.run(3, _reduce_scatter) == [([0.0, 5.0 * n], [1.0] * 4, calls) for n in range(3)]
+
+
+def _reduce_scatter() -> tuple[list[float], list[float], set[str]]:
+    rank = dist.get_rank()
+    os.environ["SHOAL_HOST"] = "ABC"[rank]
+    group = dist.new_group()
+    del os.environ["SHOAL_HOST"]
+    # 1e16 + 1 is 1e16: the sum is 0 in the order of ranks, and in no other.
+    own = torch.tensor([[1e16, 1.0, -1e16][rank], [0.0, 2.0, 3.0][rank]], dtype=torch.float64)
+    terms = torch.stack([own * torch.tensor([1.0, row]) for row in range(3)])
+    group.recorder = recorder = Recorder()
+    recorder.begin()
+    dist.reduce_scatter_tensor(sums := torch.empty_like(own), terms, group=group)
+    calls = {span.name for span in recorder.end()}
+    group.recorder = None
+    transposed, ones = torch.empty(2, 2).half().t(), torch.ones(6, 2).half()
+    dist.reduce_scatter_tensor(transposed, ones, dist.ReduceOp.AVG, group)
+    return sums.tolist(), transposed.flatten().tolist(), calls
 
 
 def test_a_monitored_barrier_names_the_ranks_that_did_not_come() -> None:
