@@ -33,7 +33,9 @@ MODELS = {
     "mlp": ModelCase("mlp", (1, 28, 28), {"hidden": [384, 384]}, 64),
     "cnn": ModelCase("residual_cnn", (3, 16, 16), {"widths": [16, 32]}, 16),
     "gpt": ModelCase("gpt", (32,), {"width": 64, "layers": 4, "heads": 4}, 8),
+    "lstm": ModelCase("lstm", (16,), {"width": 128, "layers": 2}, 16),
 }
+ON_ONE_HOST = ("mlp", "cnn", "gpt")
 
 
 class PlannedCase(NamedTuple):
@@ -60,10 +62,10 @@ EVERYWHERE = (
     ("ddp", 4),
 )
 CASES = (
-    *(PlannedCase(model, line, ranks) for model in MODELS for line, ranks in EVERYWHERE),
-    *(PlannedCase(model, "tensor=2", 2) for model in ("mlp", "cnn", "gpt")),
-    *(PlannedCase(model, "pipeline=2", 2) for model in ("mlp", "cnn", "gpt")),
-    *(PlannedCase(model, "recompute,ddp", 2) for model in ("mlp", "cnn", "gpt")),
+    *(PlannedCase(model, line, ranks) for model in ON_ONE_HOST for line, ranks in EVERYWHERE),
+    *(PlannedCase(model, "tensor=2", 2) for model in ON_ONE_HOST),
+    *(PlannedCase(model, "pipeline=2", 2) for model in ON_ONE_HOST),
+    *(PlannedCase(model, "recompute,ddp", 2) for model in ON_ONE_HOST),
     PlannedCase("gpt", "pipeline=2,schedule=gpipe", 2),
     PlannedCase("gpt", "pipeline=2,schedule=interleaved", 2),
     PlannedCase("gpt", "pipeline=2,schedule=zero-bubble", 2),

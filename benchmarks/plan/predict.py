@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.plan.cases import (
     CASES,
     MODELS,
+    ON_ONE_HOST,
     PlannedCase,
     loss,
     make_optimizer,
@@ -30,7 +31,7 @@ MACHINE, PREDICTIONS = HERE / "machine.json", HERE / "predictions.json"
 
 def main() -> None:
     machine = load(MACHINE)
-    workloads = {name: _workload(name) for name in MODELS}
+    workloads = {name: workload_of(name) for name in ON_ONE_HOST}
     predictions = []
     for case in CASES:
         entry = {**case._asdict(), **_predicted(case, workloads[case.model], machine)}
@@ -39,7 +40,8 @@ def main() -> None:
     PREDICTIONS.write_text(json.dumps(predictions, indent=1) + "\n")
 
 
-def _workload(name: str) -> Workload:
+def workload_of(name: str) -> Workload:
+    """Return the work of a model of `MODELS`."""
     case = PlannedCase(name, "single", 1)
     model = model_of(case)
     batch = samples_of(case, 1)[0:1]

@@ -162,7 +162,7 @@ def _all_reduce() -> Facts:
     except subprocess.TimeoutExpired:
         error = f"no result after {RANKS_LIMIT_S} s"
     seconds = None if error else round(time.monotonic() - begin, 1)
-    return {"all_reduce_error": error, "all_reduce_s": seconds}
+    return {"all_reduce_error": error, "first_all_reduce_of_two_new_ranks_s": seconds}
 
 
 def _version(package: str) -> str | None:
