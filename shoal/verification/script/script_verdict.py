@@ -83,7 +83,7 @@ def verify_script(
         many = recording.candidate(ranks, variables)
         if any(record.refusal is not None for record in many):
             return compare_runs(recording.many, recording.many)
-        _check_record(Path(script), recording.many, many)
+        _check_record(Path(script), recording.many, many, strategy)
         recording.reference()
         return compare_runs(recording.one, recording.many, tolerance)
 
@@ -161,10 +161,17 @@ def _check(script: Path, ranks: int, steps: int) -> None:
         raise UsageError(f"verify: ranks={ranks}, steps={steps}: each must be at least 1.")
 
 
-def _check_record(script: Path, folder: Path, ranks: list[RankRecord]) -> None:
+def _check_record(
+    script: Path, folder: Path, ranks: list[RankRecord], strategy: str | None
+) -> None:
     """Raise UsageError where one process cannot do what the ranks have done."""
     if not any(record.steps for record in ranks):
         raise UsageError(NO_STEP.format(script=script))
+    if strategy is not None and not ranks[0].by_shoal:
+        raise UsageError(
+            f"--strategy {strategy}: {script} does not train by Shoal, so no strategy of Shoal "
+            "divides its work. Leave out --strategy to verify it as it is."
+        )
     if ranks[0].by_shoal or any(record.loaders for record in ranks):
         return
     if axes_of_batches(folder, ranks)[0]["data"][1] > 1:
