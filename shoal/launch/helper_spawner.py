@@ -108,8 +108,8 @@ class HelperSpawner:
                         self.alive.add(pid)
                         self._started.put(pid)
                     else:
-                        self.alive.discard(pid)
                         self.codes[pid] = code
+                        self.alive.discard(pid)
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
         end = "" if self._is_closed else self._end_of_spawner()

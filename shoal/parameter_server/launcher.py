@@ -174,6 +174,9 @@ class ServerPool:
             if self._is_over():
                 return
             if self.coordinator is not None and self._coordinator_exited():
+                pid = self.coordinator.pid
+                end = end_of_process(self.spawner.codes[pid])
+                print_note(f"the servers' coordinator (process {pid}) {end}; another is started")
                 self.coordinator.start()
             with self._lock:
                 lost = [(pid, self.servers.pop(pid)) for pid in dead & self.servers.keys()]

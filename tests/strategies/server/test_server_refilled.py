@@ -1,4 +1,5 @@
-"""A shard that loses its primary again and again, each time after the last loss was repaired."""
+"""A shard that loses its primary again and again, each time after the last loss was repaired, and
+the coordinator with the first one."""
 
 import os
 import re
@@ -18,6 +19,7 @@ NOTE = (
     r"note: the server of shard 1 \(process \d+\) was killed by SIGKILL; its backup takes over, "
     "and another is started"
 )
+COORDINATORS = r"note: the servers' coordinator \(process \d+\) was killed by SIGKILL; another is"
 
 
 def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[int]]:
@@ -32,6 +34,8 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     def strike(*_: Any) -> None:
         nonlocal count
         count += 1
+        if run.rank == 0 and count == LOSSES_AFTER[0]:
+            os.kill(part.remote_optimizer.launcher.pool.coordinator.pid, signal.SIGKILL)
         if run.rank == 0 and count in LOSSES_AFTER:
             fleet = part.remote_optimizer.launcher.pool
             view = fleet.watcher.wait_for_view(
@@ -47,7 +51,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     return run.weights(), part.remote_optimizer.client.stats(), killed
 
 
-def test_three_losses_of_one_shard_one_after_the_other_are_told_and_change_no_bit(
+def test_three_losses_of_a_shard_and_that_of_the_coordinator_are_told_and_change_no_bit(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     undisturbed = world.run(2, trained, "server=2,part_mb=0.01")[0][0]
@@ -55,4 +59,5 @@ def test_three_losses_of_one_shard_one_after_the_other_are_told_and_change_no_bi
     assert len(set(found[0][2])) == 3
     check([(weights, figures) for weights, figures, _ in found], undisturbed)
     said = capfd.readouterr().err
-    assert len(re.findall(NOTE, said)) == said.count("note: the server") == 3
+    assert len(re.findall(NOTE, said)) == said.count("note: the server ") == 3
+    assert len(re.findall(COORDINATORS, said)) == 1
