@@ -41,10 +41,12 @@ from shoal.platform.torch_private.fake_tensors import VALUE_NEEDED, weights_with
 from shoal.run import Run
 from shoal.run.prepare_arguments import as_one_module, is_trained, named_models, sort_arguments
 from shoal.run.prepared import NOTHING_PREPARED
+from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.strategies.transforms.compile import Compile
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.script_recorder import EnoughSteps
 from shoal.verification.script.watched_calls import watch
+from shoal.verification.script.written_files import open_no_logger
 
 CURE = "The model alone can be planned: shoal.plan(model, optimizer, batch, compute_loss, ranks=N)."
 WITHOUT_SHOAL = "the script has no shoal.init(), which a strategy needs (docs/start.md); with it:"
@@ -164,8 +166,12 @@ class _Follower:
             (Run, "microbatches", self._microbatches),
             (DataLoader, "__iter__", self._iterate),
             (ShardedLoader, "__iter__", self._iterate),
-            (torch, "save", _save_nothing),
-            (Run, "save", _save_nothing),
+            (torch, "save", _do_nothing),
+            (Run, "save", _do_nothing),
+            (Run, "ema", _do_nothing),
+            (Run, "log_to", open_no_logger),
+            (RunCheckpoints, "resume", lambda *_, **__: 0),
+            (RunCheckpoints, "save", _do_nothing),
             (torch.nn.parallel, "DistributedDataParallel", _passed),
         ):
             watch(stack, owner, name, make)
@@ -333,8 +339,8 @@ def _passed(_: Any, module: nn.Module, *__: Any, **___: Any) -> nn.Module:
     return _Passed(module)
 
 
-def _save_nothing(*_: Any, **__: Any) -> None:
-    """Stand for a function that writes a file."""
+def _do_nothing(*_: Any, **__: Any) -> None:
+    """Stand for a function that writes a file, or needs weights."""
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

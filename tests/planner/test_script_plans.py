@@ -44,10 +44,15 @@ FUNCTION = """\
 LOOP_OF_RUN = """\
     run = shoal.init()
     model, optimizer, loader = run.prepare(model, optimizer, loader)
+    average = run.ema(0.9)
+    checkpoint = run.checkpoint("checkpoints")
+    step = checkpoint.resume()
+    run.log_to("jsonl", directory="log", step=step)
     for x, y in loader:
         optimizer.zero_grad()
         run.backward(F.cross_entropy(model(x), y))
         optimizer.step()
+        checkpoint.save(step + 1)
     """
 MICROBATCHES = """\
     run = shoal.init(accumulate=3)

@@ -25,7 +25,11 @@ def exit_status(*words: str) -> object:
     return end.value.code
 
 
-def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(tmp_path: Path) -> None:
+def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     report = shoal.verify_script(LOOP, ranks=2, strategy="ddp", steps=9, keep=tmp_path)
     assert report.verdict == "exact"
     assert report.exit_code == 0
@@ -33,7 +37,7 @@ def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(tmp_path: Pa
     assert report.largest is not None
     assert report.largest < 1e-12
     assert (tmp_path / "candidate/rank-0/files/0-shoal_loop.pt").exists()
-    assert not Path("shoal_loop.pt").exists()
+    assert not list(Path().iterdir())  # no file, no checkpoint, no log
     assert [name for name, _, _ in report.layers][:3] == [
         "embedding",
         "blocks.0.norm",

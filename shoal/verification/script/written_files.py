@@ -1,8 +1,10 @@
-"""Files of tensors that a script writes: kept with the record, away from the user's own files.
+"""Files that a script writes: tensors are kept with the record, away from the user's own files.
 
 torch.save(state, "model.pt")     the record's files/0-model.pt
 run.save("model.pt")              the record's files/1-model.pt
 torch.load("model.pt")            reads what this run has written there last, else the user's
+run.checkpoint("checkpoints")     resumes from none and writes none: every run begins at step 0
+run.log_to("jsonl")               opens no logger
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint import Checkpoints
+from shoal.checkpoint.manifest import name_of
 from shoal.data.tree_map import items_of
 from shoal.run import Run
 from shoal.verification.differences import differences
@@ -22,7 +26,7 @@ from shoal.verification.script.watched_calls import watch
 
 
 class WrittenFiles:
-    """Redirects what this process writes by `torch.save` and `Run.save`.
+    """Redirects or drops what this process writes by torch and Shoal.
 
     Args: folder: for the files; it is made.
     """
@@ -37,6 +41,9 @@ class WrittenFiles:
         watch(stack, torch, "save", self._save)
         watch(stack, torch, "load", self._load)
         watch(stack, Run, "save", self._save_run)
+        watch(stack, Run, "log_to", open_no_logger)
+        watch(stack, Checkpoints, "load", lambda *_, **__: None)
+        watch(stack, Checkpoints, "write", _write_no_checkpoint)
 
     def _save(self, original: Any, obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         original(obj, self._place(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
@@ -54,6 +61,15 @@ class WrittenFiles:
         self._count += 1
         self._places[os.path.realpath(path)] = place
         return place
+
+
+def open_no_logger(original: Any, run: Run, *_: Any, **__: Any) -> None:
+    """Let `run.log` return its means, and write them nowhere."""
+    original(run)
+
+
+def _write_no_checkpoint(_: Any, checkpoints: Checkpoints, division: Any, *__: Any) -> Path:
+    return checkpoints.directory / name_of(division.step)
 
 
 def compare_files(reference: Path, candidate: Path) -> dict[str, float]:

@@ -64,6 +64,9 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 tokens = torch.randint(0, 10, (30, 5))
 loader = DataLoader(TensorDataset(tokens), batch_size=7, shuffle=True)
 model, optimizer, loader = run.prepare(model, optimizer, loader)
+checkpoint = run.checkpoint("checkpoints")
+step = checkpoint.resume()
+run.log_to("jsonl", directory="log", step=step)
 
 
 def compute_loss(x: Tensor) -> Tensor:
@@ -74,5 +77,7 @@ for (x,) in loader:
     optimizer.zero_grad()
     loss = run.forward_backward(compute_loss, x)
     optimizer.step()
-    print(loss.item())
+    step += 1
+    run.log({"loss": loss}, step=step)
+    checkpoint.save(step)
 run.save("shoal_loop.pt")
