@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import UsageError
-from shoal.loggers import LOGGERS, LoggerGroup, open_logger, problems_of
+from shoal.loggers import LOGGERS, Logger, LoggerGroup, open_logger, problems_of
 from shoal.loggers.metrics_file import NAME
 
 
@@ -33,31 +33,29 @@ class ScriptLog:
         self,
         names: Sequence[str],
         directory: str | Path | None,
-        step: int,
+        step: int | None,
         settings: dict[str, Any],
     ) -> None:
         """Open loggers. Collective.
 
         Raises:
-            UsageError: on every rank; there is no such logger, or its package is missing. On rank
-                0; the directory has the measurements of another run.
+            UsageError: on every rank; there is no such logger, or its package is missing; the
+                directory cannot be written, or has the measurements of another run.
         """
         if problems := problems_of([*names]):
             raise UsageError(f"run.log_to: {'; '.join(problems)}")
         if not self._is_open:
             atexit.register(self._group.close)
         self._is_open = True
-        if self._mesh.rank != 0:
-            return
-        path = new_directory() if directory is None else Path(directory)
-        if not step and (found := records_in(path)):
-            raise UsageError(
-                f"run.log_to: {path} has the measurements of another run ({found}). Give another "
-                "directory; or the step from which this run goes on, "
-                "run.log_to(..., step=checkpoint.resume())."
-            )
-        opened = [open_logger(name, path, step, settings) for name in dict.fromkeys(names)]
-        self._group.loggers += opened
+        failure = ""
+        if self._mesh.rank == 0:
+            path = new_directory() if directory is None else Path(directory)
+            try:
+                self._group.loggers += _opened(names, path, step, settings)
+            except (OSError, UsageError) as error:
+                failure = str(error)
+        if failure := self._mesh.all_gather_str(failure)[0]:
+            raise UsageError(f"run.log_to: {failure}")
 
     def write(self, values: Mapping[str, float | Tensor], step: int, kind: str) -> dict[str, float]:
         """Write the means over ranks. Collective.
@@ -76,6 +74,18 @@ class ScriptLog:
         self._group.write(kind, {"step": step, **record})
         self.last = record
         return record
+
+
+def _opened(
+    names: Sequence[str], path: Path, step: int | None, settings: dict[str, Any]
+) -> list[Logger]:
+    """Return loggers that go on behind a step; None is a new run, and refuses a record."""
+    if step is None and (found := records_in(path)):
+        raise UsageError(
+            f"{path} has the measurements of another run ({found}). Give another directory; or the "
+            "step from which this run goes on, run.log_to(..., step=checkpoint.resume())."
+        )
+    return [open_logger(name, path, step or 0, settings) for name in dict.fromkeys(names)]
 
 
 def new_directory() -> Path:

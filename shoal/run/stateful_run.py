@@ -247,7 +247,11 @@ class StatefulRun(ThisRank):
         return [f"{change}; accepted", *notes] if change else notes
 
     def log_to(
-        self, *loggers: str, directory: str | Path | None = None, step: int = 0, **settings: Any
+        self,
+        *loggers: str,
+        directory: str | Path | None = None,
+        step: int | None = None,
+        **settings: Any,
     ) -> None:
         """Open loggers for `log`. Collective.
 
@@ -257,8 +261,8 @@ class StatefulRun(ThisRank):
             loggers: "jsonl", "tensorboard", "wandb", "mlflow", "trackio".
             directory: of the run; their files lie in it, and it gives the run its name. By default
                 a new one in runs/, with the name of the script and the time.
-            step: from which a run goes on, as `checkpoint.resume()` returns it; measurements of
-                later steps are written again.
+            step: from which a run goes on, as `checkpoint.resume()` returns it, 0 too, where a job
+                was lost before its first checkpoint; measurements of later steps are written again.
             settings: to be shown beside the measurements.
 
         Raises:

@@ -113,25 +113,24 @@ def test_a_script_logs_the_means_of_all_ranks_on_one(tmp_path: Path) -> None:
     assert lines == [{"kind": "train", "step": step, "loss": 0.5, "lr": 0.1} for step in (1, 2)]
 
 
-def resumes(directory: Path) -> str:
+def resumes(directory: Path, step: int) -> str:
     run = shoal.init("ddp", announce=lambda _: None)
-    try:
+    with pytest.raises(UsageError) as refused:
         run.log_to("jsonl", directory=directory)
-    except UsageError as error:
-        run.log_to("jsonl", directory=directory, step=1)
-        run.log({"loss": 5.0}, step=2)
-        return str(error)
-    return ""
+    run.log_to("jsonl", directory=directory, step=step)
+    run.log({"loss": 5.0}, step=step + 1)
+    return str(refused.value)
 
 
+@pytest.mark.parametrize(("step", "kept"), [(1, [(1, 0.5), (2, 5.0)]), (0, [(1, 5.0)])])
 def test_an_earlier_record_is_kept_up_to_the_step_from_which_a_script_goes_on(
-    tmp_path: Path,
+    tmp_path: Path, step: int, kept: list[tuple[int, float]]
 ) -> None:
-    world.run(1, logs, tmp_path)
-    (refused,) = world.run(1, resumes, tmp_path)
-    assert "measurements of another run (metrics.jsonl)" in refused
+    world.run(2, logs, tmp_path)
+    for refused in world.run(2, resumes, tmp_path, step):
+        assert "measurements of another run (metrics.jsonl)" in refused
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(1, 0.0), (2, 5.0)]
+    assert [(line["step"], line["loss"]) for line in lines] == kept
 
 
 class LosesAll:
