@@ -22,10 +22,12 @@ from shoal.comm.parallel_dims import ParallelDims, groups_along, problems
 from shoal.errors import EnvironmentConflict, StrategyRefused
 from shoal.launch.environment import RankInfo
 from shoal.launch.helper_spawner import HelperSpawner
+from shoal.platform.sockets import wait_for_address
 from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 TIMEOUT = timedelta(minutes=30)
+NAME_WAIT_S = 60.0
 TIMEOUT_LIMITS = 20
 """The launcher's limit is ten times longer in a first step; twice that is left to it."""
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -204,6 +206,8 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
 
     Ranks of Shoal's own launcher meet in a store that only their user can open, all others in the
     TCPStore at MASTER_ADDR.
+
+    Raises: EnvironmentConflict: the name of rank 0's machine has no address here.
     """
     store = None
     if place.store is not None:
@@ -211,6 +215,13 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
         store = dist.FileStore(place.store)  # type: ignore[attr-defined]
         store.set_timeout(timeout)
     elif place.master_address is not None:
+        try:
+            wait_for_address(place.master_address, NAME_WAIT_S)
+        except OSError as error:
+            raise EnvironmentConflict(
+                f"this machine knows no address of {place.master_address}, where rank 0 is to be "
+                f"met ({error.strerror}). Set MASTER_ADDR to an address of rank 0's machine."
+            ) from None
         os.environ["MASTER_ADDR"] = place.master_address
         os.environ["MASTER_PORT"] = str(place.master_port)
     dist.init_process_group(

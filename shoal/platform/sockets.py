@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import tempfile
+import time
 from multiprocessing import util
 
 TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
@@ -43,6 +44,22 @@ def own_address_towards(host: str) -> str:
                 continue
             return str(probe.getsockname()[0])
     raise errors[0]
+
+
+def wait_for_address(host: str, wait_s: float) -> None:
+    """Return when a name has an address here: a name server may learn of a new host late.
+
+    Raises: OSError: it has none within `wait_s`.
+    """
+    limit = time.monotonic() + wait_s
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except socket.gaierror:
+            if time.monotonic() >= limit:
+                raise
+        time.sleep(0.5)
 
 
 def make_socket_directory() -> None:

@@ -1,14 +1,16 @@
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm import mesh
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh, init_mesh
 from shoal.comm.parallel_dims import ParallelDims
-from shoal.errors import LaunchError
-from shoal.launch.environment import read
+from shoal.errors import EnvironmentConflict, LaunchError
+from shoal.launch.environment import RankInfo, read
 from shoal.testing import world
 
 
@@ -135,3 +137,10 @@ def beside() -> list[int]:
 
 def test_a_group_beside_training_is_of_the_line() -> None:
     assert world.run(4, beside) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def test_a_name_of_rank_0_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "NAME_WAIT_S", 0)
+    place = RankInfo(1, 2, 0, 1, "slurm", "n1.invalid", 29500, "")
+    with pytest.raises(EnvironmentConflict, match=r"no address of n1\.invalid.*Set MASTER_ADDR"):
+        mesh.join_world(place, "gloo", timedelta(seconds=1))

@@ -84,6 +84,8 @@ def srun(words: list[str]) -> None:
 def scontrol(words: list[str]) -> None:
     if "hostnames" in words:
         print("n1")
+    elif "node" in words:
+        print("NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1")
     elif "requeue" in words:
         (FOLDER / "requeue").touch()
         state("PENDING")

@@ -1,7 +1,8 @@
 """A Slurm of four nodes on this machine, started for the tests and ended after them.
 
 It needs root and Debian's packages slurmctld and slurmd (`apt install slurm-wlm`), no munge and no
-accounting. Its nodes are n1 to n4, all of them this machine, with files and ports of their own.
+accounting. Its nodes are n1 to n4, all of them this machine, with files and ports of their own. No
+name server knows their names.
 """
 
 from __future__ import annotations
@@ -77,11 +78,9 @@ class SlurmCluster:
         self.config.write_text(
             CONFIG.format(host=host, folder=folder, controller=controller, nodes=nodes)
         )
-        # Every node's name leads to this machine, though no name server knows it.
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(self.config),
-            "MASTER_ADDR": "127.0.0.1",
             "OMP_NUM_THREADS": "1",
         }
 

@@ -54,7 +54,7 @@ def test_a_script_runs_as_one_world_with_its_own_words_and_the_log_shows_rank_0(
     )
     assert "COMPLETED" in ended(slurm)
     assert Path("a-script-12.out").read_text().splitlines() == [
-        "0 2 0 1 n1 True",
+        "0 2 0 1 127.0.0.1 True",
         """zero3 ['--time', "it's $x"]""",
         "shoal: the job's script ends with exit code 0",
     ]

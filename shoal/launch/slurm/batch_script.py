@@ -24,10 +24,17 @@ KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM
 OVERRULING = {"SBATCH_ARRAY_INX", "SBATCH_CLUSTERS", "SBATCH_ERROR", "SBATCH_NO_REQUEUE"}
 """Variables without an option of the script's that would change what the script relies on."""
 
+FIRST_NODE = """\
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Slurm may reach a node whose name no name server knows.
+if ! getent hosts "$first" > /dev/null; then
+  address=$(scontrol show node "$first" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+  export MASTER_ADDR="${MASTER_ADDR:-$address}"
+fi
+"""
 WORLD = """\
 # The variables of env://, for a script that knows nothing of Slurm. Each task adds its own two.
 export WORLD_SIZE={world} LOCAL_WORLD_SIZE={local_world}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_ADDR="${{MASTER_ADDR:-$first}}"
 export MASTER_PORT="${{MASTER_PORT:-$((15000 + SLURM_JOB_ID % 15000))}}"
 """
@@ -113,10 +120,10 @@ def render(
         "export PYTHONUNBUFFERED=1",
         *(f"export {name}={shlex.quote(value)}" for name, value in work.environment.items()),
     ]
-    parts = [BODY.format(srun=_srun(options, work, python))]
+    parts = [FIRST_NODE]
     if work.needs_rank_variables:
-        world = WORLD.format(world=options.ranks, local_world=options.ranks_per_node)
-        parts.insert(0, world)
+        parts.append(WORLD.format(world=options.ranks, local_world=options.ranks_per_node))
+    parts.append(BODY.format(srun=_srun(options, work, python)))
     if work.restarts:
         parts.append(RESTARTS.format(restarts=work.restarts))
     parts.append(REQUEUE.format(restart=EXIT_RESTART, requeues=options.requeues))
