@@ -137,7 +137,8 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         elif name == "auto":
             problems.append(
                 "auto stands alone: the planner chooses the whole line, for shoal.init, "
-                "`shoal train -n` and `shoal launch -n`"
+                "`shoal train -n` and `shoal launch -n`; elsewhere give the line that `shoal plan` "
+                "ends with"
             )
         elif instead := foreign_words.instead_of(name):
             problems.append(f"'{name}' is no strategy: {instead}")

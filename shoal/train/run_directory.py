@@ -172,7 +172,12 @@ def job_of(directory: Path) -> Job:
             files to import.
     """
     if not (directory / CONFIG).is_file():
-        raise ConfigError([f"{directory} is no run directory: it has no {CONFIG}."])
+        raise ConfigError(
+            [
+                f"{directory} is no run directory: it has no {CONFIG}, which `shoal train` writes. "
+                "A script of your own evaluates by run.evaluate, and exports by run.save."
+            ]
+        )
     _check_owner(directory)
     return read(directory / CONFIG).job
 

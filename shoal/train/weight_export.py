@@ -63,7 +63,7 @@ def export(run: Path, output: Path, which: Which = "latest") -> Exported:
     if output.suffix != ".safetensors":
         raise UsageError(
             f"-o {output}: the file is written in the safetensors format; name it "
-            f"{output.stem}.safetensors."
+            f"{output.with_suffix('.safetensors')}."
         )
     if not output.parent.is_dir():
         raise UsageError(
