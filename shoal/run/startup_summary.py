@@ -10,6 +10,7 @@ a script gives the logger a handler or a level of its own, every line is printed
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,12 @@ def lines(
     summary = [] if size is None else [_describe_batch(size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
         summary.append(mesh.place.describe())
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    if mesh.place.launcher == "single" and tasks != "1":
+        summary.append(
+            f"note: this Slurm job has {tasks} tasks, and one process trains alone: start it by "
+            "srun, as in `srun python train.py`"
+        )
     # Shoal's own backend runs on CPUs, and torch uses one GPU for each rank or none.
     if torch.cuda.is_available() and mesh.device.type == "cpu":
         ranks, gpus = mesh.place.local_world, torch.cuda.device_count()

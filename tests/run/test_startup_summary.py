@@ -32,6 +32,15 @@ def summary(batch_size: int) -> list[str]:
     return told
 
 
+def test_a_process_that_srun_has_not_started_in_a_job_of_several_tasks_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not any("srun" in line for line in summary(2))
+    monkeypatch.setenv("SLURM_NTASKS", "2")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert any("has 2 tasks, and one process trains alone" in line for line in summary(2))
+
+
 def test_ranks_that_no_batch_has_a_sample_for_are_told() -> None:
     first, *_ = world.run(2, summary, 1)
     assert any("1 of them compute nothing" in line for line in first)
