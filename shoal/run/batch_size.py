@@ -7,7 +7,7 @@ in the tensors as they did in earlier batches.
 
 Shares of one global batch lie at the same place of an epoch on all ranks. A rank that leaves out a
 batch, by a number of its own, computes on the share of another one from then on, and no collective
-tells: `BatchHistory` does.
+tells: `BatchHistory` does. So it does where samplers draw other samples on each rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
+from shoal.run.collective_calls import CURE
 from shoal.run.tensor_digest import as_bytes
 
 BatchSource = ShardedLoader | SharedBatches
@@ -45,6 +46,16 @@ SAME_ROWS = (
     "the numbers of one device, in its time. Divide it: run.share(batch), or run.prepare(loader)."
 )
 """Note about batches that nobody has divided among the ranks."""
+
+
+ORDER_CURE = (
+    "Each rank takes its rows of the order that its own sampler draws, so some samples come twice "
+    "and others never. A sampler must draw the same on all ranks: by torch, np.random or random, "
+    "whose generators are seeded for each epoch, or by one that it seeds itself. Weights that "
+    "follow from losses must be those of all samples: sampler.weights[run.gather(index)] = "
+    "run.gather(losses.detach())."
+)
+"""Cure where samplers of ranks differ."""
 
 
 class StepSizes(NamedTuple):
@@ -368,12 +379,14 @@ class BatchPlaces(NamedTuple):
         unknown: batches without a place: no prepared loader has made any of their tensors.
         checksum: of all places.
         epoch, stop: place of the last one: the position in its epoch after it.
+        samples: checksum of all their indices.
     """
 
     unknown: int = 0
     checksum: int = 0
     epoch: int = 0
     stop: int = 0
+    samples: int = 0
 
 
 class BatchHistory:
@@ -387,23 +400,27 @@ class BatchHistory:
 
     def add(self, shard: BatchShard | None) -> None:
         """Add the batch of a step; None if its place is not known."""
-        unknown, checksum, *_ = self.places
+        unknown, checksum, *_, samples = self.places
         if shard is None:
             self.places = self.places._replace(unknown=unknown + 1)
         else:
             checksum = zlib.crc32(b"%d %d" % (shard.epoch, shard.stop), checksum)
-            self.places = BatchPlaces(unknown, checksum, shard.epoch, shard.stop)
+            samples = zlib.crc32(b"%d" % shard.checksum, samples)
+            self.places = BatchPlaces(unknown, checksum, shard.epoch, shard.stop, samples)
 
 
-def batches_differ(first: BatchPlaces, rank: int, other: BatchPlaces) -> str:
-    """Return how the batches of rank 0 differ from those of another rank; empty if they do not, or
-    if that cannot be told.
+def batches_differ(first: BatchPlaces, rank: int, other: BatchPlaces) -> tuple[str, str]:
+    """Return how the batches of rank 0 differ from those of another rank, and the cure; empty if
+    they do not, or if that cannot be told.
     """
-    if first.unknown or other.unknown or first.checksum == other.checksum:
-        return ""
-    if first[2:] == other[2:]:
-        return f"ranks 0 and {rank} have computed steps on different batches"
+    if first.unknown or other.unknown or first == other:
+        return "", ""
+    if first.checksum == other.checksum:
+        fact = f"the samplers of ranks 0 and {rank} have drawn other samples for their batches"
+        return f"{fact}, noticed in epoch {first.epoch}", ORDER_CURE
+    if (first.epoch, first.stop) == (other.epoch, other.stop):
+        return f"ranks 0 and {rank} have computed steps on different batches", CURE
     return (
         f"rank 0 computes a step on the batch that ends at {first.stop} of epoch {first.epoch}, "
         f"and rank {rank} on the one that ends at {other.stop} of epoch {other.epoch}"
-    )
+    ), CURE

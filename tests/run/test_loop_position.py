@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, ShoalError
@@ -124,6 +125,59 @@ def test_ranks_that_have_left_out_as_many_batches_are_told_too() -> None:
 
 def test_batches_that_all_ranks_leave_out_are_no_difference() -> None:
     assert world.run(2, left_out, "ddp", {0: {2, 5}, 1: {2, 5}}) == ["", ""]
+
+
+class OwnWeights(Sampler[int]):
+    """Draws by weights that the loop writes, as prioritised replay and hard-example mining do."""
+
+    def __init__(self, count: int) -> None:
+        self.weights = torch.ones(count)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, len(self.weights), replacement=True).tolist())
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+
+def weighted_by_losses(strategy: str, of_all: bool) -> tuple[str, list[Tensor]]:
+    """Draw samples by losses, of this rank or of all. Returns the error, or the weights."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 4).double()
+    data = TensorDataset(torch.randn(40, 6).double(), torch.arange(40) % 4, torch.arange(40))
+    sampler = OwnWeights(40)
+    model, optimizer, loader = run.prepare(
+        model,
+        torch.optim.SGD(model.parameters(), 0.1),
+        DataLoader(data, batch_size=10, sampler=sampler),
+    )
+    try:
+        for _ in range(3):
+            for x, y, index in loader:
+                losses = F.cross_entropy(model(x), y, reduction="none")
+                run.backward(losses.mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                gather = run.gather if of_all else Tensor.detach
+                sampler.weights[gather(index)] = gather(losses.detach()).float()
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}", []
+    return "", [*run.weights().values()]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_sampler_that_draws_by_losses_of_a_rank_is_refused(strategy: str) -> None:
+    for text, _ in world.run(2, weighted_by_losses, strategy, False):
+        assert text.startswith("UsageError: the samplers of ranks 0 and 1 have drawn other samples")
+        assert "sampler.weights[run.gather(index)] = run.gather(losses" in text
+
+
+def test_a_sampler_that_draws_by_losses_of_all_samples_trains_as_on_one_device() -> None:
+    ((_, alone),) = world.run(1, weighted_by_losses, "ddp", True)
+    for text, weights in world.run(2, weighted_by_losses, "ddp", True):
+        assert not text
+        torch.testing.assert_close(weights, alone, rtol=1e-10, atol=1e-12)
 
 
 def changed_by_chance(changes: dict[int, set[int]]) -> str:

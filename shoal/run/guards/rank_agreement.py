@@ -2,7 +2,7 @@
 
 numbers of groups    such as learning rates: a scheduler may see each rank's own loss
 loaded values        load_state_dict by one rank loads its part alone
-batches              must have been shares of the same global batches
+batches              must have been shares of the same global batches, of the same samples
 weights              of ranks that hold the same part of the model, to the last bit:
 
       model.head.reset_parameters()      each data rank draws other numbers
@@ -29,7 +29,6 @@ from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.run.batch_size import BatchHistory, BatchPlaces, batches_differ
-from shoal.run.collective_calls import CURE
 from shoal.run.guards.guarded_models import GuardedModels, Removable
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.replica_check import find_differences, replicated_tensors
@@ -86,8 +85,9 @@ def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory
             raise UsageError(_describe(groups, rank, other_groups))
         if loaded_by_other != loaded_by_first:
             raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
-        if fact := batches_differ(BatchPlaces(*places), rank, BatchPlaces(*other_places)):
-            raise UsageError(f"{fact}{call_site()}. {CURE}")
+        fact, cure = batches_differ(BatchPlaces(*places), rank, BatchPlaces(*other_places))
+        if fact:
+            raise UsageError(f"{fact}{call_site()}. {cure}")
     phase.loaded = 0
 
 
