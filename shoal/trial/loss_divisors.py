@@ -4,6 +4,7 @@
     (losses * mask).sum() / mask.sum()      divides by what the mask leaves
     F.mse_loss(output, target)              divides by the elements, so many for each sample
     real - k * fake                         multiplies by k, which a rank may have of its own losses
+    (loss - b).abs() + b                    multiplies by -1 where a rank's loss is below b
 
 Where ranks divide by different counts, the mean of their losses is not the loss of the whole batch.
 The graph of a loss knows its divisors, so a loss that is there already can be looked at too. What
@@ -17,6 +18,7 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shoal.comm.row_collectives import is_of_all_ranks
@@ -27,6 +29,8 @@ from shoal.strategies.loss_terms import Counted
 MOST_NODES = 2_000
 """Nodes of a graph that are looked at."""
 MOST_TERMS = 64
+_NONE = 1e-300
+"""Stands for a factor of 0, by which nothing can be divided."""
 MEAN, SUM = 1, 2
 """Values of `reduction` of torch's losses, in their nodes."""
 POINTWISE = {
@@ -36,6 +40,8 @@ POINTWISE = {
     *("Transpose", "UnsafeView", "Unsqueeze", "View", "Where"),
 }
 """Nodes behind which a divisor may stand; a path ends at any other."""
+BENDS = {"Abs", "Clamp", "ClampMin", "Hardtanh", "Maximum", "Minimum", "Relu", "Where"}
+"""Nodes that multiply a gradient by the slope at their input."""
 
 WORDS = {"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"}
 """Operations of nodes, as a script writes them."""
@@ -50,7 +56,9 @@ COUNTED = (
 MULTIPLIED = (
     "run.backward was given a loss in which each rank multiplies a term ({operation}) by another "
     "number: {counts}. One device has one. Compute it from what all ranks have, such as the loss "
-    "that run.backward returns or run.gather(tensor); draw it by a torch.Generator of its own. Or, "
+    "that run.backward returns or run.gather(tensor); draw it by a torch.Generator of its own. "
+    "Where abs, clamp or maximum bends a mean, the number is its slope: bend that of all samples, "
+    "run.gather(losses).mean(). Or, "
     'to train the mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
 )
 SUMMED = (
@@ -119,6 +127,8 @@ def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
     """Return True if a divisor may stand behind a node."""
     if node in outputs or is_of_all_ranks(node):
         return False
+    if _kind(node) in BENDS - POINTWISE:
+        return _bent_number(node) is not None
     return _kind(node) in POINTWISE or saved_value(node, "reduction") is not None
 
 
@@ -144,7 +154,7 @@ def _next(path: _Path, rows: int) -> list[_Path]:
                 # A weight of the loss is no divisor, but 1 / len(x) is.
                 path.divides or max(abs(here), 1 / abs(factor)) >= rows,
                 # Behind a reduction over samples, a number may belong to one of them.
-                path.factor if path.operation else path.factor * factor,
+                path.factor if path.operation else path.factor * factor * _slope(node, index),
                 _elements(node) if adds and not path.operation else path.elements,
             )
         )
@@ -183,6 +193,22 @@ def _signed(dim: int) -> int:
 def _factor(node: Any, index: int) -> float:
     """Return the number by which a node multiplies its input: 1 for 0, or for several numbers."""
     return _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
+
+
+def _bent_number(node: Any) -> Tensor | None:
+    """Return what a node of a single number has saved; None for one of several numbers."""
+    saved = (saved_value(node, name) for name in ("self", "result", "condition"))
+    numbers = [value for value in saved if isinstance(value, Tensor) and not value.dim()]
+    return numbers[0] if numbers else None
+
+
+def _slope(node: Any, index: int) -> float:
+    """Return the derivative of a bend of a single number by an input; 1 for another node."""
+    number = _bent_number(node) if _kind(node) in BENDS else None
+    if number is None:
+        return 1.0
+    slopes = node(torch.ones((), device=number.device))
+    return float((slopes if isinstance(slopes, Tensor) else slopes[index]).detach())
 
 
 def _number(value: Any) -> float:
@@ -234,7 +260,8 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     words, numbers = COUNTED, values
     if _fit(values, rows):
         words, numbers = MULTIPLIED, [divisor.factor for divisor in term]
-        scaled = [value / factor for value, factor in zip(values, numbers, strict=True)]
+        # By 0 where a rank's number is beyond the bend.
+        scaled = [value / (factor or _NONE) for value, factor in zip(values, numbers, strict=True)]
         # As many terms as samples may be one for each, with a number of its own.
         if _fit(scaled, rows) or any(len(part.divisors) >= part.rows for part in parts):
             return ""

@@ -139,6 +139,33 @@ def test_a_factor_that_each_part_has_of_its_own_is_refused_and_a_common_one_is_n
     assert "the loss that run.backward returns" in text
 
 
+BENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "flooding": lambda mean, level: (mean - level).abs() + level,
+    "free bits by clamp": lambda mean, level: mean.clamp(min=level.item()),
+    "free bits by maximum": lambda mean, level: torch.max(mean, level),
+    "a hinge": lambda mean, level: F.relu(mean - level),
+    "a bound": lambda mean, level: torch.where(mean < level, mean, level),
+}
+
+
+@pytest.mark.parametrize("name", BENDS)
+def test_a_bend_between_the_means_of_parts_is_refused_and_one_beside_them_is_not(name: str) -> None:
+    bend = BENDS[name]
+
+    def loss(scores: Tensor, tokens: Tensor, level: float) -> Tensor:
+        # One part has a mean of 2, and the other one, where no token is ignored, of 1.
+        mean = (scores - scores.detach() + 1 + (tokens < 0).any()).mean()
+        return bend(mean, torch.tensor(level))
+
+    def parts(level: float) -> list[LossPart]:
+        return [part(partial(loss, level=level), number) for number in (1, LENGTH)]
+
+    text = objection(parts(1.5))
+    assert "multiplies a term (mean) by another number: rank 1 by" in text
+    assert "bend that of all samples, run.gather(losses).mean()" in text
+    assert objection(parts(-1.0)) == objection(parts(3.0)) == ""
+
+
 def test_parts_without_samples_are_not_compared() -> None:
     empty = LossPart("rank 3", 0, [])
     assert objection([part(MEANS["mean squares"], 1), empty]) == ""
