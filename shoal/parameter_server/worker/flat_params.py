@@ -56,15 +56,16 @@ class FlatParams:
         self.gradient_windows = _windows(parts, at_bytes, self.lent, parameters)
         self.on_device = any(parameter.device.type != "cpu" for parameter in parameters.values())
         self.store()
-        if not self.on_device:
-            for name, parameter in parameters.items():
-                parameter.data = self.windows[name]
 
     @torch.no_grad()
     def store(self) -> None:
-        """Copy the parameters to the values."""
+        """Copy the parameters to the values, on which they become windows, though a script has
+        given them other memory (`p.data = t`).
+        """
         for name, parameter in self.parameters.items():
             self.windows[name].copy_(parameter)
+            if not self.on_device:
+                parameter.data = self.windows[name]
 
     def flat_gradient_or_none(self, segment: ParamSlice, gradient: Tensor) -> Tensor | None:
         """Return one segment of a gradient as a flat view of autograd's memory, without a copy.
