@@ -2,7 +2,7 @@
 
 mean.lerp_(parameter, 0.1)      an average of weights; the parameter is a DTensor, the mean is whole
 F.linear(x, parameter)          the input is whole
-p.tolist(), p.numpy()           torch reads no shards
+p.tolist(), torch.renorm(p)     torch reads no shards, or knows no rule for them
 
 p.grad.norm()                   a DTensor: each rank has the norm of its shard
 p.grad.norm().sqrt()            torch combines the parts
@@ -47,7 +47,7 @@ _IN_A_STEP = dict.fromkeys(
     " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
 )
 _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
-_UNREADABLE = "not supported for tensor subclasses"
+_UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
 
 
 def guard_shards(guarded: GuardedModels) -> Iterator[Removable]:
@@ -120,10 +120,11 @@ def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> 
     Args: name: of the function.
     """
     under = next((guarded.under for guarded in active), "")
-    if _UNREADABLE in str(error):
+    if any(words in str(error) for words in _UNREADABLE):
         return UsageError(
             f"{name}(){call_site()}{under}: each rank holds a part of this tensor. Take whole "
-            "values from run.weights() or run.gradients(), on all ranks."
+            "values from run.weights() or run.gradients(), on all ranks; changed ones go back by "
+            "model.load_state_dict(weights). Or use ddp, where every rank holds whole parameters."
         )
     in_passes = any(guarded.phase.in_passes for guarded in active)
     cure = _IN_A_STEP.get(name, "")

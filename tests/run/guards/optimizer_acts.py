@@ -127,6 +127,21 @@ class OptimizerActs:
         found, expected = (sum(model[0].bias.tolist()) for model in (self.model, self.plain))
         assert abs(found - expected) < 1e-10
 
+    def norms_bounded(self) -> None:
+        for model in (self.model, self.plain):
+            with self.run.edit(), torch.no_grad():
+                model[0].weight.data = torch.renorm(model[0].weight.data, 2, dim=0, maxnorm=0.1)
+        self.train()
+
+    def whole_norms_bounded(self) -> None:
+        weights = self.run.weights()
+        for changed in (weights, expected := self.plain.state_dict()):
+            changed["0.weight"] = torch.renorm(changed["0.weight"], 2, dim=0, maxnorm=0.1)
+        with self.run.edit():
+            self.model.load_state_dict(weights)
+        self.plain.load_state_dict(expected)
+        self.train()
+
     def noise_on_weights(self) -> None:
         for model in (self.model, self.plain):
             torch.manual_seed(3)
@@ -153,5 +168,5 @@ OPTIMIZER_READS = (
 OPTIMIZER_WRITES = (
     *("momentum_of_groups", "state_cleared", "state_replaced", "clipped_by_groups"),
     *("scaled_by_hand", "kept_weights_loaded", "kept_gradients", "kept_state_loaded"),
-    *("noise_on_weights", "layers_begun_anew"),
+    *("noise_on_weights", "layers_begun_anew", "norms_bounded", "whole_norms_bounded"),
 )

@@ -272,6 +272,7 @@ SHARDS = REFUSED | {
     "weights_of_groups": r"item\(\).*part of this number",
     "scaled_by_hand": r"GradScaler \(.*a part of the gradients.*enabled=False.*bf16",
     "weights_listed": r"tolist\(\) \(optimizer_acts.*a part of this tensor.*run\.weights",
+    "norms_bounded": r"renorm\(\) \(optimizer_acts.*a part of this tensor.*load_state_dict",
 }
 ADDS_WHOLE = torch.__version__ < (2, 12)
 """Older torch makes parts of sums whole where it adds numbers to them."""
