@@ -84,7 +84,7 @@ def test_a_script_that_cannot_be_compared_is_an_error_with_its_cause(
     assert "only for a script" in capsys.readouterr().err
     with pytest.raises(UsageError, match="without a step of an optimizer"):
         shoal.verify_script(DDP, ["idle"], ranks=1)
-    with pytest.raises(UsageError, match="zero3: .*does not train by Shoal"):
+    with pytest.raises(UsageError, match=r"zero3: .*does not train by Shoal"):
         shoal.verify_script(DDP, ["one"], ranks=1, strategy="zero3", steps=1)
     with pytest.raises(LaunchError, match="ValueError: planted"):
         shoal.verify_script(DDP, ["crash"], ranks=1)
