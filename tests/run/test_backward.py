@@ -1,8 +1,6 @@
 """`run.backward(loss)`: a loss that the loop has computed trains as on one device."""
 
-import copy
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
-from shoal.run.guards.guarded_models import ModuleHook
 from shoal.testing import world
 
 SAMPLES = 23  # the last batch is a short one
@@ -207,41 +204,6 @@ def test_a_loop_that_would_train_otherwise_is_refused(
 ) -> None:
     for text in world.run(2, refused_loop, strategy, settings, form):
         assert re.search(message, text), text
-
-
-def copies(folder: Path) -> int:
-    """Return how many hooks of the loop are on a copy of a prepared model, and on a saved one."""
-    run, model, _, loader, _ = prepared("ddp")
-    x, y = next(iter(loader))
-    run.backward(F.cross_entropy(model(x), y))
-    torch.save(model, folder / f"model{run.rank}.pt")
-    loaded = torch.load(folder / f"model{run.rank}.pt", weights_only=False)
-    copied = copy.deepcopy(model)
-    found = [
-        hook
-        for one in (loaded, copied)
-        for hooks in (one._forward_pre_hooks, one._forward_hooks)
-        for hook in hooks.values()
-        if isinstance(hook, ModuleHook) and hook._hook is not None
-    ]
-    return len(found)
-
-
-def test_copies_of_a_model_tell_the_run_nothing(tmp_path: Path) -> None:
-    assert world.run(2, copies, tmp_path) == [0, 0]
-
-
-def test_a_model_that_is_called_once_before_a_function_form_step_is_released() -> None:
-    assert world.run(2, called_before) == [True, True]
-
-
-def called_before() -> bool:
-    run, model, optimizer, loader, _ = prepared("zero3")
-    x, y = next(iter(loader))
-    model(x)  # begins a loss that never comes
-    run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
-    optimizer.step()
-    return bool(torch.isfinite(next(iter(run.weights().values()))).all())
 
 
 def test_without_rows_that_are_clear_they_are_asked_for() -> None:

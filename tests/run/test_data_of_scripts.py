@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import numpy as np
@@ -103,7 +102,6 @@ class Transform:
             "NumPy": np.random.default_rng(0),
             "old NumPy": np.random.RandomState(0),
             "torch": torch.Generator(),
-            "Python": random.Random(0),
         }.get(kind)
 
     def __call__(self) -> float:
@@ -129,7 +127,7 @@ def drawn(kind: str, workers: int) -> dict[tuple[int, int], float]:
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("NumPy", 2), ("old NumPy", 0), ("torch", 0), ("Python", 0), ("module", 2)],
+    [("NumPy", 2), ("old NumPy", 0), ("torch", 0), ("module", 2)],
 )
 def test_generators_of_a_data_set_give_each_sample_its_numbers_on_any_rank(
     kind: str, workers: int

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,19 +18,31 @@ from shoal.run.collective_calls import LoopPlace, place_in
 from shoal.testing import world
 
 
-def end_of_loop(strategy: str, leaves: str) -> str:
-    """Train with a loop that rank 1 leaves in its own way. Returns the error that ends it."""
-    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+def error_of(loop: Callable[[], object]) -> str:
+    try:
+        loop()
+    except ShoalError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def prepared(strategy: str, samples: int) -> tuple[shoal.Run, nn.Module, Any, DataLoader]:
+    run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    data = TensorDataset(torch.randn(32, 6).double(), torch.arange(32) % 4)
-    model, optimizer, loader = run.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
-    )
+    data = TensorDataset(torch.randn(samples, 6).double(), torch.arange(samples) % 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return run, *run.prepare(model, optimizer, DataLoader(data, batch_size=8))
+
+
+def end_of_loop(strategy: str, leaves: str) -> str:
+    """Train with a loop that rank 1 leaves in its own way. Returns the error that ends it."""
+    run, model, optimizer, loader = prepared(strategy, 32)
     own = float(run.rank == 1)
     if leaves == "by the mean":
         own = run.gather(torch.tensor([own])).mean().item()
-    try:
+
+    def loop() -> None:
         for step, (x, y) in enumerate(loader):
             if step == 3 and own == 1 and leaves == "break":
                 break
@@ -41,9 +54,8 @@ def end_of_loop(strategy: str, leaves: str) -> str:
                 raise KeyError("of the script")
         if leaves == "break":
             run.weights()
-    except ShoalError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return error_of(loop)
 
 
 def test_a_rank_that_breaks_is_named_with_its_place_and_that_of_the_others() -> None:
@@ -57,20 +69,16 @@ def test_a_rank_that_breaks_is_named_with_its_place_and_that_of_the_others() -> 
 
 def saves_its_best(strategy: str) -> str:
     """Train by losses of the loop, of which rank 1 keeps the weights once. Returns the error."""
-    run = shoal.init(strategy, announce=lambda _: None)
-    model = nn.Linear(6, 4).double()
-    loader = DataLoader(torch.arange(96, dtype=torch.float64).view(16, 6), batch_size=4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    model, optimizer, loader = run.prepare(model, optimizer, loader)
-    try:
-        for step, x in enumerate(loader):
+    run, model, optimizer, loader = prepared(strategy, 32)
+
+    def loop() -> None:
+        for step, (x, _) in enumerate(loader):
             run.backward(model(x).sin().mean())
             optimizer.step()
             if step == 2 and run.rank == 1:
                 run.save("best.pt")
-    except ShoalError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return error_of(loop)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "server=1"])
@@ -89,42 +97,45 @@ def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
         assert "rank 1 is in call 3 of run.forward_backward" in text
 
 
-def left_out(strategy: str, batches: dict[int, set[int]]) -> str:
-    """Train while each rank leaves out batches of its own. Returns the error."""
-    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    data = TensorDataset(torch.randn(80, 6).double(), torch.arange(80) % 4)
-    model, optimizer, loader = run.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
-    )
-    try:
+def other_batches(strategy: str, batches: dict[int, set[int]], act: str) -> str:
+    """Train while each rank leaves out batches of its own, or changes their samples, as by chance.
+    Returns the error.
+    """
+    run, model, optimizer, loader = prepared(strategy, 80)
+
+    def loop() -> None:
         for step, (x, y) in enumerate(loader):
             if step in batches[run.rank]:
-                continue
+                if act == "leave out":
+                    continue
+                x = -x
             run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
             optimizer.step()
             optimizer.zero_grad()
-    except ShoalError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+
+    return error_of(loop)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "tensor=2"])
 def test_a_rank_that_leaves_out_a_batch_is_named_before_the_optimizer_steps(strategy: str) -> None:
-    for text in world.run(2, left_out, strategy, {0: set(), 1: {2}}):
+    for text in world.run(2, other_batches, strategy, {0: set(), 1: {2}}, "leave out"):
         assert text.startswith("UsageError: rank 0 computes a step on the batch that ends at 32")
         assert "and rank 1 on the one that ends at 40 of epoch 0 (test_loop_position.py:" in text
         assert "run.gather(torch.tensor([value])).mean()" in text
 
 
 def test_ranks_that_have_left_out_as_many_batches_are_told_too() -> None:
-    for text in world.run(2, left_out, "ddp", {0: {4}, 1: {5}}):
+    for text in world.run(2, other_batches, "ddp", {0: {4}, 1: {5}}, "leave out"):
         assert "ranks 0 and 1 have computed steps on different batches" in text
 
 
-def test_batches_that_all_ranks_leave_out_are_no_difference() -> None:
-    assert world.run(2, left_out, "ddp", {0: {2, 5}, 1: {2, 5}}) == ["", ""]
+@pytest.mark.parametrize(
+    ("batches", "act"), [({0: {2, 5}, 1: {2, 5}}, "leave out"), ({0: {1, 2}, 1: {2, 3}}, "change")]
+)
+def test_batches_that_all_leave_out_and_samples_made_anew_are_no_other_batches(
+    batches: dict[int, set[int]], act: str
+) -> None:
+    assert world.run(2, other_batches, "ddp", batches, act) == ["", ""]
 
 
 class OwnWeights(Sampler[int]):
@@ -178,29 +189,6 @@ def test_a_sampler_that_draws_by_losses_of_all_samples_trains_as_on_one_device()
     for text, weights in world.run(2, weighted_by_losses, "ddp", True):
         assert not text
         torch.testing.assert_close(weights, alone, rtol=1e-10, atol=1e-12)
-
-
-def changed_by_chance(changes: dict[int, set[int]]) -> str:
-    """Train while each rank changes the samples of other batches, by chance. Returns the error."""
-    run = shoal.init("ddp", precision="fp64", announce=lambda _: None)
-    model = nn.Linear(6, 1).double()
-    data = TensorDataset(torch.randn(40, 6).double())
-    model, optimizer, loader = run.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.1), DataLoader(data, batch_size=8)
-    )
-    try:
-        for step, (x,) in enumerate(loader):
-            x = -x if step in changes[run.rank] else x
-            run.forward_backward(lambda x: model(x).square().mean(), x)
-            optimizer.step()
-            optimizer.zero_grad()
-    except ShoalError as error:
-        return str(error)
-    return ""
-
-
-def test_samples_that_a_rank_has_made_anew_are_no_other_batch() -> None:
-    assert world.run(2, changed_by_chance, {0: {1, 2}, 1: {2, 3}}) == ["", ""]
 
 
 def ends_early() -> str:

@@ -197,14 +197,12 @@ def below_another_mode() -> str:
     return error
 
 
-def told(
-    strategy: str, loops: list[Loop], reduction: str = "rows", form: str = "forward_backward"
-) -> list[str | list[float]]:
-    """Return the error of each loop, or its losses. Args: form: the call that takes a step."""
-    return [result_of(strategy, loop, reduction, form) for loop in loops]
+def told(strategy: str, loops: list[Loop], reduction: str = "rows") -> list[str | list[float]]:
+    """Return the error of each loop, or its losses."""
+    return [result_of(strategy, loop, reduction) for loop in loops]
 
 
-def result_of(strategy: str, loop: Loop, reduction: str, form: str) -> str | list[float]:
+def result_of(strategy: str, loop: Loop, reduction: str) -> str | list[float]:
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -218,10 +216,7 @@ def result_of(strategy: str, loop: Loop, reduction: str, form: str) -> str | lis
         for x, y in loader:
             optimizer.zero_grad()
             batch = loop(run, model, x, y)
-            if form == "backward":
-                loss = run.backward(compute_loss(*batch), reduction=reduction)
-            else:
-                loss = run.forward_backward(compute_loss, *batch, reduction=reduction)
+            loss = run.forward_backward(compute_loss, *batch, reduction=reduction)
             losses.append(loss.item())
             optimizer.step()
     except UsageError as error:
@@ -231,18 +226,6 @@ def result_of(strategy: str, loop: Loop, reduction: str, form: str) -> str | lis
 
 def mixed(call: str, place: str = "") -> str:
     return loop_watch.MIXED.format(call=call, place=place)
-
-
-def test_loops_that_mix_samples_before_a_loss_of_their_own_are_refused() -> None:
-    for found in world.run(2, told, "ddp", MIXING, "rows", "backward"):
-        for error in found:
-            assert str(error).startswith("backward was given samples that the loop has")
-
-
-@pytest.mark.slow
-def test_loops_with_a_loss_of_their_own_that_mix_nothing_go_on() -> None:
-    for found in world.run(2, told, "ddp", NOT_MIXING, "rows", "backward"):
-        assert all(isinstance(losses, list) for losses in found)
 
 
 LossOfLoop = Callable[[shoal.Run, Tensor, Tensor], Tensor]

@@ -161,3 +161,12 @@ def test_a_pipeline_is_called_outside_of_a_step() -> None:
     for found, expected in world.run(2, calls):
         assert not found.requires_grad
         assert torch.allclose(found, expected, rtol=1e-10)
+
+
+def test_an_evaluation_leaves_every_module_in_the_mode_that_it_had() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double()
+    model[0].eval()
+    loader = DataLoader(samples(), batch_size=BATCH)
+    found = shoal.init(announce=str).evaluate(lambda x, y: {"ones": (y >= 0).sum()}, loader, model)
+    assert found == {"samples": SAMPLES, "ones": SAMPLES}
+    assert [module.training for module in model.modules()] == [True, False, True]

@@ -17,19 +17,6 @@ from shoal.run.supervised import supervised
 from shoal.testing import world
 
 
-def test_the_header_spells_the_global_batch() -> None:
-    said: list[str] = []
-    shoal.init(announce=said.append, accumulate=2).prepare(*parts())
-    assert said == ["global batch 4 = 1 rank x 2 x 2 accumulated"]
-
-
-def test_batch_norm_and_dropout_are_named_if_ranks_would_differ() -> None:
-    said: list[str] = []
-    model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Linear(4, 3)).double()
-    shoal.init(announce=said.append, accumulate=2).prepare(*parts(model))
-    assert [line.split()[1] for line in said[1:]] == ["BatchNorm", "dropout"]
-
-
 def test_everything_is_returned_in_the_order_in_which_it_was_given() -> None:
     run = quiet()
     model, optimizer, loader = parts()

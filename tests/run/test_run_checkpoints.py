@@ -218,3 +218,14 @@ def test_a_state_as_one_dict_makes_the_same_run() -> None:
     assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
     with pytest.raises(UsageError, match="load_state: tensors is a NoneType"):
         run.load_state_dict({})
+
+
+def test_rates_and_pairs_of_numbers_in_optimizer_groups_come_back_with_the_state() -> None:
+    def adam() -> tuple[shoal.Run, torch.optim.Optimizer]:
+        run, model = quiet(), nn.Linear(4, 3).double()
+        return run, run.prepare(model, torch.optim.AdamW(model.parameters()))[1]
+
+    (run, optimizer), (again, other) = adam(), adam()
+    optimizer.param_groups[0].update(lr=0.025, betas=(0.8, 0.99))  # as OneCycleLR does
+    again.load_state(*run.state())
+    assert (other.param_groups[0]["lr"], other.param_groups[0]["betas"]) == (0.025, (0.8, 0.99))

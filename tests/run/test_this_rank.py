@@ -15,15 +15,6 @@ from shoal.run.startup_summary import LOGGER
 from shoal.testing import world
 
 
-def place() -> tuple[int, int, int, int]:
-    run = quiet()
-    return run.rank, run.local_rank, run.world_size, run.world_size
-
-
-def test_each_rank_knows_its_place() -> None:
-    assert world.run(3, place) == [(0, 0, 3, 3), (1, 1, 3, 3), (2, 2, 3, 3)]
-
-
 def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
     run = quiet()
     run.print("a", 1, sep="-", end="!")

@@ -54,23 +54,6 @@ def test_gradients_of_parameters_are_refused_and_those_of_inputs_are_free() -> N
     assert attack.abs().sum() > 0
 
 
-def test_a_penalty_on_gradients_inside_the_loss_is_that_of_a_plain_loop() -> None:
-    def loss(x: Tensor, y: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        value = F.cross_entropy(model(x), y)
-        (slope,) = torch.autograd.grad(value, x, create_graph=True)
-        return value + slope.square().sum()
-
-    model = plain = Encoder()
-    again = copy.deepcopy(plain)
-    run, _, _, x, y = prepared(again)
-    loss(x, y).backward()
-    model = again
-    run.forward_backward(loss, x, y)
-    for expected, found in zip(plain.parameters(), again.parameters(), strict=True):
-        assert torch.allclose(expected.grad, found.grad, rtol=1e-10, atol=0)
-
-
 def test_a_copy_and_a_pickle_of_the_model_have_no_guards() -> None:
     _, model, _, x, _ = prepared()
     file = io.BytesIO()
@@ -96,13 +79,6 @@ def test_evaluation_in_inference_mode_leaves_training_as_it_is() -> None:
         model(x)
     run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
     optimizer.step()
-
-
-def test_other_weights_in_a_functional_call_are_used_where_each_rank_has_whole_ones() -> None:
-    _, model, _, x, _ = prepared()
-    zeros = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
-    with torch.no_grad():
-        assert torch.equal(torch.func.functional_call(model, zeros, (x,)), torch.zeros(4, 3))
 
 
 def test_state_of_an_optimizer_goes_on_when_it_was_loaded_before_prepare() -> None:

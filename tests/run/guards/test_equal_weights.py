@@ -39,22 +39,14 @@ def trained(act: str, strategy: str = "ddp") -> str:
 
 
 def acts() -> list[str]:
-    return [trained(act) for act in ("seeded", "drawn anew")]
+    return [trained(act) for act in ("seeded", "drawn anew", "own gradients")]
 
 
-def own_gradients() -> str:
-    return trained("own gradients")
-
-
-def test_weights_that_each_rank_draws_anew_are_an_error() -> None:
-    for seeded, drawn in world.run(2, acts):
+def test_weights_that_ranks_draw_anew_or_step_by_gradients_of_own_rows_are_an_error() -> None:
+    for seeded, drawn, stepped in world.run(2, acts):
         assert seeded == ""
         assert re.search(r"2\.weight has other values on data rank 1 .*torch\.manual_seed", drawn)
-
-
-def test_steps_by_gradients_of_own_rows_are_an_error() -> None:
-    for text in world.run(2, own_gradients):
-        assert "0.weight has other values on data rank 1 than on data rank 0" in text
+        assert "0.weight has other values on data rank 1 than on data rank 0" in stepped
 
 
 def test_shards_that_groups_of_ranks_draw_anew_are_an_error() -> None:
