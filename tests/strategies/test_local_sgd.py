@@ -109,13 +109,6 @@ def test_it_is_the_formula_worked_out_in_one_process(
         assert all(torch.equal(other[name], value) for name, value in first.items())
 
 
-def test_an_outer_step_of_rate_one_without_momentum_is_a_mean() -> None:
-    assert_same(
-        world.run(3, trained, "diloco=3,outer_lr=1,outer_momentum=0")[2],
-        world.run(3, trained, "local=3")[0],
-    )
-
-
 def test_running_statistics_are_means_as_well() -> None:
     first, *others = world.run(3, trained, "local=4", True)
     for other in others:

@@ -6,7 +6,6 @@ import pytest
 import torch
 from pipeline_ranks import alike, half, refusal, train
 
-from shoal.errors import ConfigError
 from shoal.strategies import parse_line
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
@@ -160,8 +159,3 @@ def test_the_world_must_be_made_of_whole_pipelines() -> None:
         "pipeline=2 needs a multiple of 2 ranks; there are 3"
         in check(parse_line("pipeline=2"), 3)[0]
     )
-
-
-def test_an_unknown_option_is_said_before_anything_starts() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'microbatches'"):
-        parse_line("pipeline=2,microbatch=4")

@@ -94,40 +94,32 @@ def test_a_step_reads_the_newest_weights_wherever_it_reads_them() -> None:
             assert_same(found[name][1], weights, name)
 
 
-def leaves_out(strategy: str, after: bool) -> dict[str, Tensor]:
-    """Train without the second of the steps, whose gradients are dropped before or after."""
+def leaves_out(strategy: str, when: str) -> dict[str, Tensor]:
+    """Train without the second of the steps, whose gradients are dropped before or after; or drop
+    those of every step just before it.
+    """
     run, net, optimizer, batches = prepared(strategy)
     for index, (x, y) in enumerate(batches):
-        if not after:
+        if when == "before":
             optimizer.zero_grad()
         run.forward_backward(partial(twice, net), x, y)
-        if index != 1:
+        if when == "always":
+            optimizer.zero_grad()
+        if index != 1 or when == "always":
             optimizer.step()
-        if after:
+        if when == "after":
             optimizer.zero_grad()
     return run.weights()
 
 
-@pytest.mark.parametrize("after", [False, True])
-def test_a_step_may_be_left_out_by_zero_grad(after: bool) -> None:
-    expected = leaves_out("single", after)
-    for found in world.run(2, leaves_out, f"{SERVERS},replicas=2" if after else SERVERS, after):
+@pytest.mark.parametrize(
+    ("when", "strategy"),
+    [("before", SERVERS), ("after", f"{SERVERS},replicas=2"), ("always", SERVERS)],
+)
+def test_steps_may_be_left_out_by_zero_grad(when: str, strategy: str) -> None:
+    expected = leaves_out("single", when)
+    for found in world.run(2, leaves_out, strategy, when):
         assert_same(found, expected)
-
-
-def takes_nothing(strategy: str) -> dict[str, Tensor]:
-    """Drop the gradients just before each step."""
-    run, net, optimizer, batches = prepared(strategy)
-    for x, y in batches:
-        run.forward_backward(partial(twice, net), x, y)
-        optimizer.zero_grad()
-        optimizer.step()
-    return run.weights()
-
-
-def test_a_step_without_gradients_changes_nothing() -> None:
-    for found in world.run(2, takes_nothing, SERVERS):
-        assert_same(found, takes_nothing("single"))
 
 
 def takes_some(strategy: str) -> dict[str, Tensor]:

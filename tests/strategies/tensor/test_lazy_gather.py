@@ -2,9 +2,7 @@
 the use is refused.
 """
 
-import operator
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,12 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.strategies.loss_terms import Counted, counted
-from shoal.strategies.tensor.dropout_rng import GlobalDropout
 from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
-from tests.matrix.cases import WORDS, gpt_untied, image_loader, token_loader
+from tests.matrix.cases import WORDS, gpt_untied, token_loader
 
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
 
@@ -133,32 +130,21 @@ def test_a_gate_that_is_spread_over_the_units_leaves_its_pair_whole() -> None:
     assert made.replicated["gate"] == "its 1 outputs meet 12 of another layer"
 
 
-def test_a_token_that_sees_no_other_is_given_zeros_as_on_one_device() -> None:
-    x, mask = torch.randn(1, 2, 4, 4), torch.ones(4, 4, dtype=torch.bool).tril()
-    mask[0] = False
-    with GlobalDropout(SimpleNamespace(size=1, rank=0)):  # type: ignore[arg-type]
-        found = F.scaled_dot_product_attention(x, x, x, attn_mask=mask, dropout_p=1e-9)
-    assert not found[..., 0, :].any()
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(x, x, x, attn_mask=mask))
-
-
 class Attention(nn.Module):
-    """Returns its weights too: of each head, or their mean."""
+    """Returns its weights too."""
 
-    def __init__(self, width: int = 8, mean: bool = False) -> None:
+    def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(width, width) for _ in range(4)
         )
-        self.head_dim, self.mean = 4, mean
+        self.head_dim = 4
 
     def forward(self, x: Tensor, before: Tensor | float = 0.0) -> tuple[Tensor, Tensor]:
         layers = (self.q_proj, self.k_proj, self.v_proj)
         query, key, value = (layer(x).unflatten(-1, (-1, 4)).transpose(1, 2) for layer in layers)
         weights = (query @ key.transpose(-2, -1) + before).softmax(-1)
-        return self.o_proj((weights @ value).transpose(1, 2).flatten(-2)), weights.mean(
-            1
-        ) if self.mean else weights
+        return self.o_proj((weights @ value).transpose(1, 2).flatten(-2)), weights
 
 
 class WeightsAreRead(nn.Module):
@@ -197,25 +183,6 @@ def loss_that_reads_all_logits(logits: Tensor, target: Tensor) -> Counted:
 def test_what_is_seen_of_slices_is_the_whole() -> None:
     check_strategy(
         "tensor=2", 2, Experiment(WeightsAreRead, token_loader, loss_that_reads_all_logits, steps=2)
-    )
-
-
-def mean_over_heads_model() -> nn.Module:
-    class Rows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention, self.head = Attention(mean=True), nn.Linear(64, 10)
-
-        def forward(self, x: Tensor) -> Tensor:
-            scores: Tensor = self.head(operator.getitem(self.attention(x.squeeze(1)), 0).flatten(1))
-            return scores
-
-    return Rows()
-
-
-def test_attention_that_takes_a_mean_over_heads_is_computed_whole() -> None:
-    check_strategy(
-        "tensor=2", 2, Experiment(mean_over_heads_model, image_loader, F.cross_entropy, steps=2)
     )
 
 

@@ -3,7 +3,7 @@ refused.
 """
 
 import pytest
-from tensor_parallel_models import CUT, Apart, Encoder, gpt, mlp
+from tensor_parallel_models import CUT, Apart, Encoder, gpt
 from torch import Tensor, nn
 
 from shoal.errors import StrategyRefused
@@ -93,12 +93,6 @@ class OpaqueArgument(nn.Module):
 
 def test_a_call_that_no_graph_can_hold_is_looked_around() -> None:
     assert styles(OpaqueArgument()) == {"pair.0": "column", "pair.2": "row"}
-
-
-def test_what_hooks_look_at_stays_whole() -> None:
-    model = mlp()
-    model.layers[1].register_forward_hook(lambda *_: None)
-    assert "layers.1" not in styles(model)
 
 
 def test_what_is_to_stay_whole_stays_whole() -> None:

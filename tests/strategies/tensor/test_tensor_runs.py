@@ -1,6 +1,5 @@
 """Tensor parallel runs: memory, messages, evaluation, saving, copies, precision."""
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tensor_parallel_models import CUT, gpt, mlp
+from tensor_parallel_models import gpt
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -142,22 +141,6 @@ def test_a_rank_holds_half_and_sends_no_logits() -> None:
         assert kinds == {"VocabParallelLogits"}
 
 
-def copy_is_independent() -> bool:
-    run, model, _, loader, _ = prepared("tensor=2", mlp())
-    x, y = next(iter(loader))
-    run.forward_backward(supervised(F.cross_entropy, model), x, y)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        before = model(x)
-        for parameter in twin.parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).zero_()
-        return torch.equal(model(x), before) and not twin(x).any()
-
-
-def test_a_copy_is_a_model_of_its_own() -> None:
-    assert world.run(2, copy_is_independent) == [True, True]
-
-
 def call_from_outside() -> list[str]:
     _, model, _, loader, _ = prepared("tensor=2", gpt())
     x = next(iter(loader))[0]
@@ -284,7 +267,3 @@ def rows() -> list[Tensor]:
 def test_the_loss_of_sliced_logits_is_that_of_the_whole() -> None:
     for found in world.run(2, rows):
         assert max(value.abs().item() for value in found) < 1e-14
-
-
-def test_the_experiments_have_a_vocabulary_that_two_divides() -> None:
-    assert CUT["gpt"].model_fn().head.out_features % 2 == 0
