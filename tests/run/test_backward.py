@@ -111,7 +111,7 @@ def test_mixed_precision_stands_around_the_models() -> None:
         assert found[0] != pytest.approx(in_float32[0], rel=1e-6)
 
 
-def train_on_own_batches(says_rows: bool) -> Any:
+def train_on_own_batches(form: str) -> Any:
     torch.manual_seed(0)
     run = shoal.init("ddp", announce=lambda _: None)
     model = nn.Linear(4, 1).double()
@@ -121,17 +121,21 @@ def train_on_own_batches(says_rows: bool) -> Any:
     mine = everyone[:2] if run.rank == 0 else everyone[2:]
     if run.world_size == 1:
         mine = everyone
-    if says_rows:
+    if form == "function":
+        run.forward_backward(lambda x: model(x).square().mean(), mine)
+    elif form == "rows":
         model(mine[:1])  # such as a look at one sample
-    run.backward(model(mine).square().mean(), rows=len(mine) if says_rows else None)
+        run.backward(model(mine).square().mean(), rows=len(mine))
+    else:
+        run.backward(model(mine).square().mean())
     optimizer.step()
     return [], run.weights()
 
 
-@pytest.mark.parametrize("says_rows", [True, False])
-def test_batches_of_ones_own_count_by_their_rows(says_rows: bool) -> None:
-    (expected,) = world.run(1, train_on_own_batches, says_rows)
-    for found in world.run(2, train_on_own_batches, says_rows):
+@pytest.mark.parametrize("form", ["rows", "loop", "function"])
+def test_batches_of_ones_own_count_by_their_rows(form: str) -> None:
+    (expected,) = world.run(1, train_on_own_batches, form)
+    for found in world.run(2, train_on_own_batches, form):
         assert_equal(found, expected)
 
 

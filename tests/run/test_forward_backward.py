@@ -45,27 +45,6 @@ def test_a_loss_that_is_no_scalar_is_refused() -> None:
         )
 
 
-def forward_without_a_loader() -> tuple[float, Tensor]:
-    run = quiet()
-    model, optimizer, _ = parts(nn.Linear(4, 3).double())
-    model, optimizer = run.prepare(model, optimizer)
-    x, y = data().tensors
-    mine = slice(0, 7) if run.rank == 0 else slice(7, 10)
-    loss = run.forward_backward(supervised(F.cross_entropy, model), x[mine], y[mine])
-    return loss.item(), model.weight.grad.clone()
-
-
-def test_batches_of_ones_own_are_weighed_by_their_rows() -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3).double()
-    x, y = data().tensors
-    expected = F.cross_entropy(model(x), y)
-    expected.backward()
-    for loss, gradient in world.run(2, forward_without_a_loader):
-        assert loss == pytest.approx(expected.item(), rel=1e-12)
-        assert torch.allclose(gradient, model.weight.grad, rtol=1e-10, atol=0)
-
-
 def weighed_mean(output: Tensor, target: Tensor) -> Counted:
     """Weights that sum to far less than one."""
     weights = (1.0 + target.double()) / 100
