@@ -83,7 +83,7 @@ def test_a_number_that_is_not_finite_is_null_so_that_every_line_is_json(tmp_path
     assert lines(tmp_path) == [b'{"kind": "train", "step": 1, "loss": null, "perplexity": null}\n']
 
 
-@pytest.mark.parametrize("killed_at", range(4, 12))
+@pytest.mark.parametrize("killed_at", [4, 7, 11])
 def test_a_resumed_run_ends_up_with_the_file_of_an_undisturbed_one(tmp_path, killed_at):
     run(tmp_path / "undisturbed", range(1, 13))
     run(tmp_path / "resumed", range(1, killed_at + 1))

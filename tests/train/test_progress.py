@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
+from functools import cache
 
 import pytest
 
@@ -48,6 +49,7 @@ class Clock:
         return self.now
 
 
+@cache
 def on_a_terminal(columns: int, **environment: str) -> str:
     """What RUN writes on a terminal of that width, escape sequences included."""
     ours, theirs = pty.openpty()
@@ -113,7 +115,7 @@ def test_on_a_terminal_results_and_words_in_between_stay(tmp_path):
 
 
 def test_the_cursor_is_never_left_hidden():
-    drawn = on_a_terminal(80)
+    drawn = on_a_terminal(100)
     assert drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l")
     # Also while the bar is up, for a run that is killed: it is shown again before the first bar is
     # drawn.
@@ -122,8 +124,8 @@ def test_the_cursor_is_never_left_hidden():
 
 def test_no_color_means_no_color():
     colors = re.compile(r"\x1b\[[0-9;]*[34]8?;?[0-9;]*m")
-    assert colors.search(on_a_terminal(80))
-    assert not colors.search(on_a_terminal(80, NO_COLOR="1"))
+    assert colors.search(on_a_terminal(100))
+    assert not colors.search(on_a_terminal(100, NO_COLOR="1"))
 
 
 def test_a_dumb_terminal_gets_plain_lines():

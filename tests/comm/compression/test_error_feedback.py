@@ -20,18 +20,6 @@ every_keeping_scheme = pytest.mark.parametrize("scheme", KEEPING, ids=str)
 
 
 @every_keeping_scheme
-@pytest.mark.parametrize("count", [1, 9, 1000])
-def test_what_arrived_and_what_is_left_are_all_gradients(scheme: Compression, count: int) -> None:
-    memory = torch.zeros(count, dtype=torch.float64)
-    total, sent = torch.zeros_like(memory), torch.zeros_like(memory)
-    for step in range(200):
-        gradient = normal(count, seed=step)
-        total += gradient
-        sent += arrived(scheme, gradient, memory)
-    torch.testing.assert_close(sent + memory, total, rtol=1e-12, atol=1e-12)
-
-
-@every_keeping_scheme
 @repeatable
 @given(
     st.integers(1, 12).flatmap(
