@@ -1,17 +1,16 @@
-"""A loss of parts of a batch: states that go from batch to batch, sizes, the hardest samples."""
+"""A loss of parts of a batch: states that go from batch to batch, sizes, and failures."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
+from shoal.errors import UsageError
 from shoal.testing import world
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-LABELS = torch.arange(8) % 3
 SEQUENCES = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -64,20 +63,24 @@ def test_an_error_of_code_that_knows_the_whole_batch_tells_how_many_samples_it_w
         assert any("its 4 samples (of 8 in the batch)" in note for note in notes)
 
 
-def hardest(strategy: str, accumulate: int) -> float:
-    """Return the loss of the two samples of the batch with the largest losses."""
-    run = shoal.init(strategy, precision="fp64", accumulate=accumulate, announce=lambda _: None)
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    net, _ = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(net(x), y, reduction="none")
-        return run.gather(losses).topk(2).values.mean()
-
-    return run.forward_backward(compute_loss, *run.share((ROWS, LABELS))).item()
+def hardest_rows(strategy: str, accumulate: int) -> str:
+    """Return the error of a loss that takes the 2 hardest samples of each part."""
+    run = shoal.init(strategy, accumulate=accumulate, announce=lambda _: None)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = run.share(torch.randn(6, 3))
+    with pytest.raises(UsageError) as raised:
+        run.forward_backward(lambda x: model(x).squeeze(1).topk(2).values.mean(), x)
+    return str(raised.value)
 
 
-def test_a_loss_of_two_samples_takes_them_from_gathered_rows_where_parts_have_one() -> None:
-    expected = hardest("single", 1)
-    assert world.run(2, hardest, "ddp", 4) == pytest.approx([expected] * 2, rel=1e-12)
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "ranks"), [("single", 6, 1), ("pipeline=2,microbatches=6", 1, 2)]
+)
+def test_a_loss_that_fails_on_a_part_is_refused_for_that_in_micro_batches(
+    strategy: str, accumulate: int, ranks: int
+) -> None:
+    for text in world.run(ranks, hardest_rows, strategy, accumulate):
+        assert "it runs on 6 samples and fails on 1 of them" in text
+        assert "selected index k out of range at test_parts_of_a_batch.py:" in text
+        assert "run.gather(tensor)" in text

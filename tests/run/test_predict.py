@@ -15,14 +15,7 @@ from shoal.testing import world
 
 SAMPLES, BATCH = 23, 5  # five batches, the last of three samples
 LINES = [
-    *(
-        ("ddp", 7),
-        ("zero3", 3),
-        ("tensor=2", 2),
-        ("pipeline=2", 2),
-        ("server=1", 2),
-        ("local=2", 2),
-    ),
+    *(("ddp", 7), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("server=1", 2)),
     pytest.param("pipeline=2,zero1", 4, marks=pytest.mark.slow),
 ]
 

@@ -1,3 +1,5 @@
+"""What a run says of itself at its start: the global batch, and a seed that has no effect."""
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -46,3 +48,22 @@ def test_ranks_that_no_batch_has_a_sample_for_are_told() -> None:
     assert any("1 of them compute nothing" in line for line in first)
     first, *_ = world.run(2, summary, 2)
     assert not any("compute nothing" in line for line in first)
+
+
+def notes(own: int | None, seed: int) -> list[str]:
+    if own is not None:
+        torch.manual_seed(own)
+    told: list[str] = []
+    shoal.init(seed=seed, announce=told.append)
+    return [line for line in told if "was seeded by" in line]
+
+
+@pytest.mark.parametrize(
+    ("own", "seed", "is_told"), [(5, 0, True), (None, 0, False), (5, 5, False)]
+)
+def test_a_seed_that_has_no_effect_is_told_with_the_line_that_gives_it(
+    own: int | None, seed: int, is_told: bool
+) -> None:
+    of_first, of_second = world.run(2, notes, own, seed)
+    assert [line for line in of_first if "shoal.init(seed=5)" in line] == of_first
+    assert (len(of_first), len(of_second)) == (int(is_told), 0)

@@ -1,4 +1,6 @@
-"""Ranks that die, stop or fail in a collective: the others raise an error that names the rank."""
+"""Ranks that die, stop, fail or call something else: the others raise an error that names the rank,
+within the timeout of the group or of the call.
+"""
 
 import os
 import random
@@ -12,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from process_exit import wait_for_the_end
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from shoal.errors import CollectiveFailed, PeerLost
+from shoal.platform.torch_private.c10d import Options
 from shoal.shm_backend.group import ShoalGroup
 from shoal.testing import world
 
@@ -238,3 +242,74 @@ def _fail_in_the_thread() -> bool:
 
 def _refuse(text: str) -> None:
     raise RuntimeError("refused")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_roots_that_differ_are_an_error_on_all_ranks_at_once(ranks: int) -> None:
+    assert world.run(ranks, _differ_in_roots) == [True] * ranks
+
+
+def _differ_in_roots() -> bool:
+    """Broadcast from root 1 on the last rank and from root 0 on the others."""
+    root = 1 if dist.get_rank() == dist.get_world_size() - 1 else 0
+    group = dist.new_group(timeout=timedelta(seconds=20))
+    with pytest.raises(CollectiveFailed, match=r" calls broadcast\("):
+        dist.broadcast(torch.ones(5), src=root, group=group)
+    dist.barrier()
+    return True
+
+
+@pytest.mark.parametrize("kind", ["gather", "all_reduce"])
+def test_a_rank_whose_call_gloo_makes_is_named_after_the_time_out(kind: str) -> None:
+    waiting, _ = world.run(2, _differ_in_transport, kind)
+    assert "waited 1 s in all_reduce(4 x float32, sum)" in waiting
+    assert "rank 1 (process " in waiting
+
+
+def _differ_in_transport(kind: str) -> str:
+    """Reduce numbers on rank 0, and on rank 1 what only Gloo takes, or gather."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    rows = [torch.zeros(4), torch.zeros(4)]
+    calls = {
+        "gather": partial(dist.gather, torch.ones(4), rows, dst=1, group=group),
+        "all_reduce": partial(dist.all_reduce, torch.eye(3).to_sparse(), group=group),
+    }
+    call = calls[kind] if dist.get_rank() else partial(dist.all_reduce, rows[0], group=group)
+    with pytest.raises(CollectiveFailed) as caught:
+        call()
+    dist.barrier()
+    return str(caught.value)
+
+
+SHORT = timedelta(seconds=0.4)
+
+
+def test_a_call_ends_at_the_timeout_that_was_set_last_or_at_its_own() -> None:
+    assert world.run(2, _wait_in_vain) == [["waited 0.4 s"] * 4, []]
+
+
+def _wait_in_vain() -> list[str]:
+    groups = [dist.new_group(timeout=timedelta(minutes=10)) for _ in range(4)]
+    said = []
+    if dist.get_rank() == 0:
+        _set_pg_timeout(SHORT, groups[0])
+        said.append(_error(lambda: dist.all_reduce(torch.ones(2), group=groups[0])))
+        groups[1].set_timeout(SHORT)
+        said.append(_error(lambda: dist.barrier(group=groups[1])))
+        options = Options.BroadcastOptions()
+        options.rootRank, options.timeout, options.asyncOp = 1, SHORT, False
+        said.append(_error(lambda: groups[2].broadcast([torch.ones(2)], options).wait()))
+        reduction = Options.AllreduceOptions()
+        reduction.timeout = SHORT  # the thread of the group waits for this one
+        said.append(_error(lambda: groups[3].allreduce([torch.ones(2)], reduction).wait()))
+    dist.barrier()
+    return said
+
+
+def _error(call: object) -> str:
+    assert callable(call)
+    with pytest.raises(CollectiveFailed) as caught:
+        call()
+    text = str(caught.value)
+    assert "rank 1" in text
+    return text[text.index("waited") :][:12]

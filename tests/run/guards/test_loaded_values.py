@@ -41,7 +41,7 @@ def trained(strategy: str, by_all: bool) -> tuple[str, dict[str, Tensor]]:
     return "", run.weights()
 
 
-LAYOUTS = ["ddp", "zero1", "zero3", "tensor=2", "pipeline=2"]
+LAYOUTS = ["ddp", "zero3", "tensor=2", "pipeline=2"]
 
 
 def all_of(by_all: bool) -> list[tuple[str, dict[str, Tensor]]]:
