@@ -138,6 +138,8 @@ bench-memory: $(BENCH)/.done  ## Measure what each rank holds, tensor by tensor.
 bench-plan: $(BENCH)/.done  ## Measure what shoal plan has predicted: time and memory of steps.
 	$(BENCH)/bin/python -m benchmarks.plan.measure
 	$(BENCH)/bin/python -m benchmarks.plan.report
+	$(BENCH)/bin/python -m benchmarks.plan.hosts measure
+	$(BENCH)/bin/python -m benchmarks.plan.hosts page
 
 bench-zero: $(BENCH)/.done  ## Measure sharded steps against a hand-written fully_shard.
 	OMP_NUM_THREADS=1 $(BENCH)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.zero.measure
