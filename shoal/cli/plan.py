@@ -213,7 +213,7 @@ def _of_hub(request: _Request) -> Answer:
 def _compare_with_trace(request: _Request, problems: list[str]) -> int:
     """Print the plan of a traced run beside its trace."""
     from shoal.costs.machine import default_path
-    from shoal.planner.find_machine import one_machine
+    from shoal.planner.find_machine import cpu_of_this_machine, one_machine
     from shoal.planner.job_workload import job_workload
     from shoal.planner.plan_report import machine_text
     from shoal.planner.strategy_search import Planner
@@ -223,26 +223,28 @@ def _compare_with_trace(request: _Request, problems: list[str]) -> int:
 
     options = request.options
     name = options.source[0]
+    is_named = options.machine or request.cluster.machine
+    machine = request.machine if is_named else cpu_of_this_machine()  # no run on GPUs has a trace
     given = [
         key for key in ("processes", "servers", "seq", "json", "output") if getattr(options, key)
     ]
     given += [key for key, _ in options.settings]
     if given:
         problems.append(f"--{given[0]}: a run is compared as it was. Leave it out.")
-    if options.recalibrate and not request.machine.calibrated:
+    if options.recalibrate and not machine.calibrated:
         problems.append("--recalibrate: nothing was calibrated yet. Run `shoal calibrate` first.")
     raise_problems(problems)
     trace, job = chrome.read(Path(name)), job_of(Path(name))
     cluster = request.cluster
     if options.cluster is None:
-        cluster = one_machine(request.machine, len(trace.spans))
-    planner = Planner(job_workload(job), request.machine, cluster, inf)
-    print(f"{name}: {job.strategy} on {len(trace.spans)} ranks; {machine_text(request.machine)}\n")
+        cluster = one_machine(machine, len(trace.spans))
+    planner = Planner(job_workload(job), machine, cluster, inf)
+    print(f"{name}: {job.strategy} on {len(trace.spans)} ranks; {machine_text(machine)}\n")
     plan = planner.plan(job.strategy)
     print("\n".join(comparison_lines(plan, trace.spans)))
     if options.recalibrate:
         path = Path(options.machine) if options.machine else default_path()
-        recalibrated(request.machine, cluster.ranks_per_host, plan, trace.spans).save(path)
+        recalibrated(machine, cluster.ranks_per_host, plan, trace.spans).save(path)
         print(f"{path}: the speeds of computing and of messages are now those of {name}")
     return 0
 

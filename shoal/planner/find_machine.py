@@ -1,4 +1,4 @@
-"""The machine of a plan: a preset, a file, or the calibration of this one."""
+"""The machine of a plan: a preset, a file, or this one, by its GPUs or its calibration."""
 
 from __future__ import annotations
 
@@ -30,14 +30,20 @@ def find_machine(asked: str, ranks: int) -> Machine:
     if asked and not Path(asked).is_file():
         known = did_you_mean(asked, machines.PRESETS)
         raise ConfigError([f"machine {asked}: is neither a preset nor a file; {known}"])
-    path = Path(asked) if asked else machines.default_path()
+    return machines.load(Path(asked)) if asked else cpu_of_this_machine()
+
+
+def cpu_of_this_machine() -> Machine:
+    """Return the calibration of this machine, or a CPU of which nothing is known."""
+    path = machines.default_path()
     return machines.load(path) if path.is_file() else machines.UNKNOWN_CPU
 
 
 def _gpu_of_this_machine(ranks: int) -> Machine | None:
     import torch
 
-    # Neither asks the driver in this process: ranks may be forked from it.
+    # NVML counts them, and a child reads the name: ranks may be forked from this process, which
+    # they cannot once it has started the driver.
     if torch.cuda.device_count() < ranks:
         return None
     found = subprocess.run(
