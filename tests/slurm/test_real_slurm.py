@@ -104,7 +104,7 @@ def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory)
     with contextlib.chdir(folder):
         job = submit(cluster, "train", config, "--slurm", "--nodes", 2)
     status, log = end_of(cluster, job, folder)
-    assert "JobState=COMPLETED" in status, log
+    assert "JobState=COMPLETED" in status, f"{status}\n{log}"
     return folder / "run"
 
 
@@ -118,7 +118,7 @@ def test_a_run_at_its_time_limit_saves_is_requeued_and_ends_with_the_undisturbed
     job = submit(cluster, *command)
     start_now(cluster, job)
     status, out = end_of(cluster, job, in_directory)
-    assert "JobState=COMPLETED" in status, out
+    assert "JobState=COMPLETED" in status, f"{status}\n{out}"
     assert "stopped at step 3, and saved; the same command goes on from there" in out
     assert "resumed from" in out
     assert out.count("the job's script ends with exit code 0") == 1
@@ -136,7 +136,7 @@ def test_a_preempted_run_saves_and_ends_with_the_undisturbed_weights(
     cluster.call("srun", *urgent)
     start_now(cluster, job)
     status, out = end_of(cluster, job, in_directory)
-    assert "JobState=COMPLETED" in status, out
+    assert "JobState=COMPLETED" in status, f"{status}\n{out}"
     assert "stopped at step 3, and saved" in out
     assert "resumed from" in out
     assert_equal_to_the_bit(everything(in_directory / "run"), everything(undisturbed))
