@@ -76,8 +76,13 @@ def wait_for(found: Callable[[], object], timeout: float = 150) -> str:
 
 
 def start_now(cluster: SlurmCluster, job: str) -> None:
-    """Spare the two minutes that Slurm leaves a requeued job for its nodes' epilogues."""
+    """Spare the two minutes that Slurm leaves a requeued job for its nodes' epilogues.
+
+    Its first start must have ended on all nodes: what ends that may end the second one too.
+    """
     wait_for(lambda: cluster.call("squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING BeginTime")
+    daemons = ("pgrep", "-f", rf"^slurmstepd: \[{job}\.")
+    wait_for(lambda: subprocess.run(daemons, capture_output=True, check=False).returncode)
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
