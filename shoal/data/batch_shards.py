@@ -9,6 +9,7 @@ number of ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ class BatchShard:
     rows: int
     """Samples that count; 0 for a rank whose only row is a stand-in."""
     global_rows: int
-    checksum: int = 0
-    """Checksum of the indices of the global batch; 0 where samples are not fetched by index."""
+    indices: tuple[Hashable, ...] = ()
+    """Of the global batch; empty where samples are not fetched by index."""
 
 
 def row_window(rows: int, rank: int, ranks: int) -> slice:

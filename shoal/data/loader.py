@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
-from zlib import crc32
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
@@ -123,8 +122,7 @@ class DistributedBatchLoader(ShardedLoader):
         for rows, count, global_count in batches:
             self._last_batch = batch = told.popleft()
             self._watch_shapes(rows)
-            checksum = 0 if self.ranks == 1 else crc32(repr(batch.indices).encode())
-            yield BatchShard(batch.epoch, batch.stop, count, global_count, checksum), rows
+            yield BatchShard(batch.epoch, batch.stop, count, global_count, batch.indices), rows
 
     def _probe(self, remaining: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         """Decide, before the first batch, if collation needs whole batches."""

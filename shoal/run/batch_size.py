@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
@@ -379,7 +379,7 @@ class BatchPlaces(NamedTuple):
         unknown: batches without a place: no prepared loader has made any of their tensors.
         checksum: of all places.
         epoch, stop: place of the last one: the position in its epoch after it.
-        samples: checksum of all their indices.
+        samples: checksum of the indices of the last one.
     """
 
     unknown: int = 0
@@ -390,23 +390,26 @@ class BatchPlaces(NamedTuple):
 
 
 class BatchHistory:
-    """Collects the places of batches.
-
-    Attributes: places: so far.
-    """
+    """Collects the places of batches."""
 
     def __init__(self) -> None:
-        self.places = BatchPlaces()
+        self._places = BatchPlaces()
+        self._indices: tuple[Hashable, ...] = ()
+
+    @property
+    def places(self) -> BatchPlaces:
+        """Return the places so far. Takes time: it is for steps that are compared."""
+        return self._places._replace(samples=zlib.crc32(repr(self._indices).encode()))
 
     def add(self, shard: BatchShard | None) -> None:
         """Add the batch of a step; None if its place is not known."""
-        unknown, checksum, *_, samples = self.places
+        unknown, checksum, *_ = self._places
         if shard is None:
-            self.places = self.places._replace(unknown=unknown + 1)
+            self._places = self._places._replace(unknown=unknown + 1)
         else:
             checksum = zlib.crc32(b"%d %d" % (shard.epoch, shard.stop), checksum)
-            samples = zlib.crc32(b"%d" % shard.checksum, samples)
-            self.places = BatchPlaces(unknown, checksum, shard.epoch, shard.stop, samples)
+            self._places = BatchPlaces(unknown, checksum, shard.epoch, shard.stop)
+            self._indices = shard.indices
 
 
 def batches_differ(first: BatchPlaces, rank: int, other: BatchPlaces) -> tuple[str, str]:
