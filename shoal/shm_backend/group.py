@@ -185,6 +185,19 @@ class ShoalGroup(Base):
         """
         return self._gloo_calls.collective(name, args, self.recorder)
 
+    def _exchange_and_reduce(self, output: Tensor, tensor: Tensor, operation: str) -> Work:
+        """Send each rank its row, and reduce what comes, in the order of ranks.
+
+        Gloo's own reduce-scatter is an all-reduce, which sends twice as much.
+        """
+        flat, received = flattened(output), torch.empty_like(tensor.data)
+        as_bytes = [flattened(each).view(torch.uint8) for each in (received, tensor)]
+        self._by_gloo("alltoall_base", *as_bytes, [], [], dist.AllToAllOptions()).wait()
+        reduce_into(flat, rows_of(received, self.size()), operation)
+        if not _shares_memory(flat, output):
+            output.data.copy_(flat.view(output.shape))
+        return CompletedWork([output])
+
     # --- collectives in shared memory
 
     @torch_call("allreduce_")
@@ -265,25 +278,12 @@ class ShoalGroup(Base):
             return self._reduce_scatter([output], rows, operation, opts)
         if (
             self._queue is None
-            and rows
+            and len(rows) > 1
             and not opts.asyncOp
             and can_reduce(tensor.dtype, operation)
         ):
             return self._exchange_and_reduce(output, tensor, operation)
         return self._by_gloo(REDUCE_SCATTER_FLAT, output, tensor, opts)
-
-    def _exchange_and_reduce(self, output: Tensor, tensor: Tensor, operation: str) -> Work:
-        """Send each rank its row, and reduce what comes, in the order of ranks.
-
-        Gloo's own reduce-scatter is an all-reduce, which sends twice as much.
-        """
-        flat, received = flattened(output), torch.empty_like(tensor.data)
-        as_bytes = [flattened(each).view(torch.uint8) for each in (received, tensor)]
-        self._by_gloo("alltoall_base", *as_bytes, [], [], dist.AllToAllOptions()).wait()
-        reduce_into(flat, [flattened(row) for row in rows_of(received, self.size())], operation)
-        if not _shares_memory(flat, output):
-            output.data.copy_(flat.view(output.shape))
-        return CompletedWork([output])
 
     reduce_scatter_single = _reduce_scatter_base
 
