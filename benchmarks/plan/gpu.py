@@ -11,20 +11,18 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import shoal
-from benchmarks.gpu.tasks import resnet50
+from benchmarks.gpu.tasks import Task, images, resnet50, text
 from benchmarks.report_page import circumstances, fill, table, told
-from shoal.models import build
 from shoal.planner.find_machine import gpu_by_name
 from shoal.platform.torchvision_import import torchvision
 from shoal.run.supervised import supervised
@@ -43,37 +41,12 @@ HEAD = [
 ]
 
 
-class Case(NamedTuple):
-    model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
-
-
-def gpt(layers: int, width: int, rows: int) -> Case:
-    options = {"layers": layers, "width": width, "heads": width // 64}
-
-    def batch() -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(0, 50304, (rows, 1025))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    return Case(
-        lambda: build("gpt", num_classes=50304, input_shape=(1024,), options=options), batch
-    )
-
-
-def images(model: Callable[[], nn.Module], rows: int) -> Case:
-    return Case(model, lambda: (torch.randn(rows, 3, 224, 224), torch.randint(0, 1000, (rows,))))
-
-
 CASES = {
-    "ViT-B/16, 128": images(torchvision.models.vit_b_16, 128),
-    "ResNet-50, 256": images(resnet50, 256),
-    "GPT-2 350M, 8 x 1024": gpt(24, 1024, 8),
-    "GPT-2 124M, 16 x 1024": gpt(12, 768, 16),
+    "ViT-B/16, 128": images(torchvision.models.vit_b_16, 128, 224, STEPS),
+    "ResNet-50, 256": images(resnet50, 256, 224, STEPS),
+    "GPT-2 350M, 8 x 1024": text("GPT-2 350M", (24, 1024, 16), 8, STEPS, False),
+    "GPT-2 124M, 16 x 1024": text("GPT-2 124M", (12, 768, 12), 16, STEPS, False),
 }
-
-
-def loss_of(output: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(output.flatten(0, -2), y.flatten())
 
 
 def main() -> None:
@@ -101,12 +74,12 @@ def measured() -> Iterator[dict[str, Any]]:
                 yield found | {"step_s": step_s, "memory_bytes": memory_bytes}
 
 
-def _steps(case: Case, precision: Any, strategy: str) -> tuple[float, int]:
+def _steps(case: Task, precision: Any, strategy: str) -> tuple[float, int]:
     run = shoal.init(strategy, precision=precision, guards=False, announce=lambda _: None)
     model = case.model().to(run.device)
     optimizer = torch.optim.AdamW(model.parameters())
     model, optimizer = run.prepare(model, optimizer)
-    compute_loss = supervised(loss_of, model)
+    compute_loss = supervised(case.loss, model)
     batch = run.to_device(case.batch())
     times_s = []
     for step in range(STEPS):
@@ -122,7 +95,7 @@ def _steps(case: Case, precision: Any, strategy: str) -> tuple[float, int]:
     return min(times_s), torch.cuda.max_memory_allocated()
 
 
-def planned(case: Case, precision: str, machine: Path) -> dict[str, tuple[float, float]]:
+def planned(case: Task, precision: str, machine: Path) -> dict[str, tuple[float, float]]:
     """Return strategy -> seconds of a step, and bytes of memory, from the data sheet."""
     with torch.device("meta"):
         model = case.model()
@@ -131,7 +104,7 @@ def planned(case: Case, precision: str, machine: Path) -> dict[str, tuple[float,
     def compute_loss(x: Tensor, y: Tensor) -> Tensor:
         # Tensors without memory count as the CPU's.
         with torch.autocast("cpu", torch.bfloat16) if is_half else nullcontext():
-            return loss_of(model(x), y)
+            return case.loss(model(x), y)
 
     optimizer = torch.optim.AdamW(model.parameters())
     found = shoal.plan(model, optimizer, case.batch(), compute_loss, machine=str(machine))
