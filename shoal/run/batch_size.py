@@ -47,7 +47,6 @@ SAME_ROWS = (
 )
 """Note about batches that nobody has divided among the ranks."""
 
-
 ORDER_CURE = (
     "Each rank takes its rows of the order that its own sampler draws, so some samples come twice "
     "and others never. A sampler must draw the same on all ranks: by torch, np.random or random, "
