@@ -28,7 +28,7 @@ class BatchShard:
     """Samples that count; 0 for a rank whose only row is a stand-in."""
     global_rows: int
     indices: tuple[Hashable, ...] = ()
-    """Of the global batch; empty where samples are not fetched by index."""
+    """Indices of the global batch; empty where samples are not fetched by index."""
 
 
 def row_window(rows: int, rank: int, ranks: int) -> slice:
