@@ -4,11 +4,14 @@ first step     the loss is tried on parts of the batch, in the first step of a r
                has divided the models. Ranks tell one another what they have found, and all raise
 later steps    a batch with news, such as a first padded sample, is tried by the rank that has it;
                where models are divided, by all ranks in steps 2, 4, 8, ...; in a pipeline, which
-               has no rank with all layers, a note tells of padding
+               has no rank with all layers, a note tells of padding. In steps 16, 256, 4096, ... all
+               losses are tried again: one may bend when it has become small, as flooding does
 """
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
@@ -28,6 +31,7 @@ from shoal.strategies.base import LocalBatch, LocalModel
 from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
+from shoal.trial.reached_numbers import ReachedNumber, reached_numbers
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import deferred_weights, empty_bytes
@@ -44,17 +48,17 @@ class StepTrials:
 
     Args: announce: prints a note, on one rank of all.
 
-    Attributes: tried: `code_of` the functions that were tried.
+    Attributes: tried: steps of each function that was tried, by its `code_of`.
     """
 
     def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
         self._prepared = prepared
         self._guards = guards
         self._announce = announce
-        self.tried: set[object] = set()
+        self.tried = Counter[object]()
         self._news = BatchNews()
         self._has_news = False
-        self._steps = 0
+        self._own_numbers: dict[str, ReachedNumber] = {}
         self._noted: set[object] = set()
 
     def first_step(self, batch: LocalBatch) -> None:
@@ -67,7 +71,7 @@ class StepTrials:
             sizes.check_shared(data)
             if not batch.step.sizes_known and data.size > 1:
                 sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
-        self.tried.add(code_of(batch.step.compute_loss))
+        self.tried[code_of(batch.step.compute_loss)] = 1
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
 
@@ -81,8 +85,15 @@ class StepTrials:
         prepared = self._prepared
         if not self._has_parts:
             return
-        self._steps += 1
+        code = code_of(batch.step.compute_loss)
+        self.tried[code] += 1
+        step = self.tried[code]
+        is_power = step & (step - 1) == 0
         self._has_news |= self._news.found_in([batch.args, batch.kwargs])
+        is_tried_again = is_power and step.bit_length() % 4 == 1  # 16, 256, 4096, ...
+        if is_tried_again or step == 2:  # the loop has had one step to change its numbers in
+            self._own_numbers = self._numbers_of_ranks(batch)
+        self._has_news |= is_tried_again or bool(self._own_numbers)
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
                 self._has_news = False
@@ -90,8 +101,24 @@ class StepTrials:
                     verdict = self._judged(batch, batch.num_samples)
                 if verdict.ends_a_run:
                     raise UsageError(verdict.text())
-        elif self._steps & (self._steps + 1) == 0:  # the first step was one more
+                if verdict.computes_with_own_values:
+                    self._note(verdict)
+        elif is_power:
             self._try_together(batch)
+
+    def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
+        """Return the numbers of the script that the loss reaches and that differ on data ranks.
+
+        Collective.
+        """
+        data = self._prepared.mesh.data
+        if data.size == 1 or not self._prepared.local_model().strategy_state.is_synchronous:
+            return {}
+        loss, models = batch.step.compute_loss, self._prepared.models
+        numbers = reached_numbers(loss, models, batch.num_samples)
+        own = {name: number.digest() for name, number in numbers.items()}
+        others = [json.loads(text) for text in data.all_gather_str(json.dumps(own))]
+        return {n: numbers[n] for n in own if any(other.get(n) != own[n] for other in others)}
 
     def _try_together(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch of any rank has had news since the last time. Collective.
@@ -106,7 +133,8 @@ class StepTrials:
         self._has_news = False
         if not is_pipeline:
             verdict = self._try(batch)
-            self._tell(verdict if verdict.ends_a_run else LossVerdict(LossKind.MEAN))
+            is_told = verdict.ends_a_run or verdict.computes_with_own_values
+            self._tell(verdict if is_told else LossVerdict(LossKind.MEAN))
         elif PADDING not in self._noted:
             self._noted.add(PADDING)
             self._announce(PADDING)
@@ -138,11 +166,12 @@ class StepTrials:
         parameters = [parameter for model in models for parameter in model.parameters()]
         given = batch.step.compute_loss, batch.args, batch.kwargs, batch.num_samples
         weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
+        own_numbers, self._own_numbers = self._own_numbers, {}
 
         def judge() -> LossVerdict:
             if weights is not None:  # in a child, which keeps this rank's as they are
                 weights.fill(models, keeps=True)
-            return try_loss(*given, models, parameters, drawn_sizes)
+            return try_loss(*given, models, parameters, drawn_sizes, own_numbers)
 
         # Under servers a pass waits for values that a thread receives, which no child has.
         is_remote = self._prepared.local_model().remote_optimizer is not None
@@ -156,6 +185,9 @@ class StepTrials:
         objections = [own, *mesh.all_gather_str(own)]
         if any(objections) and self._has_parts:
             raise UsageError(next(text for text in objections if text))
+        self._note(verdict)
+
+    def _note(self, verdict: LossVerdict) -> None:
         if verdict.is_worth_a_note and verdict.kind not in self._noted:
             self._noted.add(verdict.kind)
             refused = "on more than one rank, or in micro-batches, this loss will be refused: "

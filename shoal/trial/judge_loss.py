@@ -18,17 +18,15 @@ from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_functions import Float64Functions
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
+from shoal.trial.reached_numbers import ReachedNumber
 from shoal.trial.untouched import Untouched
 
 MAX_ROWS = 16
 """Rows of a batch that are enough for the passes through whole models."""
 TOLERANCE = 1e-4
 """float32 separates by four orders: means differ by 2e-7 at most, coupled losses by 5e-3."""
-LARGEST_ROUNDING = 0.05
-"""Differences up to which float32 is not believed. In a deep network of ReLUs rounding switches a
-few units that are near 0, and their gradients jump; a convolution of one image may be computed in
-another way than one of two.
-"""
+MOST_NUMBERS = 8
+"""Numbers of the script that are changed, one after the other."""
 TOLERANCE_IN_HALF = 0.4
 """16 bits hide what is smaller, so below it nothing is said."""
 _ANSWERS = (LossKind.MEAN, LossKind.COUNTED, LossKind.COUPLED)
@@ -42,6 +40,7 @@ def try_loss(
     models: Sequence[nn.Module],
     parameters: Sequence[Tensor],
     drawn_sizes: Sequence[int] = (),
+    own_numbers: Mapping[str, ReachedNumber] | None = None,
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
@@ -53,6 +52,7 @@ def try_loss(
         models: the modules that `compute_loss` calls.
         parameters: whose gradients are compared.
         drawn_sizes: samples that a rank computes at once, where `draws="global"`.
+        own_numbers: numbers of the script that differ on ranks.
     """
     if num_samples < 2:
         return LossVerdict(LossKind.NOT_JUDGED)
@@ -68,15 +68,24 @@ def try_loss(
         with Untouched(models, compute_loss) as state:
             judge = LossJudge(compute, parameters, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
-            if verdict.kind is LossKind.COUPLED and verdict.difference < LARGEST_ROUNDING:
+            if verdict.kind is LossKind.COUPLED:
                 verdict = _judged_in_float64(judge) or verdict
+            if verdict.kind in (LossKind.MEAN, LossKind.COUNTED):
+                memory = judge.memory() if state.script_was_changed else 0.0
+                names = judge.numbers_read(own_numbers or {})
+                verdict = replace(verdict, memory=memory, own_numbers=names)
         return replace(verdict, misplaced=judge.draws.misplaced(drawn_sizes))
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_JUDGED, reason=why.reason)
 
 
 def _judged_in_float64(judge: LossJudge) -> LossVerdict | None:
-    """Return the verdict in float64, or None if the function cannot compute in it."""
+    """Return the verdict in float64, or None if the function cannot compute in it.
+
+    In a deep network of ReLUs rounding switches a few units that are near 0, and their gradients
+    jump; a convolution of one image may be computed in another way than one of two; and where a
+    model has nearly learned its samples, what is left of the gradients may be rounding.
+    """
     judge.arithmetic = Float64Functions()
     try:
         verdict = judge.verdict()
@@ -133,6 +142,45 @@ class LossJudge:
         if verdict.kind is LossKind.COUPLED and self.draws.uncut:
             return _cannot(f"the random numbers of {self.draws.uncut} have no rows of their own")
         return self._confirmed(verdict, whole) if verdict.objects else verdict
+
+    def memory(self) -> float:
+        """Return how far the gradients of all rows, after one half of them, are from those after
+        the other half: above 0 if the function keeps something of the samples that it has seen.
+
+        A function that fails now, as one that keeps a state for each row, gives 0.
+        """
+        half = self._num_rows // 2
+        after = []
+        try:
+            for rows in (
+                self._order[:half].sort().values,
+                self._order[half : 2 * half].sort().values,
+            ):
+                self._part(rows)
+                after.append(
+                    self._pass(lambda: self._loss.whole(self._all), self._all, fresh=False)
+                )
+        except (_FailedError, CannotTry):
+            return 0.0
+        difference = distance_of_repeat(*after)
+        return difference if difference > TOLERANCE else 0.0
+
+    def numbers_read(self, numbers: Mapping[str, ReachedNumber]) -> str:
+        """Return the names of those that change the loss, or its gradients, where they change."""
+        names = []
+        for name, number in [*numbers.items()][:MOST_NUMBERS]:
+
+            def changed(number: ReachedNumber = number) -> Measured:
+                number.change()
+                return self._loss.whole(self._all)
+
+            try:
+                whole = self._measure_again()
+                if distance_of_repeat(whole, self._pass(changed, self._all)) > TOLERANCE:
+                    names.append(name)
+            except (_FailedError, CannotTry):
+                continue
+        return " and ".join(names)
 
     def _measure_again(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), self._all)
@@ -234,12 +282,16 @@ class LossJudge:
     def _part(self, rows: Tensor) -> Measured:
         return self._pass(lambda: self._loss.part(rows, self._num_rows), rows)
 
-    def _pass(self, measure: Callable[[], Measured], rows: Tensor | None) -> Measured:
+    def _pass(
+        self, measure: Callable[[], Measured], rows: Tensor | None, fresh: bool = True
+    ) -> Measured:
         """Measure with everything put back before it, and draws recorded or handed out.
+
+        Args: fresh: False to leave what the pass before has changed in the script.
 
         Raises: _FailedError: the function failed.
         """
-        self._state.restore()
+        self._state.restore(script=fresh)
         mode = DrawnInParts(self.draws, rows)
         try:
             with torch.enable_grad(), mode, self.arithmetic:

@@ -59,6 +59,9 @@ class LossVerdict:
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
         misplaced: a draw that `draws="global"` would misunderstand, with the cure; empty if none.
+        memory: difference of the gradients of all samples after one half of them from those after
+            the other half, where the function keeps something of the samples; else 0.
+        own_numbers: names of numbers of the script that differ on ranks and that the loss reads.
     """
 
     kind: LossKind
@@ -66,6 +69,8 @@ class LossVerdict:
     sizes: tuple[int, ...] = ()
     reason: str = ""
     misplaced: str = ""
+    memory: float = 0.0
+    own_numbers: str = ""
 
     @property
     def objects(self) -> bool:
@@ -82,7 +87,13 @@ class LossVerdict:
         """False for a good loss, and where there was nothing to try."""
         if self.kind is LossKind.NOT_JUDGED:
             return bool(self.reason)
-        return self.kind not in (LossKind.MEAN, LossKind.COUNTED)
+        is_good = self.kind in (LossKind.MEAN, LossKind.COUNTED)
+        return not is_good or self.computes_with_own_values
+
+    @property
+    def computes_with_own_values(self) -> bool:
+        """True if the loss reads what this rank has of its own samples."""
+        return bool(self.memory or self.own_numbers)
 
     def text(self) -> str:
         """Return what was seen as sentences, with the cures if there is an objection."""
@@ -101,6 +112,21 @@ class LossVerdict:
                 "compute_loss was not compared on parts of a batch: "
                 f"{self.reason}. It must be a mean over samples or shoal.counted(sum, count); "
                 "nothing has checked that it is."
+            )
+        if self.memory:
+            return (
+                "compute_loss computes with what it has kept of earlier samples: gradients of a "
+                f"batch differ by {_percent(self.memory)} after one half of it and after the other "
+                "half. Each rank, and each micro-batch, would keep something of its own samples, "
+                "where one device keeps it of all. Compute it from run.gather(tensor), or between "
+                "the steps from the loss that run.forward_backward returns."
+            )
+        if self.own_numbers:
+            return (
+                f"compute_loss computes with {self.own_numbers}, which differ on ranks. One device "
+                "has one value of each: compute them from run.gather(tensor) or from the loss that "
+                "run.forward_backward returns, or draw them by a torch.Generator that has the same "
+                "seed on all ranks."
             )
         return f"compute_loss is a {self.kind.value} over samples, as far as this batch shows."
 

@@ -12,14 +12,15 @@ levels deep.
 
 from __future__ import annotations
 
-import functools
 import io
+import operator
 import random
 import sysconfig
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -56,10 +57,11 @@ _LIBRARIES = (
 """Folders whose functions keep no state of a script, Shoal's own among them."""
 _OF_MACHINERY = ("torch", "shoal")
 """Packages whose objects, but for modules and tensors, belong to no script: a run, a scheduler."""
-_LEFT_ALONE = (
+LEFT_ALONE = (
     *(type, ModuleType, str, bytes, int, float, complex, type(None)),
     *(Optimizer, DataLoader, Dataset, torch.dtype, torch.device, io.IOBase),
 )
+"""Classes of objects that hold no state of a loss, or whose state others keep."""
 
 
 EVALUATED = (BatchNormBase, DropoutBase, nn.RNNBase, nn.MultiheadAttention)
@@ -74,7 +76,7 @@ class SavedObjects:
 
     def __init__(self, keeps: bool = True) -> None:
         self._keeps = keeps
-        self._restores: list[Callable[[], None]] = []
+        self._restores: list[Callable[[], bool | None]] = []
         # Kept alive, so that an id stays the id of one object.
         self._seen: dict[int, Any] = {}
 
@@ -86,18 +88,21 @@ class SavedObjects:
         """Return the tensors that were found."""
         return [value for value in self._seen.values() if isinstance(value, Tensor)]
 
-    def restore(self) -> None:
-        """Put back what has changed since `save`."""
+    def restore(self) -> bool:
+        """Put back what has changed since `save`; return True if anything had.
+
+        Of arrays and generators it is not known whether they have.
+        """
         with torch.no_grad():
-            for restore in self._restores:
-                restore()
+            changes = [restore() for restore in self._restores]
+        return any(changes)
 
     def save(self, value: Any, depth: int = DEPTH) -> None:
         """Save an object, and what it holds down to `depth` levels.
 
         Raises: CannotTry: an iterator, which cannot be turned back.
         """
-        if depth < 0 or isinstance(value, _LEFT_ALONE) or id(value) in self._seen:
+        if depth < 0 or isinstance(value, LEFT_ALONE) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, Tensor):
@@ -110,13 +115,13 @@ class SavedObjects:
             for module in value.modules():
                 self._seen[id(module)] = module
                 self._save_dict(vars(module), depth=2)
-        elif isinstance(value, (FunctionType, MethodType, functools.partial)):
+        elif isinstance(value, (FunctionType, MethodType, partial)):
             self._save_function(value, depth)
         elif isinstance(value, (dict, list, set, deque)):
             self._save_container(value, depth)
         elif isinstance(value, tuple):
             self._save_each(value, depth)
-        elif type(value).__module__.split(".")[0] in _OF_MACHINERY:
+        elif is_of_machinery(value):
             return
         elif hasattr(value, "__next__"):
             self._save_iterator(value)
@@ -135,22 +140,24 @@ class SavedObjects:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
-        def restore() -> None:
+        def restore() -> bool:
             nonlocal before
-            if version(tensor) != before:
+            has_changed = version(tensor) != before
+            if has_changed:
                 tensor.detach().copy_(values)
                 before = version(tensor)
+            return has_changed
 
         self._restores.append(restore)
 
     def _save_array(self, array: np.ndarray) -> None:
         if array.size <= LARGEST_COPY and array.flags.writeable and self._keeps:
             values = array.copy()
-            self._restores.append(lambda: np.copyto(array, values))
+            self._restores.append(partial(np.copyto, array, values))
 
     def _save_generator(self, generator: Any) -> None:
         state = generator_state(generator)
-        self._restores.append(lambda: restore_generator(generator, state))
+        self._restores.append(partial(restore_generator, generator, state))
 
     def _save_container(self, value: Any, depth: int) -> None:
         if isinstance(value, dict):
@@ -158,12 +165,15 @@ class SavedObjects:
             return
         entries = list(value)
 
-        def restore() -> None:
+        def restore() -> bool:
+            if len(value) == len(entries) and all(map(operator.is_, value, entries)):
+                return False
             if isinstance(value, list):
                 value[:] = entries
             else:
                 value.clear()
                 value.update(entries) if isinstance(value, set) else value.extend(entries)
+            return True
 
         self._restores.append(restore)
         self._save_each(entries, depth)
@@ -171,12 +181,14 @@ class SavedObjects:
     def _save_dict(self, value: dict[Any, Any], depth: int) -> None:
         entries = dict(value)
 
-        def restore() -> None:
-            for key in [key for key in value if key not in entries]:
+        def restore() -> bool:
+            added = [key for key in value if key not in entries]
+            changed = [key for key in entries if key not in value or value[key] is not entries[key]]
+            for key in added:
                 del value[key]
-            for key, entry in entries.items():
-                if key not in value or value[key] is not entry:
-                    value[key] = entry
+            for key in changed:
+                value[key] = entries[key]
+            return bool(added or changed)
 
         self._restores.append(restore)
         self._save_each(list(entries.values()), depth)
@@ -187,12 +199,12 @@ class SavedObjects:
                 self.save(entry, depth - 1)
 
     def _save_function(self, value: Any, depth: int) -> None:
-        if isinstance(value, functools.partial):
+        if isinstance(value, partial):
             self._save_each((value.func, *value.args, *value.keywords.values()), depth + 1)
         elif isinstance(value, MethodType):
             self.save(value.__self__, depth)
             self.save(value.__func__, depth)
-        elif not _is_of_library(value.__code__):
+        elif not is_of_library(value.__code__):
             self._save_each((value.__defaults__ or ()), depth)
             self._save_each([*(value.__kwdefaults__ or {}).values()], depth)
             for cell in value.__closure__ or ():
@@ -210,9 +222,11 @@ class SavedObjects:
         except ValueError:  # Not assigned yet.
             return
 
-        def restore() -> None:
-            if cell.cell_contents is not contents:
+        def restore() -> bool:
+            has_changed = cell.cell_contents is not contents
+            if has_changed:
                 cell.cell_contents = contents
+            return has_changed
 
         self._restores.append(restore)
         self.save(contents, depth - 1)
@@ -221,9 +235,19 @@ class SavedObjects:
         table = function.__globals__
         for name in sorted(set(global_names(function.__code__))):
             if name in table:
-                entry = table[name]
-                self._restores.append(functools.partial(table.__setitem__, name, entry))
-                self.save(entry, depth - 1)
+                self._save_global(table, name)
+                self.save(table[name], depth - 1)
+
+    def _save_global(self, table: dict[str, Any], name: str) -> None:
+        entry = table[name]
+
+        def restore() -> bool:
+            has_changed = table.get(name) is not entry
+            if has_changed:
+                table[name] = entry
+            return has_changed
+
+        self._restores.append(restore)
 
 
 def global_names(code: CodeType) -> Iterator[str]:
@@ -241,7 +265,13 @@ def tensors_of(function: Any) -> list[Tensor]:
     return objects.tensors()
 
 
-def _is_of_library(code: CodeType) -> bool:
+def is_of_machinery(value: Any) -> bool:
+    """Return True for an object of torch or Shoal, which holds no state of a script."""
+    return type(value).__module__.split(".")[0] in _OF_MACHINERY
+
+
+def is_of_library(code: CodeType) -> bool:
+    """Return True for a function that keeps no state of a script."""
     return code.co_filename.startswith(_LIBRARIES) or "site-packages" in code.co_filename
 
 
@@ -292,6 +322,8 @@ class Untouched:
     Args:
         models: the modules that the function calls.
         function: the user's function.
+
+    Attributes: script_was_changed: a pass has changed what the function reaches beyond the models.
     """
 
     def __init__(self, models: Sequence[nn.Module], function: Any) -> None:
@@ -299,12 +331,15 @@ class Untouched:
         self._function = function
         self._stack = ExitStack()
         self._seed: int | None = None
+        self.script_was_changed = False
 
     def __enter__(self) -> Untouched:
-        self._objects = SavedObjects()
+        self._layers, self._script = SavedObjects(), SavedObjects()
         for model in self._models:
-            self._objects.save(model)
-        self._objects.save(self._function)
+            self._layers.save(model)
+            self._script.skip(model.modules())
+        self._script.skip(self._layers.tensors())
+        self._script.save(self._function)
         self._generators = GeneratorStates(devices_of(self._models))
         self._parameters = [p for model in self._models for p in model.parameters()]
         self._grads = [parameter.grad for parameter in self._parameters]
@@ -329,9 +364,12 @@ class Untouched:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._tf32
         self._stack.close()
 
-    def restore(self) -> None:
-        """Put everything back, for the next pass."""
-        self._put_back()
+    def restore(self, script: bool = True) -> None:
+        """Put everything back, for the next pass.
+
+        Args: script: False to leave what passes have changed beyond the models.
+        """
+        self._put_back(script)
         self._prepare_modules()
 
     def reseed(self, seed: int | None) -> None:
@@ -347,8 +385,10 @@ class Untouched:
                 if isinstance(module, EVALUATED):
                     module.training = False
 
-    def _put_back(self) -> None:
-        self._objects.restore()
+    def _put_back(self, script: bool = True) -> None:
+        if script:
+            self.script_was_changed |= self._script.restore()
+        self._layers.restore()
         self._generators.restore()
         if self._seed is not None:
             random.seed(self._seed)

@@ -149,3 +149,70 @@ def test_rows_that_the_loop_has_sorted_stay_in_order() -> None:
 
     verdict = judged(compute_loss, torch.randn(7, 5, 3), lengths, models=[model])
     assert verdict.kind is LossKind.MEAN
+
+
+def test_a_running_mean_of_a_rank_s_own_losses_is_told() -> None:
+    model, mean = mlp(), [torch.ones(())]
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        value = F.cross_entropy(model(a), y)
+        relative = value / mean[0]
+        mean[0] = 0.5 * mean[0] + 0.5 * value.detach()
+        return relative
+
+    assert (
+        "what it has kept of earlier samples" in judged(loss, x(), labels(), models=[model]).text()
+    )
+
+
+class CenterLoss(nn.Module):
+    """A pull towards the running means of the classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centers", torch.zeros(4, 4))
+
+    def forward(self, features: Tensor, y: Tensor) -> Tensor:
+        value = (features - self.centers[y]).square().mean()
+        for label, feature in zip(y.tolist(), features.detach(), strict=True):
+            self.centers[label].lerp_(feature, 0.5)
+        return value
+
+
+def test_class_centers_of_a_rank_s_own_samples_are_told() -> None:
+    model, centers = mlp(), CenterLoss()
+    verdict = judged(lambda a, y: centers(model(a), y), x(), labels(), models=[model])
+    assert verdict.kind is LossKind.MEAN
+    assert verdict.memory > 0.01
+
+
+def test_what_a_loss_counts_lowers_and_writes_down_is_no_memory_of_samples() -> None:
+    model, teacher, meter, state = mlp(), mlp(), [], {"calls": 0, "temperature": 4.0}
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        state["calls"] += 1
+        state["temperature"] *= 0.9
+        with torch.no_grad():
+            for kept, own in zip(teacher.parameters(), model.parameters(), strict=True):
+                kept.lerp_(own, 0.1)
+        value = F.cross_entropy(model(a) / state["temperature"], y)
+        value = value + F.mse_loss(model(a), teacher(a))
+        meter.append(value.item())
+        return value
+
+    verdict = judged(loss, x(), labels(), models=[model])
+    assert verdict.kind is LossKind.MEAN
+    assert verdict.memory == 0
+    assert not meter
+
+
+def test_a_state_of_each_row_is_no_memory_of_other_samples() -> None:
+    model, hidden = mlp(), [torch.zeros(N, 4)]
+
+    def loss(a: Tensor, y: Tensor) -> Tensor:
+        if len(hidden[0]) != len(a):
+            hidden[0] = torch.zeros(len(a), 4)
+        hidden[0] = torch.tanh(model(a) + hidden[0].detach())
+        return F.cross_entropy(hidden[0], y)
+
+    assert judged(loss, x(), labels(), models=[model]).memory == 0

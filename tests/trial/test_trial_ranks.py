@@ -140,6 +140,104 @@ def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> 
         assert "compute_loss is no mean over samples" in error
 
 
+def hard_samples_from_step_10(strategy: str) -> tuple[int, str]:
+    """Train by the mean of a batch, then by that of its hard half. Returns the steps that went."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x = run.share(torch.randn(12, 6).double())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+    def loss(x: Tensor) -> Tensor:
+        losses = model(x).square().sum(1)
+        return (losses if count < 10 else losses.topk(len(x) // 2).values).mean()
+
+    for count in range(20):
+        try:
+            run.forward_backward(loss, x)
+        except UsageError as error:
+            return count, str(error)
+        optimizer.step()
+        optimizer.zero_grad()
+    return 20, ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_loss_that_becomes_coupled_is_refused_in_step_16(strategy: str) -> None:
+    for count, error in world.run(2, hard_samples_from_step_10, strategy):
+        assert count + 1 == 16
+        assert "compute_loss is no mean over samples" in error
+
+
+def baseline_of_own_losses() -> list[str]:
+    """Train by losses relative to their running mean. Returns the notes."""
+    torch.manual_seed(0)
+    notes: list[str] = []
+    run = shoal.init("ddp", precision="fp64", announce=notes.append)
+    model = nn.Linear(6, 4).double()
+    x = run.share(torch.randn(12, 6).double())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    mean = torch.ones(()).double()
+
+    def loss(x: Tensor) -> Tensor:
+        nonlocal mean
+        value = model(x).square().mean()
+        value, mean = value / mean, 0.9 * mean + 0.1 * value.detach()
+        return value
+
+    run.forward_backward(loss, x)
+    optimizer.step()
+    return notes
+
+
+def test_a_loss_that_keeps_values_of_own_samples_gets_a_note() -> None:
+    notes, _ = world.run(2, baseline_of_own_losses)
+    assert sum("what it has kept of earlier samples" in note for note in notes) == 1
+
+
+class Balance:
+    """A weight that the loop computes from the losses that it has seen, as BEGAN does."""
+
+    def __init__(self) -> None:
+        self.k, self.seen = torch.ones(()).double(), 0.0
+
+
+def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
+    """Train by a loss with a weight, which the loop sets by this rank's losses. Returns notes."""
+    torch.manual_seed(0)
+    notes: list[str] = []
+    run = shoal.init(strategy, precision="fp64", announce=notes.append)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x = run.share(torch.randn(12, 6).double())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    balance, hidden = Balance(), torch.zeros(6, 3)
+
+    def loss(x: Tensor) -> Tensor:
+        nonlocal hidden
+        hidden = model(x).detach()
+        balance.seen = model(x).square().mean().detach()
+        weight = balance.k if is_read else 1.0
+        return model(x).square().mean() + weight * model(x).abs().mean()
+
+    for _ in range(3):
+        run.forward_backward(loss, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        balance.k = balance.k + 0.1 * balance.seen
+    return [note for note in notes if "which differ on ranks" in note]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_number_that_the_loop_computes_from_own_losses_gets_a_note(strategy: str) -> None:
+    notes, _ = world.run(2, weight_of_own_losses, strategy, True)
+    assert len(notes) == 1
+    assert "compute_loss computes with balance.k, which differ on ranks" in notes[0]
+
+
+def test_numbers_that_a_loss_writes_and_does_not_read_get_no_note() -> None:
+    assert not any(world.run(2, weight_of_own_losses, "ddp", False))
+
+
 class OwnLoss(nn.Module):
     """Computes its own loss inside, of tied layers."""
 
