@@ -26,18 +26,18 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_820,
     "shoal/platform": 1_960,
     "shoal/plotting": 490,
-    "shoal/run": 9_600,
+    "shoal/run": 9_640,
     "shoal/shm_backend": 2_780,
     "shoal/strategies": 16_920,
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
-    "shoal/trial": 2_460,
+    "shoal/trial": 2_710,
     "shoal/verification": 3_510,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_070,
-    "benchmarks": 12_340,
+    "tests": 66_240,
+    "benchmarks": 12_320,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
