@@ -123,9 +123,9 @@ class LossVerdict:
             )
         if self.own_numbers:
             return (
-                f"compute_loss computes with {self.own_numbers}, which differ on ranks. One device "
-                "has one value of each: compute them from run.gather(tensor) or from the loss that "
-                "run.forward_backward returns, or draw them by a torch.Generator that has the same "
+                f"ranks differ in {self.own_numbers}, with which compute_loss computes. One device "
+                "has one value: compute it from run.gather(tensor), or from the loss that "
+                "run.forward_backward returns, or draw it by a torch.Generator that has the same "
                 "seed on all ranks."
             )
         return f"compute_loss is a {self.kind.value} over samples, as far as this batch shows."

@@ -91,6 +91,16 @@ CHECKS = {
         planted_in="trial/test_trial_ranks.py",
         scripts="LatePadding",
     ),
+    "values of own samples": Check(
+        (f"{TRIAL}.reached_numbers",),
+        "what a loss keeps of a rank's samples, or reads of what the loop has kept",
+        all_of(
+            replaced(f"{TRIAL}.judge_loss:LossJudge.memory", lambda *_: 0.0),
+            replaced(f"{RUN}.step_trials:StepTrials._numbers_of_ranks", lambda *_: {}),
+        ),
+        planted_in="trial/test_trial_ranks.py",
+        scripts="BaselineInTheLoss BalanceOfOwnLosses",
+    ),
     "graph of the loss": Check(
         (f"{TRIAL}.loss_graph", f"{TRIAL}.loss_divisors"),
         "a loss of the loop that is no mean over samples",
@@ -213,6 +223,13 @@ CHECKS = {
         replaced(f"{GUARDS}.guards:WeightWatch", _NoWatch),
         planted_in="run/guards/test_bypasses_under_strategies.py",
         scripts="NoisyWeights WeightAverage Pruning RedrawnHead",
+    ),
+    "weights written by a pass": Check(
+        (f"{GUARDS}.forward_writes",),
+        "weights that a forward pass writes into gathered shards",
+        replaced(f"{GUARDS}.guards:ForwardWrites", _NoWatch),
+        planted_in="run/guards/test_forward_writes.py",
+        scripts="WeightsOfUnitLength",
     ),
     "optimizer state": Check(
         (f"{GUARDS}.optimizer_state",),

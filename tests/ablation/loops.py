@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.scripts.one_loss import OneLossScript, parts
 from tests.scripts.samples import loader, mlp, sgd, vectors
@@ -73,6 +74,45 @@ class BaselineInTheLoss(RunningBaseline):
 
     def after_step(self, step, model, optimizer, losses):
         pass
+
+
+class BalanceOfOwnLosses(OneLossScript):
+    """Weighs a term by a number that the loop sets from the losses that this rank has seen."""
+
+    follows = "BEGAN"
+    needs = "S"
+
+    def setup(self):
+        self.k, self.seen = 0.5, 0.0
+        return super().setup()
+
+    def loss(self, model, x, y):
+        output = model(x)
+        loss = F.cross_entropy(output, y)
+        self.seen = loss.item()
+        return loss - self.k * output.square().mean()
+
+    def after_step(self, step, model, optimizer, losses):
+        self.k += 0.1 * (self.seen - 1)
+
+
+class UnitRows(nn.Linear):
+    """Brings its rows to length 1 in each forward pass, in place."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class WeightsOfUnitLength(OneLossScript):
+    """Writes its weights in the forward pass, as embeddings of relations do."""
+
+    follows = "TransE"
+    needs = "W"
+
+    def setup(self):
+        return parts(nn.Sequential(UnitRows(6, 8), nn.Tanh(), nn.Linear(8, 4)), loader(*vectors()))
 
 
 class CountsOfTheBatch(Script):
