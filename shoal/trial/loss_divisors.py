@@ -42,6 +42,10 @@ POINTWISE = {
 """Nodes behind which a divisor may stand; a path ends at any other."""
 BENDS = {"Abs", "Clamp", "ClampMin", "Hardtanh", "Maximum", "Minimum", "Relu", "Where"}
 """Nodes that multiply a gradient by the slope at their input."""
+CHOICES = {"Topk", "Sort", "Kthvalue", "Median", "Max", "Min"}
+"""Nodes that choose among numbers along a dimension. The largest of all numbers is left alone: a
+softmax is shifted by it.
+"""
 
 WORDS = {"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"}
 """Operations of nodes, as a script writes them."""
@@ -130,6 +134,15 @@ def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
     if _kind(node) in BENDS - POINTWISE:
         return _bent_number(node) is not None
     return _kind(node) in POINTWISE or saved_value(node, "reduction") is not None
+
+
+def chooses_rows(node: Any, samples: int) -> bool:
+    """Return True for a node that takes the largest, or smallest, of numbers along the samples."""
+    sizes = saved_value(node, "self_sym_sizes")
+    if _kind(node) not in CHOICES or not sizes or samples < 2:
+        return False
+    dim = _signed(saved_value(node, "dim")) % len(sizes)
+    return dim == 0 and (sizes[0] == samples or (len(sizes) == 1 and sizes[0] % samples == 0))
 
 
 def _next(path: _Path, rows: int) -> list[_Path]:

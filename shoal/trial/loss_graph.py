@@ -7,7 +7,8 @@ one another in some steps.
     L = log(exp(a) + exp(b) + ...)       a coupled loss: it does
 
 So second derivatives of L across samples tell, by the outputs of the models. Derivatives of the
-models are not taken. A loss that is linear in the outputs has none, and is not told.
+models are not taken. A loss that is linear in the outputs has none, and is not told; but for a
+choice among samples, such as the hardest ones, which nodes of the graph tell.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shoal.errors import UsageError
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.strategies.loss_terms import Counted
-from shoal.trial.loss_divisors import Divisor, LossPart, divisors_of, objection
+from shoal.trial.loss_divisors import Divisor, LossPart, chooses_rows, divisors_of, objection
 
 MOST_NODES = 10_000
 """Nodes of a graph that are looked at."""
@@ -52,21 +53,30 @@ def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
     outputs = [t for t in outputs if _is_looked_at(t, samples)]
     if sum(t.numel() for t in outputs) > MOST_NUMBERS:
         return False
-    outputs = _last_outputs(loss, outputs)
+    of_loss = _nodes_before(loss, outputs)
+    outputs = _last_outputs(of_loss, outputs)
     try:
-        return bool(outputs) and _changes_across(loss, outputs, samples)
+        chooses = any(chooses_rows(node, samples) for node in of_loss)
+        return bool(outputs) and (chooses or _changes_across(loss, outputs, samples))
     except RuntimeError:
         return False  # without a second derivative, or the graph was freed
 
 
-def _last_outputs(loss: Tensor, outputs: Sequence[Tensor]) -> list[Tensor]:
+def _nodes_before(loss: Tensor, outputs: Sequence[Tensor]) -> set[Any]:
+    """Return the nodes of a loss, up to those that have made the outputs."""
+    nodes: set[Any] = {t.grad_fn for t in outputs}
+    return {*islice(nodes_behind([loss.grad_fn], nodes.__contains__), MOST_NODES)}
+
+
+def _last_outputs(of_loss: set[Any], outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return those that no other one was computed from.
 
     None if the loss gathers rows, or where graphs are too large to tell.
+
+    Args: of_loss: nodes up to the outputs.
     """
-    nodes: set[Any] = {t.grad_fn for t in outputs}
+    nodes: list[Any] = [t.grad_fn for t in outputs]
     inputs = [other for node in nodes for other, _ in node.next_functions]
-    of_loss = {*islice(nodes_behind([loss.grad_fn], nodes.__contains__), MOST_NODES)}
     of_models = {*islice(nodes_behind(inputs), MOST_NODES)}
     is_cut = MOST_NODES in (len(of_loss), len(of_models))
     if is_cut or any(map(is_of_all_ranks, of_loss)):
@@ -140,7 +150,8 @@ MOST_OUTPUTS = 8
 """Outputs that are held until the loss comes, with the graphs that have made them."""
 COUPLED = (
     "run.backward was given a loss in which samples influence one another ({place}): the gradient "
-    "of a sample's output changes with the outputs of others. One device takes those of all ranks "
+    "of a sample's output changes with the outputs of others, or is 0 where others were chosen "
+    "(topk, sort, max over samples). One device takes those of all ranks "
     "together, and so does a loss of rows that run.gather(output) has returned. Or, to train the "
     'mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
 )

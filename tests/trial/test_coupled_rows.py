@@ -34,6 +34,8 @@ APART: dict[str, Loss] = {
         o.log_softmax(1), o.detach().softmax(1), reduction="batchmean"
     ),
     "a mean for each sample": lambda o: o.logsumexp(1).mean(),
+    "the largest score of each": lambda o: o.topk(2).values.mean() - o.max(1).values.mean(),
+    "a shift by the largest of all": lambda o: (o - o.max()).logsumexp(1).mean() + o.max(),
     "a matrix behind the model": lambda o: (o @ torch.ones(5, 5).cos()).tanh().mean(),
 }
 TOGETHER: dict[str, Loss] = {
@@ -43,6 +45,9 @@ TOGETHER: dict[str, Loss] = {
     "root of a mean": lambda o: o.square().mean().sqrt(),
     "overlap": lambda o: 1 - 2 * (o.sigmoid() * LABELS[:, None]).sum() / (o.sigmoid().sum() + 9),
     "triplets": lambda o: F.triplet_margin_loss(o[:2], o[2:4], o[4:], margin=9.0),
+    "hard samples": lambda o: F.cross_entropy(o, LABELS, reduction="none").topk(3).values.mean(),
+    "hard places": lambda o: o.abs().flatten().sort().values[ROWS:].mean(),
+    "the largest of a column": lambda o: o.max(0).values.sum(),
     "normalisation": lambda o: F.cross_entropy((o - o.mean(0)) / (o.std(0) + 1), LABELS),
 }
 
