@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
-    "shoal/trial": 2_710,
+    "shoal/trial": 2_740,
     "shoal/verification": 3_510,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
