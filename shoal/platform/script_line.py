@@ -51,6 +51,18 @@ def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
     return ""
 
 
+def is_called_by_script(frame: FrameType | None) -> bool:
+    """Return True if a function of Python's library was called by the script, and by no package."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if "-packages/" in file or file.startswith(_SHOAL):
+            return False
+        if not file.startswith((_PYTHON, "<frozen")):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def call_site() -> str:
     """Return ` (train.py:41)`, the innermost line of the script, for messages; empty if unknown."""
     # Backward passes on a GPU run hooks in a thread of their own; the script waits in its main one.

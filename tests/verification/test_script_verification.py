@@ -45,6 +45,45 @@ def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(
     ]
 
 
+WRITING_SCRIPT = """
+import os
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+import shoal
+
+run = shoal.init("ddp")
+model = torch.nn.Linear(3, 2)
+model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+x = run.share(torch.arange(12.0).view(4, 3).sin())
+for step in range(2):
+    run.forward_backward(lambda x: model(x).square().mean(), x)
+    optimizer.step()
+    optimizer.zero_grad()
+    with open("metrics.csv", "a") as file:
+        file.write(f"{step}\\n")
+if run.rank == 0:
+    save_file({"a": torch.ones(2)}, "best.safetensors")
+    Path("report.txt").write_text("new")
+    Path("last.tmp").write_text("new")
+    os.replace("last.tmp", "last.txt")
+    assert open("report.txt").read() == "old"
+"""
+
+
+def test_files_that_are_there_already_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = ["metrics.csv", "best.safetensors", "report.txt", "last.txt"]
+    for name in old:
+        Path(name).write_text("old")
+    Path("train.py").write_text(WRITING_SCRIPT)
+    assert shoal.verify_script(Path("train.py"), ranks=2).verdict == "exact"
+    assert [Path(name).read_text() for name in old] == ["old"] * 4
+    assert sorted(path.name for path in Path().iterdir()) == sorted([*old, "train.py"])
+
+
 def test_a_loss_that_the_loop_computes_is_proved_exact_or_named_with_its_line() -> None:
     script = SCRIPTS / "loss_in_the_loop.py"
     report = shoal.verify_script(script, ranks=2, strategy="zero3")

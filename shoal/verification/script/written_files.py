@@ -5,21 +5,27 @@ run.save("model.pt")              the record's files/1-model.pt
 torch.load("model.pt")            reads what this run has written there last, else the user's
 run.checkpoint("checkpoints")     resumes from none and writes none: every run begins at step 0
 run.log_to("jsonl")               opens no logger
+open("metrics.csv", "a")          files/2-metrics.csv of the record, if metrics.csv was there already;
+save_file(state, "best.st")       so with safetensors, run.save_pretrained and os.replace
 """
 
 from __future__ import annotations
 
+import builtins
+import io
 import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.manifest import name_of
 from shoal.data.tree_map import items_of
+from shoal.platform.script_line import caller, is_called_by_script
 from shoal.run import Run
 from shoal.verification.differences import differences
 from shoal.verification.script.watched_calls import watch
@@ -41,6 +47,12 @@ class WrittenFiles:
         watch(stack, torch, "save", self._save)
         watch(stack, torch, "load", self._load)
         watch(stack, Run, "save", self._save_run)
+        watch(stack, Run, "save_pretrained", self._save_pretrained)
+        watch(stack, safetensors.torch, "save_file", self._save_tensors)
+        for module, name in ((builtins, "open"), (io, "open")):
+            watch(stack, module, name, self._open)
+        for name in ("replace", "rename"):
+            watch(stack, os, name, self._rename)
         watch(stack, Run, "log_to", open_no_logger)
         watch(stack, Checkpoints, "load", lambda *_, **__: None)
         watch(stack, Checkpoints, "write", _write_no_checkpoint)
@@ -54,6 +66,28 @@ class WrittenFiles:
 
     def _save_run(self, original: Any, run: Run, path: str | Path) -> None:
         original(run, self._place(path))  # which writes through an open file
+
+    def _save_pretrained(
+        self, original: Any, run: Run, directory: str | Path, *args: Any, **options: Any
+    ) -> None:
+        original(run, self._beside(directory), *args, **options)
+
+    def _save_tensors(self, original: Any, tensors: Any, filename: Any, *args: Any) -> None:
+        original(tensors, self._beside(filename), *args)
+
+    def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        if {*mode} & {*"wa+"} and is_called_by_script(caller(2)):
+            file = self._beside(file)
+        return original(file, mode, *args, **options)
+
+    def _rename(self, original: Any, src: Any, dst: Any, **options: Any) -> None:
+        original(src, self._beside(dst) if is_called_by_script(caller(2)) else dst, **options)
+
+    def _beside(self, path: Any) -> Any:
+        """Return a place in the record for what is there already; else the path."""
+        if not isinstance(path, str | os.PathLike) or not Path(path).exists():
+            return path
+        return path if Path(path).is_char_device() else self._place(path)
 
     def _place(self, path: str | os.PathLike[str]) -> Path:
         self._folder.mkdir(parents=True, exist_ok=True)
