@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 7_430,
     "shoal/planner": 2_820,
-    "shoal/platform": 1_960,
+    "shoal/platform": 1_970,
     "shoal/plotting": 490,
     "shoal/run": 9_640,
     "shoal/shm_backend": 2_780,
@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 820,
     "shoal/train": 3_340,
     "shoal/trial": 2_740,
-    "shoal/verification": 3_510,
+    "shoal/verification": 3_540,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_300,
+    "tests": 66_340,
     "benchmarks": 12_320,
 }
 SLACK = 0.03
