@@ -5,8 +5,8 @@ run.save("model.pt")              the record's files/1-model.pt
 torch.load("model.pt")            reads what this run has written there last, else the user's
 run.checkpoint("checkpoints")     resumes from none and writes none: every run begins at step 0
 run.log_to("jsonl")               opens no logger
-open("metrics.csv", "a")          files/2-metrics.csv of the record, if metrics.csv was there already;
-save_file(state, "best.st")       so with safetensors, run.save_pretrained and os.replace
+open("metrics.csv", "a")          the record's files/2-metrics.csv, if it was there already
+save_file(state, "best.st")       the same; so with run.save_pretrained and os.replace
 """
 
 from __future__ import annotations
