@@ -48,6 +48,8 @@ LOOP_OF_RUN = """\
     checkpoint = run.checkpoint("checkpoints")
     step = checkpoint.resume()
     run.log_to("jsonl", directory="log", step=step)
+    sums = run.evaluate(lambda x, y: {"loss": model(x).square().sum()}, loader)
+    print(f"before: {sums['loss'] / sums['samples']:.3f}")
     for x, y in loader:
         optimizer.zero_grad()
         run.backward(F.cross_entropy(model(x), y))
