@@ -6,7 +6,7 @@
     primary -> backup       SNAPSHOT, UPDATE_META, REPLICATE;  backup -> primary  ACKNOWLEDGE
     primary -> primary of another shard    TRANSFER
     server -> coordinator   JOIN, HEARTBEAT, IN_SYNC, TRANSFERRED
-    worker -> coordinator   LEAVE, BANDWIDTHS;  user -> coordinator  ADD, REMOVE, LIST
+    worker -> coordinator   LEAVE;  user -> coordinator  ADD, REMOVE, LIST
     coordinator -> all      VIEW, PLACEMENT, LEAVE
 
 Tensors, which are large, are the frame's payload, as they lie in memory. Small messages are JSON. A
@@ -76,7 +76,6 @@ class Op(IntEnum):
     ADD = 27
     REMOVE = 28
     LIST = 29
-    BANDWIDTHS = 30
     RECORD = 31
     HISTORY = 32
 

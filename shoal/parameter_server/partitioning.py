@@ -154,39 +154,27 @@ def _split(name: str, length: int, max_length: int) -> list[ParamSlice]:
     return [ParamSlice(name, start, end - start, 0) for start, end in itertools.pairwise(bounds)]
 
 
-def assign(
-    parts: Iterable[Partition], servers: int, bandwidth: Sequence[float] | None = None
-) -> list[int]:
-    """Choose the owner of each partition: the server that would finish it first.
-
-    Args:
-        bandwidth: of each server, in any one unit; None if all are alike.
-    """
-    speeds = [1.0] * servers if bandwidth is None else list(bandwidth)
-    loads = [0] * servers
+def assign(parts: Iterable[Partition], servers: int) -> list[int]:
+    """Choose the owner of each partition: the server that has least."""
+    loads = dict.fromkeys(range(servers), 0)
     owners = []
     for part in parts:
-        owner = min(
-            range(servers),
-            key=lambda server: ((loads[server] + part.size_bytes) / speeds[server], server),
-        )
-        loads[owner] += part.size_bytes
-        owners.append(owner)
+        owners.append(_least_loaded(loads))
+        loads[owners[-1]] += part.size_bytes
     return owners
 
 
 def rebalance(
-    sizes: Sequence[int], owners: Sequence[int], servers: Mapping[int, float]
+    sizes: Sequence[int], owners: Sequence[int], servers: Collection[int]
 ) -> dict[int, int]:
-    """Choose migrations after which all servers finish at about the same time.
+    """Choose migrations after which all servers have about the same load.
 
-    Each round moves one partition away from the slowest server, as long as that makes the slower
-    of the two servers faster. So few bytes are moved.
+    Each round moves one partition away from the server that has most, as long as that makes the
+    larger of the two loads smaller. So few bytes are moved.
 
     Args:
         sizes: bytes of each partition.
         owners: the present server of each partition. One that is not in `servers` loses all.
-        servers: server -> bandwidth, in any one unit.
 
     Returns:
         partition -> new server.
@@ -198,48 +186,27 @@ def rebalance(
             loads[owner] += sizes[index]
     unowned = [index for index, owner in enumerate(owners) if owner not in loads]
     for index in sorted(unowned, key=lambda index: (-sizes[index], index)):
-        _move(index, sizes, moves, loads, _least_loaded(loads, servers, sizes[index]))
+        moves[index] = _least_loaded(loads)
+        loads[moves[index]] += sizes[index]
     while True:
-        slowest = max(servers, key=lambda server: (loads[server] / servers[server], -server))
-        owned = [index for index, owner in enumerate(owners) if moves.get(index, owner) == slowest]
-        best = _best_move(owned, slowest, sizes, loads, servers)
-        if best is None:
+        fullest = max(loads, key=lambda server: (loads[server], -server))
+        target = _least_loaded(loads)
+
+        def larger_load(index: int, source: int = fullest, target: int = target) -> int:
+            return max(loads[source] - sizes[index], loads[target] + sizes[index])
+
+        owned = [index for index, owner in enumerate(owners) if moves.get(index, owner) == fullest]
+        best = min(owned, key=larger_load, default=None)
+        if best is None or larger_load(best) >= loads[fullest]:
             # A partition may have moved away and back.
             return {index: server for index, server in moves.items() if server != owners[index]}
-        loads[slowest] -= sizes[best]
-        _move(best, sizes, moves, loads, _least_loaded(loads, servers, sizes[best]))
+        loads[fullest] -= sizes[best]
+        loads[target] += sizes[best]
+        moves[best] = target
 
 
-def _best_move(
-    owned: Collection[int],
-    slowest: int,
-    sizes: Sequence[int],
-    loads: Mapping[int, int],
-    servers: Mapping[int, float],
-) -> int | None:
-    """Find the partition of the slowest server whose move leaves the slower of the two fastest."""
-    best = None
-    best_time = loads[slowest] / servers[slowest]
-    for index in owned:
-        target = _least_loaded(loads, servers, sizes[index])
-        target_time = (loads[target] + sizes[index]) / servers[target]
-        time_after = max(target_time, (loads[slowest] - sizes[index]) / servers[slowest])
-        if target != slowest and time_after < best_time:
-            best = index
-            best_time = time_after
-    return best
-
-
-def _least_loaded(loads: Mapping[int, int], servers: Mapping[int, float], size: int) -> int:
-    """Return the server that would finish first with `size` more bytes."""
-    return min(servers, key=lambda server: ((loads[server] + size) / servers[server], server))
-
-
-def _move(
-    index: int, sizes: Sequence[int], moves: dict[int, int], loads: dict[int, int], server: int
-) -> None:
-    moves[index] = server
-    loads[server] += sizes[index]
+def _least_loaded(loads: Mapping[int, int]) -> int:
+    return min(loads, key=lambda server: (loads[server], server))
 
 
 def offsets(parts: Iterable[Partition]) -> tuple[dict[int, int], int]:

@@ -96,7 +96,6 @@ class Coordinator:
         self.replicas = replicas
         self.views = {shard: View(shard) for shard in range(shards)}
         self.placement = Placement(1, tuple(owners))
-        self.bandwidths: dict[int, float] = {}
         self._last_heartbeat: dict[int, float] = {}
         self._disconnected: set[int] = set()
 
@@ -182,15 +181,6 @@ class Coordinator:
         self._rebalance()
         return ""
 
-    def set_bandwidths(self, bandwidths: Mapping[int, float]) -> None:
-        """Place partitions by bandwidth from now on.
-
-        Args:
-            bandwidths: shard -> bytes per second at which workers push to it.
-        """
-        self.bandwidths |= bandwidths
-        self._rebalance()
-
     def transfer_done(
         self, server: int, partition: int, start_version: int, source: int
     ) -> list[View]:
@@ -258,17 +248,13 @@ class Coordinator:
     def _rebalance(self) -> None:
         """Start the migrations that balance the shards; cancel those that no longer help."""
         active = [shard for shard in self._active_shards() if not self.is_filling(shard)]
-        measured = [self.bandwidths[shard] for shard in active if shard in self.bandwidths]
-        # A shard without a measurement counts as an average one.
-        average = sum(measured) / len(measured) if measured else 1.0
-        bandwidths = {shard: self.bandwidths.get(shard, average) for shard in active}
         moving = dict(self.placement.moving)
         # A migration that has started counts as done, so that it is not started in vain.
         destinations = [
             moving[partition].target if partition in moving else owner
             for partition, owner in enumerate(self.placement.owners)
         ]
-        changes = rebalance(self.sizes, destinations, bandwidths) if bandwidths else {}
+        changes = rebalance(self.sizes, destinations, active) if active else {}
         for partition, target in changes.items():
             moving.pop(partition, None)
             if self.placement.owners[partition] != target:
@@ -283,13 +269,7 @@ class Coordinator:
     def to_json(self) -> str:
         """Return all state as JSON text."""
         views = [view.to_json() for view in self.views.values()]
-        return json.dumps(
-            {
-                "views": views,
-                "placement": self.placement.to_json(),
-                "speeds": [*self.bandwidths.items()],
-            }
-        )
+        return json.dumps({"views": views, "placement": self.placement.to_json()})
 
     def from_json(self, text: str, now: float) -> None:
         """Load the result of `to_json`. Every server has the time of a lease to be heard."""
@@ -298,7 +278,6 @@ class Coordinator:
             self.views[view.shard] = view
             self._last_heartbeat |= dict.fromkeys(view.members, now)
         self.placement = Placement.from_json(state["placement"])
-        self.bandwidths = dict(state["speeds"])
 
     # Views
 

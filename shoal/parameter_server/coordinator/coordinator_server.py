@@ -117,10 +117,6 @@ class CoordinatorServer:
             self.departed.add(number)
             self._worker_left.notify_all()
             peer.post(Op.LEAVE)
-        elif header.op == Op.BANDWIDTHS:
-            bandwidths = {int(shard): bytes_per_s for shard, bytes_per_s in unpack(payload)}
-            self.coordinator.set_bandwidths(bandwidths)
-            self._publish([])
 
     def _on_server_message(
         self, server: int, peer: Connection, header: Header, payload: memoryview

@@ -11,9 +11,7 @@ it.
 from __future__ import annotations
 
 import json
-import statistics
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -89,9 +87,6 @@ class WorkerNetwork(Protocol):
 
     def carry_out(self, actions: Iterable[SessionAction]) -> None:
         """Carry out a session's actions and pass its events to the owner. The lock is held."""
-
-    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """Report to the coordinator how fast each shard receives partitions."""
 
     def close(self, limit_s: float) -> None:
         """Disconnect for good."""
@@ -214,17 +209,10 @@ class WorkerClient:
 
     def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Load this worker's `values` and these optimizer states into the servers, at this step."""
-        rates_of_shard = dict[int, list[float]]()
         for part, state in zip(self.parts, states, strict=True):
-            owner = self.session.placement.owners[part.number]
-            begun_s = time.perf_counter()
             payload = pack_partition(self.values[part.number], list(state), {})
             self._ask(Op.LOAD, {part.number: payload})
-            seconds = time.perf_counter() - begun_s
-            rates_of_shard.setdefault(owner, []).append(len(payload) / seconds)
         self.mark_current()
-        speeds = {shard: statistics.median(rates) for shard, rates in rates_of_shard.items()}
-        self._network.report_speeds(speeds)
 
     def mark_current(self) -> None:
         """Treat the values in memory as those of the servers."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal.errors import ServerLost, WireError
 from shoal.parameter_server import sparse_blocks
@@ -27,7 +27,7 @@ from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
 from shoal.parameter_server.node.server_memory import read_offsets
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
-from shoal.parameter_server.transport.settings import UNIX, Transport
+from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import RECOVER_S, PushTrace, WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.worker_messages import (
@@ -46,9 +46,6 @@ from shoal.parameter_server.worker.worker_messages import (
     ValuesMessage,
 )
 from shoal.shm_backend.segment import AttachedSegment, attach
-
-UNEVEN = 2.0
-"""Ratio below which bandwidths of shards count as equal: one measurement is not more exact."""
 
 
 def connect_to_servers(
@@ -148,13 +145,6 @@ class SocketNetwork:
                     timer.start()
                 case _:
                     self.owner.handle(action)
-
-    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        """Report to the coordinator, if the speeds differ enough to place partitions by them."""
-        if self._arbiter[0] == UNIX:
-            return  # servers of one machine do not differ
-        if bytes_per_s and max(bytes_per_s.values()) > UNEVEN * min(bytes_per_s.values()):
-            self.views.post(Op.BANDWIDTHS, json.dumps([*bytes_per_s.items()]).encode())
 
     def close(self, limit_s: float) -> None:
         """Disconnect for good: sign off at the coordinator and wait for its answer."""

@@ -64,21 +64,10 @@ def test_a_leaving_shard_retires_when_its_last_partition_has_migrated() -> None:
     assert following.views == coordinator.views
 
 
-def test_shards_without_a_measured_bandwidth_count_as_average_ones() -> None:
-    coordinator = Coordinator([0, 0, 1, 1], [8, 8, 8, 8], 2, 2.0)
-    coordinator.join(10, 0, HERE, 0.0)
-    coordinator.join(11, 1, HERE, 0.0)
-    coordinator.set_bandwidths({0: 1e9, 1: 1e9})
-    coordinator.add()
-    coordinator.join(12, 2, HERE, 0.0)
-    assert len(coordinator.placement.moving) == 1
-
-
 def test_a_leaving_shard_without_partitions_retires_at_once() -> None:
     coordinator = Coordinator([0, 0, 1, 1], [8, 8, 8, 8], 2, 2.0)
     coordinator.join(10, 0, HERE, 0.0)
     coordinator.join(11, 1, HERE, 0.0)
-    coordinator.set_bandwidths({0: 1e9, 1: 1e9})
     coordinator.add()
     coordinator.join(12, 2, HERE, 0.0)
     coordinator.remove(2)
@@ -130,28 +119,22 @@ def test_the_reason_why_a_shard_cannot_be_removed_is_returned(shard: int, words:
 
 @given(
     sizes=st.lists(st.integers(1, 100), min_size=1, max_size=30),
-    speeds=st.lists(st.sampled_from([1.0, 2.0]), min_size=1, max_size=5),
+    servers=st.integers(1, 5),
     seed=st.integers(0, 100),
 )
 def test_after_a_rebalance_no_single_move_would_improve_it(
-    sizes: list[int], speeds: list[float], seed: int
+    sizes: list[int], servers: int, seed: int
 ) -> None:
-    owners = [Random(seed + part).randrange(len(speeds) + 1) for part in range(len(sizes))]
-    servers = dict(enumerate(speeds))
-    moves = rebalance(sizes, owners, servers)
+    owners = [Random(seed + part).randrange(servers + 1) for part in range(len(sizes))]
+    moves = rebalance(sizes, owners, range(servers))
     after = [moves.get(part, owner) for part, owner in enumerate(owners)]
-    assert set(after) <= set(servers)
+    assert set(after) <= set(range(servers))
     assert all(target != owners[part] for part, target in moves.items())
     given = {
         server: sum(s for s, owner in zip(sizes, after, strict=True) if owner == server)
-        for server in servers
+        for server in range(servers)
     }
-    slowest = max(given[server] / servers[server] for server in servers)
-    fullest = next(server for server in servers if given[server] / servers[server] == slowest)
+    fullest = max(given, key=lambda server: given[server])
     for part, owner in enumerate(after):
-        for target in servers if owner == fullest else ():
-            there = (given[target] + sizes[part]) / servers[target]
-            assert (
-                target == fullest
-                or max(there, (given[fullest] - sizes[part]) / servers[fullest]) >= slowest
-            )
+        for target in given.keys() - {fullest} if owner == fullest else ():
+            assert given[target] + sizes[part] >= given[fullest]

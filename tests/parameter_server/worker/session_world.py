@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.parameter_server.codec import Op
 from shoal.parameter_server.coordinator.coordinator import Coordinator
+from shoal.parameter_server.coordinator.placement import Move
 from shoal.parameter_server.events import InstallSnapshot
 from shoal.parameter_server.worker.session import WorkerSession
 from shoal.parameter_server.worker.worker_messages import (
@@ -81,8 +82,7 @@ class World(SimulatedServers):
         server, worker = self.chance.choice(self.servers), self.chance.choice(self.workers)
         match self.chance.randrange(18):
             case 0 if self.is_trouble(0.3):
-                speeds = {shard: self.chance.choice([1.0, 3.0]) for shard in (0, 1)}
-                self.arbiter.set_bandwidths(speeds)
+                self.begin_move(self.chance.choice(PARTS).number)
             case 1:
                 self.place(server)
                 self.see_view(server)
@@ -111,6 +111,14 @@ class World(SimulatedServers):
                 self.deliver(worker, self.chance.choice(list(worker.wires)))
             case _:
                 self.work(worker)
+
+    def begin_move(self, partition: int) -> None:
+        """Let a partition migrate to the other shard, or cancel that."""
+        moving = dict(self.arbiter.placement.moving)
+        if moving.pop(partition, None) is None:
+            target = 1 - self.arbiter.placement.owners[partition]
+            moving[partition] = Move(target, self.arbiter.placement.version + 1)
+        self.arbiter._replace_placement(moving=moving)
 
     def is_trouble(self, probability: float) -> bool:
         """Decide that it is time for one more trouble, or not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
@@ -38,7 +38,6 @@ class OneShard:
     def __init__(self, partitions: int) -> None:
         self.partitions = partitions
         self.sent: list[ShardMessage] = []
-        self.speeds: Mapping[int, float] = {}
 
     def start(self, owner: WorkerClient) -> None:
         self.owner = owner
@@ -51,9 +50,6 @@ class OneShard:
                 self.sent.append(action.message)
             elif not isinstance(action, ConnectShard):
                 self.owner.handle(action)  # type: ignore[arg-type]
-
-    def report_speeds(self, bytes_per_s: Mapping[int, float]) -> None:
-        self.speeds = bytes_per_s
 
     def close(self, limit_s: float) -> None:
         pass
@@ -133,15 +129,3 @@ def test_a_wait_ends_when_a_shard_is_lost() -> None:
     with pytest.raises(ServerLost):
         client.stats()
     lost.join()
-
-
-def test_speeds_of_loading_are_reported_by_shard() -> None:
-    client, network = connected(4, 4)
-    with ThreadPoolExecutor(1) as pool:
-        loading = pool.submit(client.load, [[{}], [{}]])
-        for part in (0, 1):
-            while len(network.sent) <= part:
-                time.sleep(0.01)
-            network.deliver(AnswerMessage(Op.LOAD, part, memoryview(b"")))
-        loading.result(5)
-    assert list(network.speeds) == [0]

@@ -1,6 +1,5 @@
 """Shards are added and removed during training: real processes, some of which are killed."""
 
-import json
 import os
 import signal
 import threading
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.errors import UsageError
-from shoal.parameter_server.codec import Op
 from shoal.parameter_server.coordinator.admin_client import AdminClient, send_command, table
 from shoal.run.supervised import supervised
 from shoal.testing import world
@@ -94,15 +92,6 @@ def grow(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
     return [table(send_command(directory, "add", []))]
 
 
-def tell_speeds(directory: Path, fleet: Any, _chance: Random) -> list[Any]:
-    """Report as a worker that one server's link is three times as fast as the other's."""
-    fleet.watcher.post(Op.BANDWIDTHS, json.dumps([[0, 3e8], [1, 1e8]]).encode())
-    with closing(AdminClient(directory)) as control:
-        time.sleep(0.1)
-        control._wait_for_migrations(lambda _: True)
-        return [{s["shard"]: s["bytes"] for s in control.servers()}]
-
-
 def add_and_kill(directory: Path, fleet: Any, chance: Random) -> list[Any]:
     """Kill a primary, a backup or the coordinator while partitions go to a new shard."""
     with closing(AdminClient(directory)) as control:
@@ -145,16 +134,6 @@ def test_a_shard_for_which_there_is_no_part_holds_none_and_disturbs_nobody(tmp_p
     assert second.endswith("no part is left for it: a smaller part_mb cuts more")
     for weights, _ in found:
         assert all(torch.equal(weights[name], value) for name, value in alone.items())
-
-
-def test_parts_are_placed_by_bandwidth_once_it_is_known_to_differ(
-    tmp_path: Path, undisturbed: dict[str, Tensor]
-) -> None:
-    found = world.run(2, trained, "server=2,part_mb=0.002", tmp_path, tell_speeds)
-    (held,) = found[0][1]
-    assert 2 < held[0] / held[1] < 4
-    for weights, _ in found:
-        assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
 
 
 @pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "async"])
