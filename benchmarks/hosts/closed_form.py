@@ -14,19 +14,16 @@ def all_reduce(
     """Seconds of an all-reduce over k hosts with one link each, without what the messages' number
     costs.
 
-    ring 2 (n-1)/n M/B over all n ranks; tree 2 ceil(log2 n) M/B; halving-doubling 2 (p-1)/p M/B
-    with p the largest power of two, and 2 M/B more where that is not n; hierarchical 2 (k-1)/k M/B.
+    ring 2 (n-1)/n M/B over all n ranks; tree 2 ceil(log2 n) M/B; hierarchical 2 (k-1)/k M/B.
     Nothing where there is one host."""
     ranks, link_s = hosts * ranks_per_host, size_bytes / rate
     if hosts == 1:
         return 0.0
-    power = 1 << (ranks.bit_length() - 1)
     return (
         link_s
         * {
             "ring": 2 * (ranks - 1) / ranks,
             "tree": 2 * math.ceil(math.log2(ranks)),
-            "halving-doubling": 2 * (power - 1) / power + 2 * (power < ranks),
             "hierarchical": 2 * (hosts - 1) / hosts,
         }[by]
     )

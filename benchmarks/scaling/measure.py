@@ -22,7 +22,7 @@ from benchmarks.report_page import circumstances
 RESULT = Path(__file__).with_name("result.json")
 RATE_MBIT, SIZE_MIB, PART_MIB, STEPS, COMPUTE_S = 100, 4, 0.5, 3, 1.0
 HOSTS, HOSTS_OF_TWO = (1, 2, 3, 4, 6, 8), (2, 4, 8)
-ALGORITHMS = ("ring", "tree", "halving-doubling")
+ALGORITHMS = ("ring", "tree")
 
 
 class Cell(NamedTuple):

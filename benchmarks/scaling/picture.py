@@ -13,7 +13,6 @@ from .fit import Point
 COLOURS = {
     "ring": OURS,
     "tree": "#e9a03b",
-    "halving-doubling": "#2a9d8f",
     "one server": YARDSTICK,
     "as many servers as workers": "#7b8fb2",
     "ring, 2 ranks a host": OURS,

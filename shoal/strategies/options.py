@@ -103,8 +103,8 @@ class DdpOptions(StrategyOptions):
         unused: search in every step for parameters without a gradient. Needed only if these change
             from step to step. The first step finds parameters that never get one.
         bucket_mb: size of gradient buckets, in MiB.
-        allreduce: the algorithm: ring, tree, halving-doubling or hierarchical. `backend` leaves the
-            choice to the process group.
+        allreduce: the algorithm: ring, tree or hierarchical. `backend` leaves the choice to
+            the process group.
         compress: encoding of gradients in messages: none, bf16, fp16, topk=FRACTION, onebit or
             powersgd=RANK. Every one but none is inexact.
     """

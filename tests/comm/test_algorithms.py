@@ -12,7 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.comm.algorithms import halving_doubling, ring, tree
+from shoal.comm.algorithms import ring, tree
 from shoal.comm.algorithms.all_reduce import PAIRWISE, NamedAllReduce
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis
@@ -82,11 +82,11 @@ Reduce = Callable[[Tensor, PairwiseLink], None]
 
 @pytest.mark.parametrize("ranks", [4, 6])
 def test_only_the_bits_of_a_ring_depend_on_the_position(ranks: int) -> None:
-    assert world.run(ranks, _places) == [(True, False, False)] * ranks
+    assert world.run(ranks, _places) == [(True, False)] * ranks
 
 
 def _places() -> tuple[bool, ...]:
-    return tuple(_place_matters(module.all_reduce) for module in (ring, tree, halving_doubling))
+    return tuple(_place_matters(module.all_reduce) for module in (ring, tree))
 
 
 def _place_matters(reduce: Reduce) -> bool:
@@ -136,7 +136,6 @@ def _mean_over(hosts: str) -> tuple[Tensor, Tensor, str]:
     [
         ("ring", 0, "AAAA"),
         ("tree", 2, "AAAA"),
-        ("halving-doubling", 3, "AAAA"),
         ("hierarchical", 1, "AABB"),
         ("hierarchical", 2, "AABB"),
         ("backend", 1, "AAAA"),

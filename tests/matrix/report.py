@@ -32,7 +32,6 @@ LAYOUTS = [
     ("ddp,allreduce=ring", 3, 1),
     ("ddp,allreduce=ring", 4, 2),
     ("ddp,allreduce=tree", 3, 1),
-    ("ddp,allreduce=halving-doubling", 4, 1),
     ("ddp,allreduce=hierarchical", 4, 1),
     ("zero1", 3, 1),
     ("zero1", 2, 3),

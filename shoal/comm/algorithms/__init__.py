@@ -3,12 +3,10 @@
     M bytes, n ranks    messages in sequence   sent by the busiest rank   bits depend on position
     ring                2 (n - 1)              2 (n - 1)/n M              from 3 ranks on
     tree                2 log2(n)              log2(n) M                  no
-    halving_doubling    2 log2(n)              2 (n - 1)/n M              no
     hierarchical        shared memory inside hosts,                       from 3 hosts on
                         a ring of the hosts' leaders
 
-    send_recv.py ── ring, tree, halving_doubling, hierarchical ── all_reduce.py ── buckets of DDP
+    send_recv.py ── ring, tree, hierarchical ── all_reduce.py ── buckets of DDP
 
-With every algorithm, all ranks end with the same bits: each element is summed on one rank, or in
-the same pairs on all. With halving_doubling, if n is no power of two, some ranks send M more.
+With every algorithm, all ranks end with the same bits: each element is summed on one rank.
 """

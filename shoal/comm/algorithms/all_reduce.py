@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.algorithms import halving_doubling, hierarchical, ring, tree
+from shoal.comm.algorithms import hierarchical, ring, tree
 from shoal.comm.algorithms.algorithm_names import NAMES
 from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.deterministic import rank_order_mean
 
-PAIRWISE = {
-    "ring": ring.all_reduce,
-    "tree": tree.all_reduce,
-    "halving-doubling": halving_doubling.all_reduce,
-}
+PAIRWISE = {"ring": ring.all_reduce, "tree": tree.all_reduce}
 """Algorithms whose only arguments are a tensor and a `PairwiseLink`."""
 
 
@@ -57,7 +53,7 @@ class NamedAllReduce:
         note = (
             "note: this all-reduce adds in an order that depends on where in which bucket a number "
             "lies, so a run that is stopped and resumed can differ from an undisturbed one in the "
-            "last bit. With allreduce=tree or halving-doubling it does not."
+            "last bit. With allreduce=tree it does not."
         )
         return (self.describe(), note) if self.depends_on_position else (self.describe(),)
 
