@@ -1,7 +1,6 @@
 """The planner: which strategy, will it fit, how long does a step take.
 
 trace_model.py      count a model's work once, on tensors without memory
-repeated_blocks.py  of many equal blocks, count one
 job_workload.py     of an experiment; library.py of a model; script_workload.py of a user's script
 calibration.py      measure a machine
 strategy_search.py  cost of every strategy line that fits the model and the ranks

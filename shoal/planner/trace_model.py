@@ -32,7 +32,6 @@ from shoal.planner.counted_ops import (
     tensors_of,
 )
 from shoal.planner.optimizer_work import optimizer_work
-from shoal.planner.repeated_blocks import are_alike, find_blocks, three_of_each, with_all_blocks
 from shoal.platform.torch_private.fake_tensors import (
     VALUE_NEEDED,
     attention_flops,
@@ -98,28 +97,10 @@ def trace_model(
     Raises: UsageError: the model cannot run without values.
     """
     with fake_tensors(), without_memory(model):
-        low, high = _count_blocks_once(model, compute_loss, batch) or (
+        low, high = (
             _count(model, compute_loss, _resized(batch, samples), samples) for samples in SAMPLES
         )
     return work_of_steps(model, make_optimizer, low, high, name)
-
-
-def _count_blocks_once(
-    model: nn.Module, compute_loss: Loss, batch: Any
-) -> tuple[CountedStep, CountedStep] | None:
-    """Count two steps with three blocks of each list; None if the others are not like them."""
-    blocks = find_blocks(model)
-    if not blocks:
-        return None
-    samples = SAMPLES[0]
-    whole = _count(model, compute_loss, _resized(batch, samples), samples, backward=False)
-    try:
-        with three_of_each(blocks):
-            steps = [_count(model, compute_loss, _resized(batch, n), n) for n in SAMPLES]
-    except UsageError:  # the model needs all of its blocks
-        return None
-    low, high = (replace(step, segments=with_all_blocks(step.segments, blocks)) for step in steps)
-    return (low, high) if are_alike(low.segments, whole.segments) else None
 
 
 def work_of_steps(
@@ -194,9 +175,7 @@ def _resized(batch: Any, samples: int) -> Any:
     return tree_map(resize, batch)
 
 
-def _count(
-    model: nn.Module, compute_loss: Loss, batch: Any, samples: int, backward: bool = True
-) -> CountedStep:
+def _count(model: nn.Module, compute_loss: Loss, batch: Any, samples: int) -> CountedStep:
     """Run one forward and backward pass, and return its operations."""
     size = num_bytes(batch)
     try:
@@ -205,8 +184,7 @@ def _count(
             terms, _ = split_result(compute_loss(*batch))
             del batch
             tracer.begin_backward()
-            if backward:
-                torch.autograd.backward(sum(term.value for term in terms))  # type: ignore[arg-type]
+            torch.autograd.backward(sum(term.value for term in terms))  # type: ignore[arg-type]
     except ShoalError:
         raise
     except VALUE_NEEDED as error:

@@ -16,7 +16,6 @@ from shoal.costs.memory_peak import peak
 from shoal.costs.work import ModelWork
 from shoal.errors import UsageError
 from shoal.models import build
-from shoal.planner import repeated_blocks
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.planner.trace_model import trace_model
 
@@ -139,39 +138,3 @@ def test_a_model_that_no_memory_could_hold_is_counted() -> None:
         model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17, bias=False) for _ in range(2)))
     work = trace_model(model, lambda x: model(x).sum(), adamw, (torch.zeros(1, 1 << 17),))
     assert work.numel == 2 * (1 << 34)
-
-
-def deep(number: int, width: int = 8) -> nn.Sequential:
-    """Return a model of so many equal blocks between two other layers."""
-    blocks = (nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(number))
-    return nn.Sequential(nn.Linear(4, width), nn.Sequential(*blocks), nn.Linear(width, 2))
-
-
-def counted(model: nn.Module) -> ModelWork:
-    return trace_model(model, lambda x: model(x).square().mean(), adamw, (torch.zeros(2, 4),))
-
-
-def test_equal_blocks_are_counted_once_and_give_the_work_of_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build("gpt", 16, (16,), {"width": 32, "layers": 9, "heads": 4})
-    tokens = (torch.zeros(2, 16, dtype=torch.long),)
-
-    def count() -> ModelWork:
-        return trace_model(model, lambda x: model(x).square().mean(), adamw, tokens)
-
-    once = count()
-    monkeypatch.setattr(repeated_blocks, "FEWEST", 100)
-    assert once == count()
-    assert len({segment.path for segment in once.segments}) > 9
-
-
-def test_a_block_that_computes_more_than_the_others_is_counted_as_it_is(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = deep(10)
-    model[1][6].register_forward_hook(lambda module, inputs, output: output.relu().relu())
-    found = counted(model)
-    monkeypatch.setattr(repeated_blocks, "FEWEST", 100)
-    assert found == counted(model)
-    assert len(model[1]) == 10
