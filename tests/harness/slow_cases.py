@@ -88,7 +88,6 @@ SLOW_CASES = tuple(
         ("security/test_listening_ports.py", "launch parameter_server", "who listens, and where"),
         ("security/test_server_key_stays_secret.py", "parameter_server", "where the key may stand"),
         ("shm_backend/test_backend_faults.py", "shm_backend", "a rank that dies", COLLECTIVES),
-        ("shm_backend/test_messages.py", "shm_backend", "many messages in any order"),
         ("shm_backend/test_messages_faults.py", "shm_backend", "senders that die"),
         ("shm_backend/test_native.py", "shm_backend", "compiled all-reduces", COLLECTIVES),
         ("slurm/test_real_slurm.py", "launch/slurm", "jobs on a Slurm of four nodes", REAL),

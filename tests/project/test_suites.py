@@ -60,7 +60,7 @@ def test_each_mechanism_and_each_target_of_the_list_exists() -> None:
 def test_a_change_names_the_suites_of_its_mechanism() -> None:
     found = affected.targets(["shoal/shm_backend/native.c", "docs/faults.md"])
     assert "make test-collectives" in found
-    assert "tests/shm_backend/test_messages.py" in found[-1]
+    assert "tests/shm_backend/test_messages_faults.py" in found[-1]
     assert affected.targets(["docs/faults.md"]) == []
     assert affected.targets(["tests/optim/test_adamw8bit.py"]) == [
         'make test-slow TESTS="tests/optim/test_adamw8bit.py"'

@@ -11,7 +11,7 @@ from torch import Tensor
 from shoal.shm_backend.group import ShoalGroup
 
 # What Gloo makes also on one host.
-GLOOS = {"all_reduce_coalesced", "reduce", "gather", "scatter", "all_to_all_single"}
+GLOOS = {"all_reduce_coalesced", "reduce", "gather", "scatter", "all_to_all_single", "messages"}
 Plan = Sequence[tuple[str, int]]  # kind of call and a seed for all that is random in it
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 WHOLE = (torch.int64, torch.int32, torch.uint8, torch.int8)
@@ -184,6 +184,27 @@ def _lengths(chance: random.Random, ranks: list[int]) -> list[list[int]]:
     return [[chance.choice((1, 5, 1000, 80_000)) for _ in ranks] for _ in ranks]
 
 
+def messages(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]:
+    """Send around the ring, much of it before anything is received, and wait in any order."""
+    at, shapes, dtype = (
+        ranks.index(dist.get_rank()),
+        [_shape(chance) for _ in range(3)],
+        chance.choice(ANY),
+    )
+    received = [torch.zeros(shape, dtype=dtype) for shape in shapes]
+    waits = []
+    for tag, into in enumerate(received):
+        sent = _tensor(chance, dtype, *into.shape)
+        if into.numel() or isinstance(group, ShoalGroup):  # Gloo cannot receive without bytes
+            waits.append(dist.isend(sent, ranks[(at + 1) % len(ranks)], group, tag))
+            waits.append(dist.irecv(into, ranks[at - 1], group, tag))
+    chance.shuffle(waits)
+    for work in waits:
+        assert work is not None
+        work.wait()
+    return received
+
+
 def barrier(group: Any, ranks: list[int], chance: random.Random) -> list[Tensor]:
     _call(chance, dist.barrier, group=group)
     return []
@@ -205,6 +226,6 @@ CALLS: dict[str, Callable[[Any, list[int], random.Random], list[Tensor]]] = {
     for function in (
         *(all_reduce, all_reduce_complex, all_reduce_coalesced, broadcast, reduce, all_gather),
         *(all_gather_single, gather, scatter, reduce_scatter, reduce_scatter_single),
-        *(all_to_all_single, barrier, strided),
+        *(all_to_all_single, messages, barrier, strided),
     )
 }

@@ -1,4 +1,4 @@
-"""Ranks that die or stop between messages: the ranks that wait raise an error that names them."""
+"""Ranks that die, stop or send nothing: the ranks that wait for a message name them."""
 
 import os
 import random
@@ -105,27 +105,6 @@ def _send_and_end() -> None:
     os._exit(0)
 
 
-def test_what_was_sent_comes_though_its_sender_has_left_the_group() -> None:
-    assert world.run(2, _send_and_leave) == [True, True]
-
-
-def _send_and_leave() -> bool:
-    group = dist.new_group()
-    if dist.get_rank() == 0:
-        for number in range(5):
-            dist.send(torch.full((1000,), float(number)), 1, group)
-        dist.destroy_process_group(group)
-        dist.barrier()
-        return True
-    time.sleep(0.5)
-    for number in range(5):
-        into = torch.zeros(1000)
-        dist.recv(into, 0, group)
-        assert (into == number).all()
-    dist.barrier()
-    return True
-
-
 def test_a_rank_that_ends_in_a_collective_of_gloo_is_named() -> None:
     with world.start(3, _gather_without_one) as running:
         assert running.wait() == [0, 0, 0], running.failures
@@ -146,17 +125,20 @@ def _gather_without_one() -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("length", [1, 300_000])
-def test_a_sender_may_outlive_its_receiver(length: int) -> None:
-    with world.start(2, _receive_and_end, length) as running:
-        assert running.wait() == [0, 0], running.failures
+def test_who_sends_nothing_is_named_after_the_time_out() -> None:
+    assert world.run(2, _silent) == [True, True]
 
 
-def _receive_and_end(length: int) -> None:
-    """Receive and end at once: what was sent is no error at the sender."""
-    if dist.get_rank() == 0:
-        dist.send(torch.ones(length), 1)
-    else:
-        dist.recv(got := torch.zeros(length), 0)
-        assert got.sum().item() == length
-    os._exit(0)
+def _silent() -> bool:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank():
+        begin = time.monotonic()
+        with pytest.raises(
+            CollectiveFailed, match=r"rank 1 waited 1 s in recv\(2 x float32 from rank 0.* is alive"
+        ):
+            dist.recv(torch.zeros(2), 0, group)
+        assert time.monotonic() - begin < 30
+        with pytest.raises(CollectiveFailed, match="nothing passes between these ranks any more"):
+            dist.send(torch.zeros(2), 0, group)
+    dist.barrier()
+    return True
