@@ -92,8 +92,7 @@ class GlooCalls:
         for tensors in groups:
             _check_device(tensors)
         logger.debug("group of ranks %s: Gloo does %s", self._ranks, name)
-        if name not in IN_PLACE:
-            _check_contiguous(name, groups)
+        _check_layout(name, groups)
         kind = KINDS.get(name.replace("_", "").removesuffix("base"), "gloo")
         length = min((sum(map(torch.numel, tensors)) for tensors in groups), default=0)
         self._show(CallSignature(kind, torch.uint8, length))
@@ -265,10 +264,17 @@ def is_flat_contiguous(tensor: Tensor) -> bool:
     )
 
 
-def _check_contiguous(name: str, groups: Sequence[Sequence[Tensor]]) -> None:
-    """Raise ValueError for a tensor whose elements Gloo would read or write in another order."""
+def _has_no_gaps(tensor: Tensor) -> bool:
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _check_layout(name: str, groups: Sequence[Sequence[Tensor]]) -> None:
+    """Raise ValueError for a tensor whose elements Gloo would not read or write, or in another
+    order.
+    """
+    fits = _has_no_gaps if name in IN_PLACE else is_flat_contiguous
     for tensor in (tensor for group in groups for tensor in group):
-        if tensor.layout is torch.strided and not is_flat_contiguous(tensor.data):
+        if tensor.layout is torch.strided and not fits(tensor.data):
             raise ValueError(
                 f"{name} by Gloo takes contiguous tensors, not one of shape {tuple(tensor.shape)} "
                 f"and strides {tensor.stride()}. Pass tensor.resolve_conj().contiguous(), and copy "

@@ -100,6 +100,9 @@ def _exchange_into_transposed() -> bool:
     output = torch.empty(3, 2).t()
     with pytest.raises(ValueError, match=r"alltoall_base by Gloo takes contiguous tensors, not"):
         dist.all_to_all_single(output, torch.arange(6.0).view(2, 3))
+    for call in (dist.all_reduce, lambda tensor: dist.reduce(tensor, dst=0)):
+        with torch.inference_mode(), pytest.raises(ValueError, match="takes contiguous tensors"):
+            call(torch.ones(6)[::2])
     with pytest.raises(ValueError, match=r"Pass tensor\.resolve_conj\(\)\.contiguous\(\)"):
         dist.gather(torch.ones(2, 3, dtype=torch.complex64).conj(), dst=1 - dist.get_rank())
     return True
