@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.algorithms.all_reduce import NamedAllReduce
 from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.costs.server_count import FORWARD
@@ -39,6 +38,7 @@ from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
+from shoal.strategies.ddp.reduce_functions import NamedMean
 
 from .namespaces import address
 from .worker_pool import answer, await_end
@@ -196,9 +196,14 @@ def _reduction(by: str, rank: int, workers: int) -> Callable[[Tensor], Callable[
         return lambda bucket: dist.all_reduce(bucket, async_op=True).wait
     if by == "ordered":
         return lambda bucket: partial(bool, rank_order_mean(bucket).mul_(workers)[0])
-    algorithm = NamedAllReduce(by, Axis(rank, workers, torch.device("cpu")))
+    algorithm = NamedMean(by, Axis(rank, workers, torch.device("cpu")))
     beside = ThreadPoolExecutor(1)
-    return lambda bucket: beside.submit(lambda: algorithm.mean(bucket).mul_(workers)).result
+
+    def reduce(bucket: Tensor) -> None:
+        algorithm.mean(bucket)
+        bucket.mul_(workers)
+
+    return lambda bucket: beside.submit(reduce, bucket).result
 
 
 def _compute(work: Work, share: float) -> None:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_830,
-    "shoal/comm": 3_210,
+    "shoal/comm": 3_040,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
     "shoal/data": 3_420,
@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 490,
     "shoal/run": 9_640,
     "shoal/shm_backend": 2_780,
-    "shoal/strategies": 16_920,
+    "shoal/strategies": 16_960,
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,

@@ -6,7 +6,7 @@
     hierarchical        shared memory inside hosts,                       from 3 hosts on
                         a ring of the hosts' leaders
 
-    send_recv.py ── ring, tree, hierarchical ── all_reduce.py ── buckets of DDP
+    send_recv.py ── ring, tree, hierarchical ── NamedMean ── buckets of DDP
 
 With every algorithm, all ranks end with the same bits: each element is summed on one rank.
 """

@@ -13,13 +13,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.algorithms.all_reduce import NamedAllReduce
-from shoal.comm.axis import Axis
+from shoal.comm.algorithms import hierarchical, ring, tree
+from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
+from shoal.comm.algorithms.send_recv import PairwiseLink
+from shoal.comm.axis import Axis, new_group
 from shoal.comm.compression.base import BucketEntry, CompressedReducer
 from shoal.comm.deterministic import (
     mean,
@@ -34,6 +37,12 @@ from shoal.strategies.state import STATELESS, StrategyState
 WORLD_CHANGED_MESSAGE = (
     "compress: the number of ranks has changed, and what messages had left out was each rank's "
     "own: it is lost, and the memories begin at zero"
+)
+PAIRWISE = {"ring": ring.all_reduce, "tree": tree.all_reduce}
+POSITION_NOTE = (
+    "note: this all-reduce adds in an order that depends on where in which bucket a number lies, "
+    "so a run that is stopped and resumed can differ from an undisturbed one in the last bit. With "
+    "allreduce=tree it does not."
 )
 
 
@@ -117,22 +126,50 @@ class RankOrderMean(ReduceFunction):
 
 
 class NamedMean(ReduceFunction):
-    """The exact mean by a named algorithm. Its constructor is collective over the world.
+    """The exact mean by a named algorithm, during the backward pass. Its constructor is collective
+    over the world.
 
-    Args: name: as for `NamedAllReduce`.
+    A rank that has failed must end its process: Gloo cannot inform its neighbours, which then wait
+    for the group's time-out.
+
+    Args:
+        name: ring, tree or hierarchical.
+        axis: the axis to average over.
     """
 
     blocks = True
 
     def __init__(self, name: str, axis: Axis) -> None:
-        self.algorithm = NamedAllReduce(name, axis)
-        self.summary_lines = self.algorithm.summary_lines()
+        hosts_of_groups = hosts_of(axis)
+        hosts = next(each for each in hosts_of_groups if dist.get_rank() in sum(each, ()))
+        # New groups, so that messages during the backward pass cannot mix with others.
+        group = new_group(axis.all_groups)
+        members = sorted(sum(hosts, ()))
+        leaders = [members.index(ranks[0]) for ranks in hosts]
+        if name == "hierarchical":
+            self._sum: Callable[[Tensor], None] | None = partial(
+                hierarchical.all_reduce,
+                host_group=new_host_group(hosts_of_groups),
+                leaders=PairwiseLink(group, leaders) if axis.rank in leaders else None,
+            )
+        else:
+            self._sum = partial(PAIRWISE[name], pairs=PairwiseLink(group))
+        self._size = axis.size
+        over = f"{axis.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"
+        self.summary_lines = (f"all-reduce: {name}, over {over}",)
+        if (name == "ring" and axis.size > 2) or (name == "hierarchical" and len(hosts) > 2):
+            self.summary_lines += (POSITION_NOTE,)
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
-        self.algorithm.mean(message)
+        assert self._sum is not None
+        flat = message.reshape(-1)
+        self._sum(flat)
+        flat.div_(self._size)
+        if flat.data_ptr() != message.data_ptr():  # `reshape` has made a copy
+            message.copy_(flat.view_as(message))
 
     def close(self) -> None:
-        self.algorithm.close()
+        self._sum = None
 
 
 class CompressedMean(ReduceFunction):
