@@ -22,8 +22,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/loggers": 550,
     "shoal/models": 880,
     "shoal/optim": 250,
-    "shoal/parameter_server": 7_430,
-    "shoal/planner": 2_820,
+    "shoal/parameter_server": 7_350,
+    "shoal/planner": 2_690,
     "shoal/platform": 1_970,
     "shoal/plotting": 490,
     "shoal/run": 9_640,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_340,
+    "tests": 65_870,
     "benchmarks": 12_320,
 }
 SLACK = 0.03
