@@ -19,13 +19,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from errno import EACCES, ENOTDIR
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 from shoal.config import differences, read, to_yaml
@@ -318,18 +318,14 @@ def probe_in(directory: str) -> Iterator[str]:
 
     Its name is random, and no other file has it. Yields "" where nothing can be written there.
     """
-    path = existing_directory(directory) / f"{PROBE_PREFIX}{secrets.token_hex(16)}"
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        yield ""
-        return
-    try:
-        os.close(descriptor)
-        yield str(path)
-    finally:
-        with suppress(OSError):
-            path.unlink()
+    with ExitStack() as stack:
+        try:
+            place = existing_directory(directory)
+            probe = stack.enter_context(NamedTemporaryFile(prefix=PROBE_PREFIX, dir=place))
+        except OSError:
+            yield ""
+        else:
+            yield probe.name
 
 
 def sees_probe(probe: str, timeout_s: float = LOOK_S) -> bool:
