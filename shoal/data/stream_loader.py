@@ -170,17 +170,9 @@ class StreamLoader(ShardedLoader):
         )
 
     def _end_epoch(self) -> None:
-        # Workers of a resumed epoch do not begin with reader 0; a later epoch does.
-        keep = self._loader is not None and self._loader.persistent_workers
-        if not keep or not self._began_with_first_reader:
-            self.close()
+        self.close()  # workers of the next epoch begin with other states
         self._states, self._first = self._fresh_states(), 0
         self._read_batches = self._checksum = 0
-
-    @property
-    def _began_with_first_reader(self) -> bool:
-        start = None if self._workers is None else self._workers.worker_init_fn
-        return isinstance(start, StartReader) and start.first == 0
 
     def _fresh_states(self) -> tuple[ReaderState, ...]:
         return (FRESH,) * max(self.num_workers, 1)

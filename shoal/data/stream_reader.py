@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -90,7 +90,6 @@ class StreamReaders:
         source: an iterable of samples, or of batches if `batch_size` is None.
         collate_fn: (list of samples) -> batch, or batch -> batch.
         states: where each reader begins.
-        first: number of the reader whose turn it is.
     """
 
     source: Iterable[Any]
@@ -102,7 +101,6 @@ class StreamReaders:
     seed: int
     epoch: int
     states: tuple[ReaderState, ...]
-    first: int = 0
 
     def read(self, number: int) -> Iterator[ReadBatch]:
         """Yield the batches of one reader from its state on."""
@@ -166,10 +164,7 @@ class StreamReaders:
 
 
 class ReaderDataset(IterableDataset):
-    """The readers as a data set for a DataLoader with a worker for each of them.
-
-    In a persistent worker each iteration after the first is the next epoch.
-    """
+    """The readers as a data set for a DataLoader with a worker for each of them."""
 
     def __init__(self, readers: StreamReaders) -> None:
         self.readers = readers
@@ -177,10 +172,7 @@ class ReaderDataset(IterableDataset):
     def __iter__(self) -> Iterator[ReadBatch]:
         info = get_worker_info()
         assert info is not None
-        readers = self.readers
-        fresh = tuple(FRESH for _ in readers.states)
-        self.readers = replace(readers, epoch=readers.epoch + 1, states=fresh)
-        return readers.read(info.id)
+        return self.readers.read(info.id)
 
 
 @dataclass(frozen=True)

@@ -140,8 +140,7 @@ def test_a_stream_goes_on_in_the_middle_at_another_number_of_ranks(
             yield from (batch.tolist() for batch in loader)
 
     def loader(rank: int, ranks: int) -> Any:
-        persistent = workers == 2
-        own = DataLoader(make(20), 4, num_workers=workers, persistent_workers=persistent)
+        own = DataLoader(make(20), 4, num_workers=workers, persistent_workers=workers == 2)
         return shard_batches(own, rank, ranks, seed=5)
 
     with_states = loader(1, 3)
