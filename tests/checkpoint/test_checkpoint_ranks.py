@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_checkpoint_kill import die_at
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -195,26 +194,3 @@ def test_ranks_that_see_different_directories_are_told(tmp_path: Path) -> None:
     assert [sorted(os.listdir(directory)) for directory in directories] == [
         ["latest", "step-00000001"]
     ] * 2
-
-
-def save_and_be_killed(directory: Path, victim: int, point: int) -> None:
-    if rank() == victim:
-        die_at(point)
-    save(directory, 2)
-
-
-@pytest.mark.parametrize(("victim", "point"), [(1, 1), (0, 5), (0, 24)])
-def test_a_killed_rank_ends_the_save_and_a_complete_checkpoint_loads(
-    tmp_path: Path, victim: int, point: int
-) -> None:
-    save(tmp_path / "c", 1)
-    with world.start(2, save_and_be_killed, tmp_path / "c", victim, point) as ranks:
-        codes = ranks.wait()
-    assert codes[victim] == -signal.SIGKILL
-    assert codes[1 - victim] != 0
-    step, whole, _, reports = load(tmp_path / "c")
-    assert step in (1, 2)
-    assert (whole, reports) == (True, [])
-    save(tmp_path / "c", 3)
-    assert load(tmp_path / "c")[:2] == (3, True)
-    assert not list((tmp_path / "c").glob("*.tmp"))

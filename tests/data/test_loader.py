@@ -52,10 +52,6 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
     )
 
 
-def test_worker_processes_change_nothing() -> None:
-    assert equal(epochs(), epochs(workers=2))
-
-
 def test_every_epoch_has_every_sample_once_in_another_order_with_other_draws() -> None:
     batches = epochs()
     first, second = torch.cat(batches[:5]), torch.cat(batches[5:])
@@ -118,10 +114,6 @@ def test_a_position_that_is_loaded_within_a_loop_is_where_the_next_one_begins() 
     shared.load_state_dict(state)
     left.close()
     assert [number for index, _ in shared for number in index.tolist()] == list(range(5, 23))
-
-
-def test_drop_last_leaves_out_the_smaller_batch() -> None:
-    assert [len(batch) for batch in epochs(count=1, drop_last=True)] == [5, 5, 5, 5]
 
 
 def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_by_sample() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -39,6 +40,18 @@ def command_of(pid: int) -> str | None:
     except OSError:
         return None
     return words.replace(b"\0", b" ").decode(errors="replace").strip() or None
+
+
+def marked(variable: str) -> list[int]:
+    """Return the live processes that have `variable`, NAME=VALUE, among theirs: all descendants of
+    a program that got it, in whatever session; zombies are left out.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if variable.encode() in (path / "environ").read_bytes() and command_of(int(path.name)):
+                found.append(int(path.name))
+    return found
 
 
 def test_of(pid: int) -> str:

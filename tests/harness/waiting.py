@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], limit_s: float = 120.0) -> None:
     """Return once a condition holds; fail where it does not in time."""
     deadline_s = time.monotonic() + limit_s
     while not condition():

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+from tests.harness.process_tree import command_of, marked
+from tests.harness.waiting import until
 
 ROOT = Path(__file__).parents[2]
 FAKE_SSH = Path(__file__).with_name("fake_ssh.py")
@@ -54,15 +56,8 @@ class HostsCommand:
 
     def others(self, *words: str) -> list[int]:
         """Return its processes but the command itself; those with all `words` in the command."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                is_ours = f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes()
-                line = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                is_alive = bool(line)  # a zombie has none
-                if is_ours and is_alive and all(word in line for word in words):
-                    found.append(int(path.name))
-        return [pid for pid in found if pid != self.process.pid]
+        pids = [pid for pid in marked(f"{MARK}={self.mark}") if pid != self.process.pid]
+        return [pid for pid in pids if all(word in (command_of(pid) or "") for word in words)]
 
     def agent(self, host: str) -> int:
         """Return the process of a host's agent."""
@@ -92,10 +87,3 @@ def kill(pids: Sequence[int]) -> Sequence[int]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return pids
-
-
-def until(condition: Callable[[], object], limit_s: float = LIMIT_S) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)

@@ -9,16 +9,15 @@ import threading
 from pathlib import Path
 
 import pytest
-from hosts_command import hosts_command, kill, until
+from hosts_command import hosts_command
 
 from shoal.launch import output
 from shoal.launch.output import LinePrinter
+from tests.harness.waiting import until
 
 SCRIPT = Path(__file__).with_name("ddp_script.py")
 WAITS = """
-import os, pathlib, subprocess, sys, time
-if "--workers" in sys.argv:
-    subprocess.Popen(["sleep", "600"], start_new_session=True)
+import os, pathlib, time
 pathlib.Path(f"ready.{os.environ['RANK']}").write_text(str(os.getpid()))
 time.sleep(600)
 """
@@ -122,32 +121,6 @@ def test_the_first_failure_is_told_with_host_rank_and_code(folder: Path) -> None
     assert code == 7
     assert "[rank 1 on b] the disk is on fire\n" in stderr
     assert stderr.endswith("rank 1 of 2 on b ended with exit code 7\n")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
-def test_nothing_is_left_when_the_command_is_signalled(
-    folder: Path, number: int, code: int
-) -> None:
-    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py", "--workers") as command:
-        until(lambda: is_ready(folder))
-        assert len(command.others()) > 6
-        command.signal(number)
-        assert command.end()[0] == code
-        until(lambda: command.others() == [], 10)
-
-
-@pytest.mark.slow
-def test_a_killed_agent_takes_its_ranks_with_it_and_ends_the_run(folder: Path) -> None:
-    with hosts_command(folder, "launch", "--hosts", "a,b", "waits.py") as command:
-        until(lambda: is_ready(folder))
-        kill([command.agent("b")])
-        code, _, stderr = command.end()
-        assert code == 1
-        assert "rank 1 of 2 on b is lost: the host does not answer any more" in stderr
-        assert command.others() == []
 
 
 @pytest.mark.slow

@@ -43,32 +43,6 @@ def test_an_agent_starts_under_every_login_shell(hosts: Hosts, python: str, shel
     assert hosts.leftovers() == {}
 
 
-@pytest.mark.parametrize(
-    ("shell", "file", "text"),
-    [
-        ("bash", ".bashrc", "echo Welcome; echo 'SHOAL-AGENTS are here'; printf 'no newline'\n"),
-        ("tcsh", ".tcshrc", "echo Welcome\nset prompt = '> '\n"),
-        ("fish", ".config/fish/config.fish", "echo Welcome\n"),
-    ],
-)
-def test_noise_of_start_up_files_before_the_marker_is_kept_apart(hosts, python, shell, file, text):
-    path = f"/mnt/home/{shell}/{file}"
-    hosts.run(hosts.nodes[0], ["mkdir", "-p", str(Path(path).parent)])
-    hosts.run(hosts.nodes[0], ["tee", path], text).check_returncode()
-    with agents(hosts, python, [f"{shell}@node1"]) as (client,):
-        assert client.noise[0] == "Welcome"
-        assert client.ask("environment")["cwd"] == "/"
-    hosts.run(hosts.nodes[0], ["rm", path])
-
-
-def test_a_start_up_file_that_reads_input_for_a_while_gets_nothing(hosts: Hosts, python: str):
-    hosts.write(hosts.nodes[0], ".bashrc", 'read -t 1 eaten; echo "got $eaten"\n')
-    with agents(hosts, python, ["node1"]) as (client,):
-        assert client.noise == ["got ", ""]
-        assert client.ask("environment")["cwd"] == "/"
-    hosts.run(hosts.nodes[0], ["rm", "/mnt/home/bash/.bashrc"])
-
-
 def test_a_start_up_file_that_waits_for_input_is_told(hosts: Hosts, python: str):
     hosts.write(hosts.nodes[0], ".bashrc", "echo 'Press enter'; read eaten\n")
     with AgentClient(hosts, python, "node1") as client:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from desk_command import DeskCommand
 from namespaces import Hosts, needs_hosts
+
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
 HERE = Path(__file__).parent
-END_S = 60.0
 LEFT_S = 10.0
 DISTURBING = (
     "Host node*\n  RemoteCommand tmux\n  RequestTTY force\n  LocalForward 8080 localhost:80\n"
@@ -25,7 +24,7 @@ DISTURBING = (
 )
 WAITS = """
 import os, pathlib, subprocess, time
-subprocess.Popen(["sleep", "600"])
+subprocess.Popen(["sleep", "600"], start_new_session=True)
 pathlib.Path(f"ready.{os.environ['RANK']}").write_text("")
 time.sleep(600)
 """
@@ -52,40 +51,16 @@ print("met", sys.argv[1])
 """
 
 
-class Launch:
-    """`shoal launch` on the desk, in the directory that all hosts see."""
+def launch(hosts: Hosts, *words: str) -> DeskCommand:
+    return DeskCommand(hosts, "launch", *words)
 
-    def __init__(self, hosts: Hosts, *words: str) -> None:
-        self._hosts = hosts
-        program = [sys.executable, "-m", "shoal", "launch", *words]
-        self.process = hosts.start(
-            hosts.desk,
-            ["sh", "-c", 'cd "$0" && exec "$@"', str(hosts.shared), *program],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
 
-    def end(self) -> tuple[int, str, str]:
-        stdout, stderr = self.process.communicate(timeout=END_S)
-        return self.process.returncode, stdout.decode(), stderr.decode()
-
-    def wait_until_ready(self, ranks: int = 2) -> None:
-        end_s = time.monotonic() + END_S
-        while len(list(self._hosts.shared.glob("ready.*"))) < ranks:
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < end_s
-            time.sleep(0.05)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the command itself, not to what entered the desk for it."""
-        for pid in self._hosts.desk.pids() - self._hosts.desk.first_pids:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"\0launch\0" in line and b"\0shoal\0" in line:
-                subprocess.run(["kill", f"-{number}", str(pid)], check=True)
-                return
-        raise AssertionError("there is no such command")
+def waiting(hosts: Hosts) -> DeskCommand:
+    """Start two ranks that wait, on a host each, and return once they do."""
+    command = launch(hosts, "--hosts", "node1:1,node2:1", "waits.py")
+    until(lambda: command.process.poll() or len(list(hosts.shared.glob("ready.*"))) == 2)
+    assert command.process.poll() is None, command.end()
+    return command
 
 
 @pytest.fixture
@@ -102,7 +77,7 @@ def test_ranks_of_all_hosts_compute_what_one_process_does(tmp_path: Path, networ
     with Hosts(tmp_path / "hosts", 3, network, names) as hosts:
         shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
         words = ["--hosts", "node1:1,node2:2,node3:1", "--output", "all"]
-        code, stdout, stderr = Launch(hosts, *words, "train.py").end()
+        code, stdout, stderr = launch(hosts, *words, "train.py").end()
         assert code == 0, stderr
         assert sorted(line.split(" of 4 ")[0] for line in stdout.splitlines()) == [
             "0",
@@ -111,7 +86,7 @@ def test_ranks_of_all_hosts_compute_what_one_process_does(tmp_path: Path, networ
             "[rank 3 on node3] 3",
         ]
         (hosts.shared / "of_shoal.py").write_text(OF_SHOAL)
-        code, stdout, stderr = Launch(hosts, *words, "of_shoal.py").end()
+        code, stdout, stderr = launch(hosts, *words, "of_shoal.py").end()
         assert code == 0, stderr
         assert stdout.count("shoal on") == 4
         assert "127.0" not in stdout
@@ -123,35 +98,17 @@ def test_noise_of_login_shells_disturbs_nothing(hosts: Hosts):
     shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
     hosts.write(hosts.nodes[0], ".bashrc", "echo Welcome; read -t 1 eaten; printf 'no newline'\n")
     hosts.run(hosts.nodes[1], ["tee", "/mnt/home/tcsh/.tcshrc"], "echo Welcome\n")
-    code, stdout, stderr = Launch(hosts, "--hosts", "node1:1,tcsh@node2:1", "train.py").end()
+    code, stdout, stderr = launch(hosts, "--hosts", "node1:1,tcsh@node2:1", "train.py").end()
     assert code == 0, stderr
     assert stdout.startswith("0 of 2 ")
     assert hosts.leftovers(LEFT_S) == {}
 
 
-def test_problems_of_all_hosts_are_told_before_any_rank_starts(tmp_path: Path):
-    alias = "Host again\n  HostName node2\n"
-    with Hosts(tmp_path / "hosts", 3, ssh_config=alias) as hosts:
-        known = (hosts.folder / "known_hosts").read_text().splitlines()
-        (hosts.folder / "known_hosts").write_text("\n".join([known[1], known[2]]) + "\n")
-        (hosts.shared / "waits.py").write_text(WAITS)
-        words = ["--hosts", "node1:1,node2:1,node3:1,absent:1", "waits.py"]
-        code, stdout, stderr = Launch(hosts, *words).end()
-        assert (code, stdout) == (2, "")
-        assert "node3: ssh says: " in stderr
-        assert "Host key verification failed" in stderr
-        assert "absent: ssh says: " in stderr
-        assert "node1" not in stderr
-        assert list(hosts.shared.glob("ready.*")) == []
-        assert hosts.leftovers(LEFT_S) == {}
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_is_left_on_any_host_when_the_command_is_ended(hosts: Hosts, number):
-    launch = Launch(hosts, "--hosts", "node1:1,node2:1", "waits.py")
-    launch.wait_until_ready()
-    launch.signal(number)
-    launch.end()
+    command = waiting(hosts)
+    command.signal(number)
+    command.end()
     assert hosts.leftovers(LEFT_S) == {}
 
 
@@ -159,11 +116,9 @@ def test_no_process_is_left_on_any_host_when_the_command_is_ended(hosts: Hosts, 
 def test_a_host_that_is_gone_is_named_and_no_process_is_left(
     hosts: Hosts, fault: Callable[[Hosts, object], None]
 ):
-    launch = Launch(hosts, "--hosts", "node1:1,node2:1", "waits.py")
-    launch.wait_until_ready()
-    node = hosts.nodes[1]
-    fault(hosts, node)
-    code, _, stderr = launch.end()
+    command = waiting(hosts)
+    fault(hosts, hosts.nodes[1])
+    code, _, stderr = command.end()
     assert code == 1
     assert "rank 1 of 2 on node2 is lost: the host does not answer any more" in stderr
     left = hosts.leftovers(LEFT_S)
@@ -173,8 +128,8 @@ def test_a_host_that_is_gone_is_named_and_no_process_is_left(
 
 def test_two_jobs_on_the_same_hosts_never_meet(hosts: Hosts):
     (hosts.shared / "meets.py").write_text(MEETS)
-    launches = [Launch(hosts, "--hosts", "node1:1,node2:1", "meets.py", str(n)) for n in (1, 2)]
-    for number, launch in enumerate(launches, 1):
-        code, stdout, stderr = launch.end()
+    commands = [launch(hosts, "--hosts", "node1:1,node2:1", "meets.py", str(n)) for n in (1, 2)]
+    for number, command in enumerate(commands, 1):
+        code, stdout, stderr = command.end()
         assert (code, stdout) == (0, f"met {number}\n"), stderr
     assert hosts.leftovers(LEFT_S) == {}

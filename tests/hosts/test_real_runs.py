@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import tiny_jobs
+from desk_command import DeskCommand, ended
 from host_files import REPOSITORY
-from hosts_command import until
 from namespaces import Hosts, needs_hosts
 
 from shoal.config import to_yaml
+from tests.harness.waiting import until
 
 pytestmark = [pytest.mark.slow, needs_hosts]
 
@@ -34,48 +30,12 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield hosts
 
 
-@contextmanager
-def shoal(hosts: Hosts, *words: str, **variables: str) -> Iterator[subprocess.Popen[Any]]:
-    """Run a command on the desk, in the directory that all hosts see."""
-    process = subprocess.Popen(
-        [*hosts.desk.enter(), "sh", "-c", 'cd "$0" && exec "$@"', str(hosts.shared)]
-        + [sys.executable, "-m", "shoal", *words],
-        env=hosts.environment(hosts.desk, **variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-
-
-def ended(hosts: Hosts, *words: str, **variables: str) -> tuple[int, str, str]:
-    with shoal(hosts, *words, **variables) as process:
-        stdout, stderr = process.communicate(timeout=120)
-    return process.returncode, stdout, stderr
-
-
-def driver(hosts: Hosts) -> int:
-    """Return the process of the command on the desk, as this machine numbers it."""
-    for pid in hosts.desk.pids():
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if b"-m\0shoal\0" in line and b"nsenter" not in line:
-                return pid
-    raise AssertionError("no command")
-
-
 def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hosts) -> None:
     folder = hosts.shared / "long"
     job = tiny_jobs.tiny(folder, tiny_jobs.MLP, strategy="server=2", train__epochs=100_000)
     (hosts.shared / "long.yaml").write_text(to_yaml(job))
-    with shoal(hosts, "train", "long.yaml", "--hosts", "node1:2,node2:2") as process:
+    with DeskCommand(hosts, "train", "long.yaml", "--hosts", "node1:2,node2:2") as command:
+        process = command.process
         until(lambda: (folder / "servers.json").exists() or process.poll() is not None)
         code, listed, stderr = ended(hosts, "servers", "long", "--json")
         assert code == 0, stderr
@@ -83,9 +43,9 @@ def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hos
         code, listed, stderr = ended(hosts, "servers", "long", "add", "--json")
         assert code == 0, stderr
         assert {server["shard"] for server in json.loads(listed)["result"]} == {0, 1, 2}
-        os.kill(driver(hosts), signal.SIGTERM)
-        _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 75, stderr
+        command.signal(signal.SIGTERM)
+        code, _, stderr = command.end()
+    assert code == 75, stderr
     assert not (folder / "servers.json").exists()
     code, _, stderr = ended(hosts, "servers", "long")
     assert (code, "no servers run for it here" in stderr) == (2, True), stderr
@@ -109,7 +69,8 @@ def test_servers_run_on_hosts_of_their_own_and_nowhere_else(tmp_path: Path, netw
         (hosts.shared / "long.yaml").write_text(to_yaml(job))
         words = ["--hosts", "node1,node2", "--server-hosts", "node3,node4"]
         words += ["--strategy", "server=3,replicas=2", "--restarts", "0"]
-        with shoal(hosts, "train", "long.yaml", *words, SHOAL_HOSTS_LEASE="3") as process:
+        with DeskCommand(hosts, "train", "long.yaml", *words, SHOAL_HOSTS_LEASE="3") as command:
+            process = command.process
             until(lambda: places(hosts) == [("node3", 3), ("node4", 3)] or process.poll())
             assert process.poll() is None, process.communicate()
             code, _, stderr = ended(hosts, "servers", "long", "add")
@@ -118,9 +79,9 @@ def test_servers_run_on_hosts_of_their_own_and_nowhere_else(tmp_path: Path, netw
             hosts.cut(hosts.nodes[2])
             until(lambda: "replicas on other hosts take over" in next_line(process.stderr))
             until(lambda: places(hosts) == [("node4", 4)])
-            os.kill(driver(hosts), signal.SIGTERM)
-            _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 75, stderr
+            command.signal(signal.SIGTERM)
+            code, _, stderr = command.end()
+        assert code == 75, stderr
         # The ssh server of a host without its link notices that after many minutes.
         left = [line for lines in hosts.leftovers().values() for line in lines]
         assert [line for line in left if not line.startswith("sshd")] == []

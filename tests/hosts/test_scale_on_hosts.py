@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import tiny_jobs
-from hosts_command import ROOT, HostsCommand, hosts_command, until
+from hosts_command import ROOT, HostsCommand, hosts_command
 from tiny_jobs import MLP, metrics, tiny
 
 from shoal.config import to_yaml
 from shoal.launch.control_channel import NAME
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.slow
 

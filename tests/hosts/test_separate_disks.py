@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from desk_command import ended
 from hosts_command import ROOT
 from namespaces import Hosts, needs_hosts
 from tiny_jobs import MLP, tiny
@@ -31,16 +30,9 @@ def test_hosts_without_a_shared_disk_are_refused_before_the_start(
 ) -> None:
     job = hosts.shared / "job.yaml"
     job.write_text(to_yaml(tiny(Path(RUN), MLP, strategy=strategy)))
-    ended = subprocess.run(
-        [*hosts.desk.enter(), "sh", "-c", 'cd "$0" && exec "$@"', str(hosts.shared)]
-        + [sys.executable, "-m", "shoal", "train", str(job), "--hosts", "node1,node2"],
-        env=hosts.environment(hosts.desk, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/train'}"),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert f"--out {RUN}: rank 1 does not see the directory of rank 0" in ended.stderr
-    assert "All hosts must share it: choose one on a file system that all mount" in ended.stderr
+    words = ["train", str(job), "--hosts", "node1,node2"]
+    code, _, stderr = ended(hosts, *words, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/train'}")
+    assert code == 2, stderr
+    assert f"--out {RUN}: rank 1 does not see the directory of rank 0" in stderr
+    assert "All hosts must share it: choose one on a file system that all mount" in stderr
     assert hosts.leftovers() == {}

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hosts_command import HostsCommand, hosts_command, kill, until
+from hosts_command import HostsCommand, hosts_command, kill
 from test_servers_on_hosts import VARIABLES, has_saved, write_job
 
 from shoal.cli.program import main
@@ -23,6 +23,7 @@ from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, ServerHosts
 from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, parse_server_hosts
 from shoal.parameter_server.coordinator.admin_client import send_command
+from tests.harness.waiting import until
 
 CURE = "nobody else holds what they held. With replicas=2 a run survives the loss of a host"
 FACTS = HostFacts("1", "s", "3.11.0", "2.13.0", "name", "same", 4, True, True, "d", (), None)
@@ -44,21 +45,13 @@ def waiting(folder: Path, hosts: str, strategy: str) -> Iterator[HostsCommand]:
         yield command
 
 
-def test_ranks_and_servers_on_hosts_of_their_own_train_as_one_process(folder: Path) -> None:
-    words = ["--hosts", "a,b", "--server-hosts", "s,t", "--strategy", "server=2"]
-    with hosts_command(folder, "launch", *words, "served.py") as command:
-        code, stdout, stderr = command.end()
-        assert command.others() == []
-    assert (code, stdout) == (0, "is the model of one process\n"), stderr
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hosts", "strategy"),
     [
-        ("a", "server=2"),
-        ("a:2", "server=3,replicas=2"),
-        ("a,b", "server=2,encrypt=false"),
+        ("a,b", "server=2"),
+        pytest.param("a", "server=2", marks=pytest.mark.slow),
+        pytest.param("a:2", "server=3,replicas=2", marks=pytest.mark.slow),
+        pytest.param("a,b", "server=2,encrypt=false", marks=pytest.mark.slow),
     ],
 )
 def test_servers_of_their_own_serve_any_ranks(folder: Path, hosts: str, strategy: str) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hosts_command import ROOT, HostsCommand, hosts_command, kill, until
+from hosts_command import ROOT, HostsCommand, hosts_command, kill
 from tiny_jobs import MLP, metrics, tiny
 
 from shoal.config import to_yaml
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.slow
 

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import tiny_jobs
-from hosts_command import ROOT, HostsCommand, hosts_command, kill, until
+from hosts_command import ROOT, hosts_command, kill
+from test_servers_on_hosts import has_saved
 from tiny_jobs import MLP, assert_equal_to_the_bit, everything, tiny
 
 from shoal.config import to_yaml
 from shoal.testing import world
+from tests.harness.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +50,6 @@ def undisturbed(folder: Path, strategy: str, **more: Any) -> dict[str, Any]:
     return everything(folder / "run")
 
 
-def has_saved(folder: Path, command: HostsCommand) -> bool:
-    assert command.process.poll() is None
-    return any((folder / "run/checkpoints").glob("step-*/manifest.json"))
-
-
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_run_that_loses_a_rank_ends_bit_equal(tmp_path: Path, strategy: str) -> None:
     expected = undisturbed(tmp_path / "alone", strategy)
@@ -67,13 +64,18 @@ def test_a_run_that_loses_a_rank_ends_bit_equal(tmp_path: Path, strategy: str) -
     assert_equal_to_the_bit(everything(tmp_path / "run"), expected)
 
 
-def test_a_run_whose_host_is_lost_and_comes_back_ends_bit_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_run_whose_host_is_lost_and_comes_back_ends_bit_equal(
+    tmp_path: Path, number: int
+) -> None:
     expected = undisturbed(tmp_path / "alone", "ddp", train__epochs=40)
     job = write_job(tmp_path, "ddp", train__epochs=40)
     with hosts_command(tmp_path, "train", str(job), "--hosts", "a,b", **VARIABLES) as command:
         until(lambda: has_saved(tmp_path, command))
-        kill([command.agent("b")])
+        agent = command.agent("b")
+        os.kill(agent, number)
         code, _, stderr = command.end()
+        kill([agent])
     assert code == 0, stderr
     assert LOST in stderr
     assert "2 processes start from the checkpoint of step" in stderr
@@ -93,20 +95,6 @@ def test_a_run_goes_on_without_a_host_where_that_is_allowed(tmp_path: Path) -> N
     assert "note: host b: ssh says: ssh: connect to host b port 22: No route to host" in stderr
     assert "note: the run goes on without b" in stderr
     assert "1 process starts from the checkpoint of step" in stderr
-
-
-def test_a_host_whose_agent_is_stopped_is_lost_and_the_run_goes_on(tmp_path: Path) -> None:
-    expected = undisturbed(tmp_path / "alone", "ddp", train__epochs=40)
-    job = write_job(tmp_path, "ddp", train__epochs=40)
-    with hosts_command(tmp_path, "train", str(job), "--hosts", "a,b", **VARIABLES) as command:
-        until(lambda: has_saved(tmp_path, command))
-        agent = command.agent("b")
-        os.kill(agent, signal.SIGSTOP)
-        code, _, stderr = command.end()
-        kill([agent])
-    assert code == 0, stderr
-    assert LOST in stderr
-    assert_equal_to_the_bit(everything(tmp_path / "run"), expected)
 
 
 def test_a_run_that_is_asked_to_stop_saves_and_the_same_command_resumes_it(tmp_path: Path) -> None:

@@ -85,11 +85,5 @@ def saves_slowly(folder: str, how: str) -> None:
     sys.exit(EXIT_RESTART)
 
 
-def does_not_know_the_signal(folder: str, how: str) -> None:
-    record_start(folder, how)
-    if how == "first":
-        time.sleep(1000)
-
-
 def takes_even_numbers(ranks: int) -> list[str]:
     return [f"{ranks} is odd; take an even number."] if ranks % 2 else []

@@ -21,7 +21,7 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch import local
 from shoal.platform.cgroups import usable_cores
-from tests.harness.process_tree import children, command_of
+from tests.harness.process_tree import children, command_of, marked
 from tests.harness.waiting import until
 
 
@@ -190,23 +190,15 @@ def program(
     """
     mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
 
-    def descendants() -> list[int]:
-        pids = []
-        for directory in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark.encode() in (directory / "environ").read_bytes():
-                    pids.append(int(directory.name))
-        return pids
-
     environ = dict([*os.environ.items(), mark.split("=")])
     command = [sys.executable, never_ending_program.__file__, str(folder)]
     with subprocess.Popen(  # type: ignore[call-overload]
         command, env=environ, start_new_session=True, **options
     ) as process:
         try:
-            yield process, descendants
+            yield process, lambda: marked(mark)
         finally:
-            for pid in descendants():
+            for pid in marked(mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 

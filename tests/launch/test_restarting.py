@@ -176,17 +176,6 @@ def test_an_impossible_request_is_refused_before_ranks_stop(tmp_path, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_ranks_without_a_signal_handler_are_scaled_too(tmp_path, capfd):
-    def commands() -> None:
-        until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
-        assert list(request(tmp_path, scale=4))[-1] == {"processes": 4, "step": None}
-
-    thread = Commands(commands)
-    assert run(tmp_path, restart_targets.does_not_know_the_signal) == 0
-    thread.end()
-    assert starts(tmp_path, 3) == ["again of 4"]
-
-
 def test_while_ranks_stop_another_command_is_refused(tmp_path, capfd):
     def commands() -> None:
         until(lambda: len(list(tmp_path.glob("start.1.*"))) == 2 and (tmp_path / NAME).exists())
@@ -221,11 +210,7 @@ def test_a_signal_to_the_launcher_ends_ranks_that_were_started_again(tmp_path, c
     assert starts(tmp_path) == ["first of 2", "again of 2"]
 
 
-def test_a_command_without_a_launcher_reports_that(tmp_path):
-    with pytest.raises(
-        LaunchError, match=r"no launcher on this machine has .*Start it with `shoal train"
-    ):
-        next(request(tmp_path, scale=2))
+def test_the_socket_of_a_killed_launcher_is_no_launcher(tmp_path):
     with ControlServer(tmp_path, "") as listening:
         listening.open()
         (tmp_path / NAME).rename(tmp_path / "left")

@@ -1,18 +1,17 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import uuid
-from pathlib import Path
 
 import pytest
 
 from shoal.errors import LaunchError
 from shoal.launch import local
 from shoal.launch.preload import for_script
+from tests.harness.process_tree import marked
 
 # Knows nothing of Shoal.
 RAW_DDP = """
@@ -204,9 +203,4 @@ def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
     # No pipe: its end would be waited for, and that comes when nothing is alive.
     null = subprocess.DEVNULL
     subprocess.run(command, cwd=tmp_path, env=environment, stdout=null, stderr=null, check=False)
-    alive = []
-    for directory in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in (directory / "environ").read_bytes():
-                alive.append((directory / "cmdline").read_bytes())
-    assert alive == []
+    assert marked(mark) == []

@@ -21,9 +21,8 @@ from tiny_jobs import DATA, GPT, MLP, tiny
 from shoal import cli
 from shoal.checkpoint import newest
 from shoal.config.job import Job
-from shoal.errors import CheckpointError, RecordError, StrategyRefused
+from shoal.errors import CheckpointError, RecordError
 from shoal.launch.rank import EXIT_RESTART
-from shoal.run import init_with_place
 from shoal.testing import world
 from shoal.train.async_replay import replay
 
@@ -222,18 +221,3 @@ def test_what_needs_no_record_is_refused_before_anything_is_started(
     assert end.value.code == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
-
-
-def refuses(strategy: str) -> str:
-    """What a program that asks for a record hears."""
-    training = init_with_place(strategy, announce=lambda _: None)
-    model = torch.nn.Linear(2, 2)
-    training.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert training.remote is not None
-    with pytest.raises(StrategyRefused) as refused:
-        training.remote.record()
-    return str(refused.value)
-
-
-def test_synchronous_servers_refuse_to_record() -> None:
-    assert "same bits" in world.run(1, refuses, "server=1")[0]

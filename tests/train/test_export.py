@@ -211,36 +211,6 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) 
     assert not list(tmp_path.glob("*.safetensors*"))
 
 
-def test_a_file_of_another_model_is_refused_with_all_that_differs(tmp_path: Path) -> None:
-    job = tiny(tmp_path / "run", MLP)
-    model = build(job, torch.device("cpu")).model
-    names = list(model.state_dict())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    state["strange"] = torch.zeros(3)
-    del state[names[0]]
-    state[names[1]] = torch.zeros(7, 7)
-    save_file(state, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError) as refusal:
-        load_weights(model, str(tmp_path / "other.safetensors"), "mlp")
-    said = str(refusal.value)
-    assert f"{names[0]} is not in the file" in said
-    assert "the model has no strange" in said
-    assert f"{names[1]} has shape (7, 7); the model's has" in said
-
-
-def test_a_file_that_is_no_safetensors_is_refused(tmp_path: Path) -> None:
-    model = torch.nn.Linear(2, 2)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    whole = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "cut.safetensors").write_bytes(whole[:-5])
-    torch.save(model.state_dict(), tmp_path / "pickle.safetensors")
-    for name in ("cut", "pickle"):
-        with pytest.raises(ConfigError, match=f"{name}.safetensors cannot be read"):
-            load_weights(model, str(tmp_path / f"{name}.safetensors"), "linear")
-    with pytest.raises(ConfigError, match="there is no file"):
-        load_weights(model, str(tmp_path / "none.safetensors"), "linear")
-
-
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_rounded_weights_are_noted_and_another_kind_of_dtype_refused(
     tmp_path: Path, suffix: str

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import tiny_jobs
-from test_checkpoint_store import data_file, flip_a_bit
-from tiny_jobs import EVERYTHING, MLP, assert_equal_to_the_bit, contents, everything, tiny
+from tiny_jobs import EVERYTHING, assert_equal_to_the_bit, everything, tiny
 
-from shoal.errors import CheckpointError, LaunchError
+from shoal.errors import LaunchError
 from shoal.testing import world
 
 # Checkpoints of the undisturbed run: steps 2, 3, 6, 9 and 10.
@@ -20,22 +19,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
     world.run(2, tiny_jobs.trains, tiny(directory, SETTINGS))
     return everything(directory)
-
-
-def test_when_all_are_damaged_the_run_refuses_and_changes_nothing(tmp_path: Path) -> None:
-    job = tiny(tmp_path / "run", MLP)
-    tiny_jobs.trains(job)
-    saved = sorted((tmp_path / "run/checkpoints").glob("step-*"), reverse=True)
-    assert len(saved) > 1
-    for directory in saved:
-        flip_a_bit(
-            data_file(tmp_path / "run/checkpoints", int(directory.name.removeprefix("step-")))
-        )
-    before = contents(tmp_path / "run")
-    named = ".*".join(directory.name for directory in saved)
-    with pytest.raises(CheckpointError, match=rf"(?s){named}.*none is left"):
-        tiny_jobs.trains(job)
-    assert contents(tmp_path / "run") == before
 
 
 def test_a_full_disk_is_said_and_training_goes_on(
