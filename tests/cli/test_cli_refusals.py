@@ -67,16 +67,6 @@ def test_an_unknown_model_is_refused_before_torch_is_imported() -> None:
     assert "there is no model 'nope'; known: botnet50" in ended.stderr
 
 
-@pytest.mark.parametrize("processes", [0, -1])
-def test_no_processes_are_too_few(
-    capsys: pytest.CaptureFixture[str], processes: int, tmp_path: Path
-) -> None:
-    status, _, err = shoal(capsys, "train", "digits", "-n", processes, "--out", tmp_path / "run")
-    assert status == 2
-    assert f"argument -n/--processes: {processes} must be from 1 to 1024" in err
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_world_of_another_size_than_asked_for_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,7 +4,6 @@ each works, or ends with one sentence that has the right line.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -165,11 +164,3 @@ def test_a_module_that_is_refused_leaves_the_path_as_it_was(
     shoal(capsys, "launch", "-n", 2, "-m", "package.missing")
     sys.modules.pop("package", None)
     assert sys.path == before
-
-
-@pytest.mark.parametrize("line", ["config digits --json", "plan-tensor stdlib_gpt -t 2 --json"])
-def test_json_is_one_value_on_stdout(capsys: pytest.CaptureFixture[str], line: str) -> None:
-    code, out, _ = shoal(capsys, *line.split())
-    assert code == 0
-    assert len(out.splitlines()) == 1
-    assert {"train.epochs", "tensor"} & json.loads(out)["result"].keys()

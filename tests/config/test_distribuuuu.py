@@ -62,28 +62,6 @@ def test_all_38_keys_have_a_row_and_lead_to_settings_that_exist() -> None:
         assert row.setting or key in NO_MEANING
 
 
-def test_a_command_line_of_the_readme_works_as_it_stands(cfg: Path) -> None:
-    settings, notes = translate(
-        cfg, ["TRAIN.BATCH_SIZE", "128", "OUT_DIR", "./out", "OPTIM.BASE_LR", "6.4"], 64
-    )
-    job = settings.job
-    assert (job.train.batch_size, job.optimizer.lr, job.optimizer.reference_batch) == (
-        8192,
-        6.4,
-        None,
-    )
-    assert (job.directory, job.model.name, job.data.name, job.data.path) == (
-        "./out",
-        "resnet18",
-        "imagefolder",
-        "./data/ILSVRC/",
-    )
-    assert "TRAIN.BATCH_SIZE 128 is per device: the global batch is 8192 = 64 x 128" in notes
-    assert settings.origins["optimizer.lr"] == "argument OPTIM.BASE_LR"
-    assert settings.origins["train.epochs"] == "resnet18.yaml:9"
-    assert settings.origins["train.drop_last"] == "distribuuuu"
-
-
 def test_its_defaults_are_those_of_its_files(cfg: Path) -> None:
     from_file, from_defaults = translate(cfg, [], 8)[0], translate(None, [], 8)[0]
     assert from_file.job == translate(None, [], 8, [("name", "resnet18")])[0].job

@@ -59,16 +59,6 @@ def test_a_job_reads_back_from_its_yaml_as_it_was(
     assert read(path).job == job
 
 
-@pytest.mark.parametrize("name", builtin_names())
-def test_a_built_in_configuration_reads_back_from_its_yaml_as_it_was(
-    name: str, tmp_path: Path
-) -> None:
-    job = read(name).job
-    (tmp_path / "config.yaml").write_text(to_yaml(job), encoding="utf-8")
-    assert read(tmp_path / "config.yaml").job == job
-    assert to_yaml(read(tmp_path / "config.yaml").job) == to_yaml(job)
-
-
 def test_the_yaml_holds_every_setting_with_its_meaning() -> None:
     text = to_yaml(Job(optimizer=OptimizerConfig(lr=5e-5)))
     for setting in all_settings().values():

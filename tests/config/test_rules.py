@@ -1,7 +1,6 @@
 import pytest
 
-from shoal.config import Job, builtin_names, read
-from shoal.config.rules import violations
+from shoal.config import read
 from shoal.errors import ConfigError
 
 # Flags that break a rule, and the text of the error.
@@ -68,9 +67,3 @@ def test_a_rule_does_not_speak_of_a_value_that_could_not_be_read() -> None:
     assert list(error.value.problems) == [
         "flag --schedule.milestones: schedule.milestones must be a whole number, not soon"
     ]
-
-
-def test_no_rule_is_broken_by_defaults_or_by_what_is_built_in() -> None:
-    assert not list(violations(Job()))
-    for name in builtin_names():
-        assert not list(violations(read(name).job))

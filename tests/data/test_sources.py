@@ -17,13 +17,6 @@ def text():
     return load(DataConfig(name="stdlib", sequence_length=64), seed=0)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_one():
-    with pytest.raises(
-        ConfigError, match=r"data\.name: there is no data set 'cifar01'; did you mean 'cifar10'\?"
-    ):
-        load(DataConfig(name="cifar01"), seed=0)
-
-
 def test_a_source_of_the_users_own_is_found_by_its_name():
     seen = []
     own = {
@@ -113,10 +106,6 @@ def test_the_text_is_python_source_of_a_few_million_bytes(text):
     assert b"import" in bytes(text.validation.text[:100_000].tolist())
 
 
-def test_the_text_is_the_same_every_time(text):
-    assert torch.equal(load(DataConfig(name="stdlib"), seed=5).train.text, text.train.text)
-
-
 def test_what_others_installed_and_tests_and_dangling_links_are_left_out_of_the_text(tmp_path):
     for name in (
         "b.py",
@@ -156,9 +145,3 @@ def test_dummy_has_the_shape_the_size_and_the_classes_that_were_asked_for():
     assert (source.num_classes, source.input_shape) == (4, (2, 5))
     assert {label for _, label in source.train} == {0, 1, 2, 3}
     assert all(x.shape == (2, 5) and x.dtype == torch.float32 for x, _ in source.train)
-
-
-def test_dummy_leaves_the_default_generator_alone():
-    before = torch.get_rng_state()
-    load(DataConfig(name="dummy", shape=(3,)), seed=0).train[0]
-    assert torch.equal(torch.get_rng_state(), before)

@@ -125,14 +125,6 @@ def copy(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copy"))
 
 
-def test_a_lost_note_is_missed(copy: Path) -> None:
-    lines = events(copy).read_text().splitlines(keepends=True)
-    index = next(i for i, line in enumerate(lines) if json.loads(line)[:2] == ["a", 0])
-    events(copy).write_text("".join(lines[:index] + lines[index + 1 :]))
-    with pytest.raises(RecordError, match="what was update 0 of part 0"):
-        replay(copy)
-
-
 def test_what_was_saved_before_a_gap_is_done_again(copy: Path) -> None:
     lines = events(copy).read_text().splitlines(keepends=True)
     index = next(

@@ -2,7 +2,6 @@
 ranks.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal import cli
 from shoal.models.gpt import GPT
 from shoal.models.residual_cnn import ResidualCNN
 from shoal.run.supervised import supervised
@@ -114,16 +112,3 @@ def test_a_run_is_evaluated_under_another_strategy_than_it_was_trained_with(
     directory, expected = finished
     for _, found in world.run(2, evaluate_run, directory, 4, strategy):
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_command_prints_one_json_object_in_full_precision(
-    finished: tuple[Path, Report], capfd: pytest.CaptureFixture[str]
-) -> None:
-    directory, expected = finished
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as end:
-        cli.main(["eval", str(directory), "-n", "2", "--json"])
-    printed = capfd.readouterr()
-    assert end.value.code == 0, printed.err
-    assert printed.out.count("\n") == 1
-    assert json.loads(printed.out)["result"] == expected

@@ -220,9 +220,3 @@ def test_what_ends_without_a_verdict_has_another_status_than_what_differs(
         main(["verify", *SMALL])
     assert end.value.code == 2
     assert str(fails) in capsys.readouterr().err
-
-
-def test_the_help_says_what_each_status_means(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["verify", "--help"])
-    assert "exit status: 0 exact; 1 differs" in capsys.readouterr().out
