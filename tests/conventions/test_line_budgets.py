@@ -15,7 +15,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/comm": 3_040,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
-    "shoal/data": 3_420,
+    "shoal/data": 3_400,
     "shoal/doctor": 490,
     "shoal/integrations": 690,
     "shoal/launch": 6_410,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 65_870,
+    "tests": 65_650,
     "benchmarks": 12_320,
 }
 SLACK = 0.03
