@@ -57,6 +57,17 @@ ORDER_CURE = (
 """Cure where samplers of ranks differ."""
 
 
+SHARED = "run.share was given a batch that is not the same on all ranks"
+SHARED_CURE = (
+    "Of one global batch it gives each rank its rows, so some samples would come twice, and others "
+    "never. After run.prepare, torch draws other numbers on each data rank. Draw what chooses "
+    "samples with a generator of its own, the same on all ranks: torch.randperm(n, "
+    "generator=torch.Generator().manual_seed(epoch)), and by priorities that follow from the "
+    "losses of all samples: priority[run.gather(index)] = run.gather(losses.detach()). Draw noise "
+    "after run.share."
+)
+
+
 class StepSizes(NamedTuple):
     """Samples of a batch.
 
@@ -90,8 +101,6 @@ class BatchSizes:
         self._history = history or BatchHistory()
         self._watch = watch or YieldWatch()
         self._shared = SharedBatches()
-        # Of the batches that were shared before the first step, which compares it.
-        self._shared_hash = hashlib.sha256()
         self._is_shared_checked = False
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
@@ -105,8 +114,8 @@ class BatchSizes:
 
         Raises: UsageError: the number of samples cannot be told.
         """
-        if not self._is_shared_checked and ranks > 1:
-            _add_to(self._shared_hash, batch)
+        if ranks > 1:
+            self._history.add_shared(batch)
         local = self._shared.rows_of(batch, rank, ranks)
         assert self._shared.share is not None
         self._watch.begin(local, self._shared.share)
@@ -115,7 +124,7 @@ class BatchSizes:
     def check_shared(self, data: Axis) -> None:
         """Compare the batches that ranks have given to `share` so far. Collective if there are any.
 
-        Only the first call compares.
+        Only the first call compares; later batches are compared as those of loaders are.
 
         Ranks of the data axis draw numbers of their own in the loop, so a permutation that is
         drawn there differs: rows of one rank may then be rows of another rank's batch too.
@@ -125,15 +134,8 @@ class BatchSizes:
         if self._is_shared_checked or data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
-        if not is_same_on_all(self._shared_hash.digest(), data):
-            raise UsageError(
-                "run.share was given a batch that is not the same on all ranks. Of one global "
-                "batch it gives each rank its rows, so some samples would come twice, and others "
-                "never. After run.prepare, torch draws other numbers on each data rank. Draw what "
-                "chooses samples with a generator of its own, the same on all ranks: "
-                "torch.randperm(n, generator=torch.Generator().manual_seed(epoch)). Draw noise "
-                "after run.share."
-            )
+        if not is_same_on_all(self._history.shared_digest, data):
+            raise UsageError(f"{SHARED}. {SHARED_CURE}")
 
     def note_same_rows(self, batch: Any, data: Axis, announce: Callable[[str], None]) -> None:
         """Announce whether all ranks compute one and the same batch or others. Collective.
@@ -379,6 +381,7 @@ class BatchPlaces(NamedTuple):
         checksum: of all places.
         epoch, stop: place of the last one: the position in its epoch after it.
         samples: checksum of the indices of the last one.
+        shared: checksum of batches that were shared.
     """
 
     unknown: int = 0
@@ -386,19 +389,34 @@ class BatchPlaces(NamedTuple):
     epoch: int = 0
     stop: int = 0
     samples: int = 0
+    shared: int = 0
 
 
 class BatchHistory:
-    """Collects the places of batches."""
+    """Collects the places of batches, and the values of some that were shared.
+
+    Attributes: shared_digest: of the shared batches 1, 2, 4, ... 64 and every 64th.
+    """
 
     def __init__(self) -> None:
         self._places = BatchPlaces()
         self._indices: tuple[Hashable, ...] = ()
+        self._shares = 0
+        self.shared_digest = b""
 
     @property
     def places(self) -> BatchPlaces:
         """Return the places so far. Takes time: it is for steps that are compared."""
-        return self._places._replace(samples=zlib.crc32(repr(self._indices).encode()))
+        samples, shared = zlib.crc32(repr(self._indices).encode()), zlib.crc32(self.shared_digest)
+        return self._places._replace(samples=samples, shared=shared)
+
+    def add_shared(self, batch: Any) -> None:
+        """Add the values of a global batch, if it is one that is compared."""
+        self._shares += 1
+        if self._shares % 64 == 0 or not self._shares & (self._shares - 1):
+            digest = hashlib.sha256(self.shared_digest)
+            _add_to(digest, batch)
+            self.shared_digest = digest.digest()
 
     def add(self, shard: BatchShard | None) -> None:
         """Add the batch of a step; None if its place is not known."""
@@ -415,6 +433,8 @@ def batches_differ(first: BatchPlaces, rank: int, other: BatchPlaces) -> tuple[s
     """Return how the batches of rank 0 differ from those of another rank, and the cure; empty if
     they do not, or if that cannot be told.
     """
+    if first.shared != other.shared:
+        return f"{SHARED}, noticed", SHARED_CURE
     if first.unknown or other.unknown or first == other:
         return "", ""
     if first.checksum == other.checksum:

@@ -59,6 +59,53 @@ def test_a_shared_batch_that_is_not_the_same_on_all_ranks_is_refused_on_all() ->
         assert not together
 
 
+def replay(follows_all: bool) -> tuple[str, list[float]]:
+    """Share batches that are drawn by priorities, which follow from errors of the steps.
+
+    Returns: the error that ends the loop, and the losses.
+    """
+    run = shoal.init("ddp", announce=lambda _: None, precision="fp64")
+    torch.manual_seed(0)
+    x, y = torch.randn(20, 3, dtype=torch.float64), torch.randn(20, dtype=torch.float64)
+    model = torch.nn.Linear(3, 1).double()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    priority, generator = torch.ones(20).double(), torch.Generator().manual_seed(1)
+    losses = []
+
+    def compute_loss(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        errors = model(x).squeeze(1) - y
+        return errors.square().mean(), errors.detach().abs()
+
+    for _ in range(8):
+        index = torch.multinomial(priority, 6, generator=generator)
+        part, target, index = run.share((x[index], y[index], index))
+        optimizer.zero_grad()
+        loss, errors = run.forward_backward(compute_loss, part, target)
+        try:
+            optimizer.step()
+        except UsageError as error:
+            return str(error), losses
+        losses.append(loss.item())
+        if follows_all:
+            index, errors = run.gather(index), run.gather(errors)
+        priority[index] = errors
+    return "", losses
+
+
+def test_batches_that_become_others_on_each_rank_are_refused_at_a_later_step() -> None:
+    for text, losses in world.run(2, replay, False):
+        assert text.startswith("run.share was given a batch that is not the same on all ranks")
+        assert "priority[run.gather(index)]" in text
+        assert 1 <= len(losses) <= 3
+
+
+def test_priorities_by_errors_of_all_samples_train_as_on_one_device() -> None:
+    ((_, expected),) = world.run(1, replay, True)
+    for text, losses in world.run(2, replay, True):
+        assert not text
+        assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=0)
+
+
 def notes_of_own_batches() -> list[list[str]]:
     """Step on a batch that all ranks compute whole, and on rows that each rank has chosen."""
     found = []
