@@ -20,6 +20,7 @@ from shoal.data.batch_shards import row_window
 from shoal.data.tree_map import mark_sample_lists
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
+from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
 from shoal.run.guards import Guards
 from shoal.run.guards.guarded_models import ModuleHook
@@ -28,11 +29,14 @@ from shoal.run.step import weight_of_rank
 from shoal.strategies import base
 from shoal.strategies.loss_terms import Counted
 from shoal.strategies.microbatch import split_microbatches
+from shoal.trial.called_models import ModelCall
 from shoal.trial.loss_graph import LossGraphCheck
 
 FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
 MOST_CALLS = 16
 """Calls of models whose inputs are kept until the backward pass."""
+FIRST_LOSSES = 2
+"""Losses for which the models are tried: those of a GAN take turns."""
 NOTE = (
     "note: run.backward takes a loss that is a mean over its samples. Its graph is "
     "looked at, which does not tell all: beyond that, nothing has checked that it is. To check it: "
@@ -117,6 +121,9 @@ class LoopLoss:
         self._autocast = autocast
         self._announce = announce
         self.watches = False
+        self._losses = 0
+        # Of the first losses, since the one before.
+        self._first_calls: list[ModelCall] = []
         self._hooks: dict[nn.Module, list[Any]] = {}
         # Of the calls that are under way; None without autocast.
         self._contexts: list[torch.autocast | None] = []
@@ -138,7 +145,9 @@ class LoopLoss:
             if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
                 self._hooks[model] = [
                     model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True),
-                    model.register_forward_hook(ModuleHook(self._after), always_call=True),
+                    model.register_forward_hook(
+                        ModuleHook(self._after), with_kwargs=True, always_call=True
+                    ),
                 ]
 
     def before_function(self) -> None:
@@ -149,6 +158,7 @@ class LoopLoss:
         outside_step = self._prepared.local_model().outside_step
         outside_step.hold(False)
         self._calls.clear()
+        self._first_calls = []
         self._graph_check.begin_step()
         if self._is_noted:
             outside_step.hold(True)
@@ -221,6 +231,16 @@ class LoopLoss:
         loss = batch.step.compute_loss()
         self._graph_check.compare(loss, batch.num_samples, samples)
         prepared.watch.judge_loss(inputs)
+
+    def take_first_calls(self) -> list[ModelCall] | None:
+        """Return the calls of models since the last loss, of the first losses; None for others.
+
+        To be called for each loss. Of micro-batches, two are compared before a model is tried.
+        """
+        self._losses += 1
+        calls, self._first_calls = self._first_calls, []
+        begins = 1 if self._prepared.settings.accumulate == 1 else FIRST_LOSSES
+        return calls if begins <= self._losses <= FIRST_LOSSES else None
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
         """Yield the micro-batches of a local batch; `Run.microbatches` explains it."""
@@ -327,24 +347,29 @@ class LoopLoss:
         context = None
         if is_of_loop:
             self._prepared.watch.end()  # of what the loop does before it calls a model
-            self._calls.append((*args, *kwargs.values()))
+            if not in_function_transform():
+                self._calls.append((*args, *kwargs.values()))
         if is_of_loop and self._autocast is not None:
             context = torch.autocast(self._prepared.mesh.device.type, self._autocast)
             context.__enter__()
         self._contexts.append(context)
 
-    def _after(self, _: nn.Module, args: Any, output: Any) -> Any:
+    def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""
         if torch.compiler.is_compiling():
             return None
         # Empty in a call that has begun before calls were noted.
         context = self._contexts.pop() if self._contexts else None
-        if not self._phase.in_passes:
+        is_watched = not (self._phase.in_passes or in_function_transform())
+        if is_watched:
             self._graph_check.add_outputs(output)
+            is_kept = self._losses < FIRST_LOSSES and len(self._first_calls) < MOST_CALLS
+            if is_kept and torch.is_grad_enabled():
+                self._first_calls.append(ModelCall(model, args, kwargs, output))
         if context is not None:
             context.__exit__(None, None, None)
             output = output if any(self._contexts) else tree_map(_in_float32, output)
-        if not (self._contexts or self._phase.in_passes) and torch.is_grad_enabled():
+        if is_watched and not self._contexts and torch.is_grad_enabled():
             self._prepared.watch.follow(args, output)
         return output
 

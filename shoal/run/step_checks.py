@@ -77,11 +77,14 @@ class StepChecks:
             return
         loss = batch.step.compute_loss
         is_computed = isinstance(loss, ComputedLoss)
+        calls = self._loop.take_first_calls() if is_computed else None
         if reduction != "rows":
             self._prepared.watch.skip()
             return
         if is_computed:
             self._loop.check(batch)
+            if calls is not None:
+                self._trials.called_models(calls, batch)
             return
         self._prepared.watch.judge(batch)
         if self._gathering.gathers_before(loss):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
@@ -31,6 +31,8 @@ from shoal.strategies.base import LocalBatch, LocalModel
 from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
+from shoal.trial.called_models import ModelCall, calls_behind, try_calls
+from shoal.trial.loss_verdict import percent
 from shoal.trial.reached_numbers import ReachedNumber, reached_numbers
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -39,6 +41,14 @@ from shoal.weights.deferred_weights import deferred_weights, empty_bytes
 PADDING = (
     "note: labels below 0 have come, and there were none when the loss was tried. Where a loss "
     "leaves them out of its mean, micro-batches weigh wrongly: return shoal.counted(sum, count)."
+)
+MIXES = (
+    "run.backward was given a loss of outputs that a model has computed from several samples of "
+    "this rank together, as a norm over the batch, an observer of activations or a balance of "
+    "experts does: on some of its {rows} samples it gives outputs whose gradients differ by "
+    "{difference} from those on all. One device takes the samples of all ranks. Compute what mixes "
+    "them from run.gather(tensor). Or, to train the mean of the ranks' means, say so: "
+    'run.backward(loss, reduction="ranks").'
 )
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
@@ -60,6 +70,7 @@ class StepTrials:
         self._has_news = False
         self._own_numbers: dict[str, ReachedNumber] = {}
         self._noted: set[object] = set()
+        self._tried_models: set[nn.Module] = set()
 
     def first_step(self, batch: LocalBatch) -> None:
         """Try the loss of a batch. Collective.
@@ -120,6 +131,30 @@ class StepTrials:
         others = [json.loads(text) for text in data.all_gather_str(json.dumps(own))]
         return {n: numbers[n] for n in own if any(other.get(n) != own[n] for other in others)}
 
+    def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
+        """Try models that a loop has called for a loss, each the first time. Collective.
+
+        Raises: UsageError: on all ranks, if one computes a sample's output from other samples.
+        """
+        prepared = self._prepared
+        if not (self._has_parts and batch.step.sizes_known):
+            return
+        behind = calls_behind(batch.step.compute_loss(), calls)
+        new = [call for call in behind if call.model not in self._tried_models]
+        self._tried_models.update(call.model for call in new)
+        mesh, text, rows = prepared.mesh, "", batch.num_samples
+        if not mesh.all_reduce_max(torch.tensor(float(bool(new)), device=mesh.host_device)):
+            return
+        with self._guards.phase, self._whole_models() as are_whole:
+            if are_whole and rows > 1:
+                given = rows, prepared.models, self._parameters()
+                verdict = self._in_child(lambda: try_calls(new, *given))
+                if verdict.objects:
+                    text = MIXES.format(rows=rows, difference=percent(verdict.difference))
+        for objection in mesh.all_gather_str(text):
+            if objection:
+                raise UsageError(objection)
+
     def _try_together(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch of any rank has had news since the last time. Collective.
 
@@ -163,7 +198,6 @@ class StepTrials:
         if settings.draws == "global" and self._has_parts:
             parts = settings.accumulate
             drawn_sizes = sorted({max(rows // parts, 1), max(-(-rows // parts), 1)})
-        parameters = [parameter for model in models for parameter in model.parameters()]
         given = batch.step.compute_loss, batch.args, batch.kwargs, batch.num_samples
         weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
         own_numbers, self._own_numbers = self._own_numbers, {}
@@ -171,8 +205,14 @@ class StepTrials:
         def judge() -> LossVerdict:
             if weights is not None:  # in a child, which keeps this rank's as they are
                 weights.fill(models, keeps=True)
-            return try_loss(*given, models, parameters, drawn_sizes, own_numbers)
+            return try_loss(*given, models, self._parameters(), drawn_sizes, own_numbers)
 
+        return self._in_child(judge)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for model in self._prepared.models for p in model.parameters()]
+
+    def _in_child(self, judge: Callable[[], LossVerdict]) -> LossVerdict:
         # Under servers a pass waits for values that a thread receives, which no child has.
         is_remote = self._prepared.local_model().remote_optimizer is not None
         with own_progress().during(Phase.FORWARD):

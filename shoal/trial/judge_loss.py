@@ -216,6 +216,7 @@ class LossJudge:
         if failure is not None:
             return LossVerdict(
                 LossKind.FAILS_ON_PARTS,
+                max((error.mean for error in errors if error.mean < 1.0), default=0.0),
                 sizes=(failure.num_rows, self._num_rows),
                 reason=failure.text,
             )

@@ -55,7 +55,8 @@ class LossVerdict:
     """The result of one trial.
 
     Attributes:
-        difference: of the gradients (or losses) of the parts from those of the whole, relative.
+        difference: of the gradients (or losses) of the parts from those of the whole, relative; of
+            a loss that fails on some parts, those of the others.
         sizes: samples of the parts that differ most, and of the whole; empty if none were compared.
         reason: why it was not tried or cannot be judged, or the error on fewer samples.
         misplaced: a draw that `draws="global"` would misunderstand, with the cure; empty if none.
@@ -116,7 +117,7 @@ class LossVerdict:
         if self.memory:
             return (
                 "compute_loss computes with what it has kept of earlier samples: gradients of a "
-                f"batch differ by {_percent(self.memory)} after one half of it and after the other "
+                f"batch differ by {percent(self.memory)} after one half of it and after the other "
                 "half. Each rank, and each micro-batch, would keep something of its own samples, "
                 "where one device keeps it of all. Compute it from run.gather(tensor), or between "
                 "the steps from the loss that run.forward_backward returns."
@@ -146,7 +147,7 @@ class LossVerdict:
         return (
             "compute_loss is no mean over samples: on "
             f"{_listed(self.sizes[:-1])} of these {self.sizes[-1]} samples it gives gradients that "
-            f"differ by {_percent(self.difference)} from those of all "
+            f"differ by {percent(self.difference)} from those of all "
             f"{self.sizes[-1]}."
         )
 
@@ -155,9 +156,10 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return " and ".join(str(size) for size in sizes)
 
 
-def _percent(difference: float) -> str:
-    percent = 100 * difference
-    return f"{percent:.0f} %" if percent >= 1 else f"{percent:.2g} %"
+def percent(difference: float) -> str:
+    """Return a relative difference as a text, such as "3 %"."""
+    number = 100 * difference
+    return f"{number:.0f} %" if number >= 1 else f"{number:.2g} %"
 
 
 def end_trial() -> None:

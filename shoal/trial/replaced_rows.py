@@ -201,13 +201,15 @@ class ReplacedRows(DispatchMode):
 
     def _look_at_constants(self, func: Any, args: Any) -> None:
         """Note the line if an operator of a graph takes constants computed from other samples."""
-        if not (torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(args))):
+        graded = [t for t in _tensors(args) if t.requires_grad]
+        if not (torch.is_grad_enabled() and graded):
             return
+        beside = [self.copies_of(t) for t in graded if t.dim()]
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
-            for tensor in _tensors(value):
-                copies = None if tensor.requires_grad else self.copies_of(tensor)
-                is_of_classes = argument.name in ("weight", "pos_weight")
-                if copies and tensor.is_floating_point() and _is_mixed(*copies, is_of_classes):
+            is_of_classes = argument.name in ("weight", "pos_weight")
+            for tensor in filter(_is_constant, _tensors(value)):
+                copies = self.copies_of(tensor)
+                if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
 
     def _arguments(self, arguments: Any, index: int) -> Any:
@@ -320,10 +322,28 @@ def _selects_rows(func: Any, args: Any, samples: int) -> bool:
     return len(args[0]) == samples and not is_order
 
 
-def _is_mixed(same: Tensor, replaced: Tensor, rows: Tensor, is_of_classes: bool) -> bool:
-    """Return True if rows were computed from other rows, or weights of classes from any."""
+def _is_constant(tensor: Tensor) -> bool:
+    """Return True for numbers without a gradient, or a mask."""
+    is_value = tensor.is_floating_point() or tensor.dtype == torch.bool
+    return is_value and not tensor.requires_grad
+
+
+def _is_mixed(
+    same: Tensor,
+    replaced: Tensor,
+    rows: Tensor,
+    is_of_classes: bool,
+    beside: Sequence[tuple[Tensor, Tensor, Tensor] | None],
+) -> bool:
+    """Return True if rows were computed from other rows, or weights of classes from any.
+
+    Args: beside: copies of what an operator takes beside them: which of equal rows, as a mask has
+        them, belongs to a sample.
+    """
     if same.dim() and len(same) == len(rows):
-        return mixes_rows([same], [replaced], rows)
+        fellows = [c for c in beside if c and c[2] is rows and len(c[0]) == len(rows)]
+        columns = [same, *(c[0] for c in fellows)], [replaced, *(c[1] for c in fellows)]
+        return mixes_rows(*columns, rows)
     return is_of_classes and same.dim() > 0 and not torch.equal(same, replaced)
 
 

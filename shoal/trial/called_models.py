@@ -1,0 +1,113 @@
+"""The verdict on models that a loop calls: does a sample's output follow from that sample alone?
+
+    for x, y in loader:
+        output = model(x)                              may mix samples: a norm over the batch
+        run.backward(F.cross_entropy(output, y))       a mean, whatever the model has done
+
+A function of one sample's output is a mean over samples if the model does not mix them, so
+`try_loss` judges it, as it judges the loss that a run is given as a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shoal.data.tree_map import tensors_in
+from shoal.platform.autograd_graph import nodes_behind
+from shoal.strategies.loss_terms import Counted
+from shoal.trial.judge_loss import TOLERANCE, try_loss
+from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
+
+MOST_NODES = 10_000
+"""Nodes of the graph of a loss that are looked at."""
+
+
+class ModelCall(NamedTuple):
+    """A call of a model, and what it has returned.
+
+    Attributes: used: numbers of the outputs that a loss was computed from.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    output: Any
+    used: Sequence[int] = ()
+
+
+def calls_behind(loss: Tensor | Counted, calls: Sequence[ModelCall]) -> list[ModelCall]:
+    """Return the calls of which a loss uses an output."""
+    means = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
+    nodes = {*islice(nodes_behind(mean.grad_fn for mean in means), MOST_NODES)}
+    behind = []
+    for call in calls:
+        outputs = enumerate(tensors_in(call.output))
+        used = [i for i, t in outputs if t.is_floating_point() and t.grad_fn in nodes]
+        behind += [call._replace(used=used)] if used else []
+    return behind
+
+
+def try_calls(
+    calls: Sequence[ModelCall],
+    num_samples: int,
+    models: Sequence[nn.Module],
+    parameters: Sequence[Tensor],
+) -> LossVerdict:
+    """Judge calls on all samples of a rank by their used outputs.
+
+    A number that a model returns may be a mean or a sum over samples: it is judged by itself.
+
+    Returns: the first verdict of samples that influence one another, or else a mean.
+    """
+    for call in calls:
+        if not _is_of_samples(call, num_samples):
+            continue
+        outputs = [*tensors_in(call.output)]
+        rows = [i for i in call.used if num_samples in outputs[i].shape[:2]]
+        numbers = [i for i in call.used if not outputs[i].dim()]
+        for chosen in filter(None, [rows, *([i] for i in numbers)]):
+            sizes = {i: outputs[i].numel() / num_samples for i in chosen if outputs[i].dim()}
+            function = _Outputs(call, chosen, sizes)
+            given = call.args, dict(call.kwargs), torch.arange(num_samples)
+            verdict = try_loss(function, given, {}, num_samples, models, parameters)
+            # What fails on parts may do so for another reason: where others differ, it mixes too.
+            if verdict.kind in _MIXING and verdict.difference >= TOLERANCE:
+                return verdict
+    return LossVerdict(LossKind.MEAN)
+
+
+_MIXING = {LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
+
+
+def _is_of_samples(call: ModelCall, samples: int) -> bool:
+    """Return True if all that a model was given has a row for each sample."""
+    tensors = [tensor for tensor in tensors_in([call.args, dict(call.kwargs)]) if tensor.dim()]
+    return bool(tensors) and all(samples in tensor.shape[:2] for tensor in tensors)
+
+
+class _Outputs:
+    """A mean over samples of a function of each one's outputs.
+
+    Args:
+        chosen: numbers of the outputs.
+        sizes: how many numbers a sample has in each; without those that are numbers themselves.
+    """
+
+    def __init__(self, call: ModelCall, chosen: Sequence[int], sizes: Mapping[int, float]) -> None:
+        self._model, self._chosen, self._sizes = call.model, chosen, sizes
+
+    def __call__(self, args: Any, kwargs: Any, rows: Tensor) -> Any:
+        outputs = [*tensors_in(self._model(*args, **kwargs))]
+        total: Any = 0
+        for index in self._chosen:
+            output, size = outputs[index], self._sizes.get(index)
+            if size is not None and output.numel() != size * len(rows):
+                raise CannotTry("outputs that are padded to the longest")
+            # Unlike the mean of outputs, that of this is nothing that a norm keeps constant.
+            total = total + (output if size is None else torch.asinh(output + 1).mean())
+        return total

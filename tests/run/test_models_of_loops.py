@@ -1,0 +1,226 @@
+"""`run.backward(loss)` refuses outputs that a model, or a choice, takes from several samples."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+
+
+class NormOfBatch(nn.Module):
+    """Normalises over the batch, by no layer that is known to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.batch_norm(self.body(x), None, None, training=True).tanh())
+
+
+class Observed(NormOfBatch):
+    """Rounds activations by the range that it has seen, as quantisation-aware training does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        self.largest.lerp_(hidden.detach().abs().max(), 0.5)
+        scale = self.largest.clone() / 15
+        return self.head(hidden + ((hidden / scale).round() * scale - hidden).detach())
+
+
+class CountedIds(nn.Module):
+    """Mixes in its backward pass alone: gradients are divided by how often an id comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(3, 4, scale_grad_by_freq=True), nn.Linear(20, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.table(x.abs().long().clamp(max=2)).flatten(1))
+
+
+class Balanced(NormOfBatch):
+    """Two experts, and a number that says how unevenly they are used."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x).tanh()
+        use = self.head(hidden).softmax(-1).sum(0)
+        return self.head(hidden), use.var() / use.mean() ** 2
+
+
+class TimeFirst(nn.Module):
+    """A recurrent model whose sequences are as long as a rank has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(1, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x[..., None])[1][0])
+
+
+class SumInside(NormOfBatch):
+    """Returns a sum over samples, which the loop divides."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return self.head(hidden.tanh()), hidden.square().sum()
+
+
+class Squeezed(NormOfBatch):
+    """Returns scores without the dimension of samples where there is one sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())[:, :1].squeeze()
+
+
+class Padded(NormOfBatch):
+    """Returns sequences that end with the longest one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = x.abs().long().clamp(1, 5)[:, 0]
+        steps = torch.arange(int(lengths.max()))
+        hidden = x[:, : len(steps), None] * (steps < lengths[:, None])[..., None]
+        return hidden.expand(-1, -1, 5) * self.body.weight[0] + self.body.bias[:5]
+
+
+def error_of(strategy: str, model_class: type[nn.Module], compute_loss: Any) -> str:
+    """Return the error of a loop of three steps; "" without one."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    model = model_class().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = 2 * torch.randn(30, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(30) % 4
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, y), batch_size=10)
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        try:
+            run.backward(compute_loss(run, model, x, y))
+        except UsageError as error:
+            return str(error)
+        optimizer.step()
+    return ""
+
+
+def errors_of(strategy: str, cases: list[tuple[type[nn.Module], Any]]) -> list[str]:
+    return [error_of(strategy, *case) for case in cases]
+
+
+def cross_entropy(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def with_balance(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    scores, balance = model(x)
+    return F.cross_entropy(scores, y) + 0.1 * balance
+
+
+def without_balance(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x)[0], y)
+
+
+def divided_sum(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    scores, total = model(x)
+    return (F.cross_entropy(scores, y, reduction="sum") + total) / len(x)
+
+
+def by_functional_call(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    parameters = dict(model.named_parameters())
+    scores = torch.func.vmap(
+        lambda row: torch.func.functional_call(model, parameters, (row[None],))[0]
+    )(x)
+    return F.cross_entropy(scores, y) + F.cross_entropy(model(x), y)
+
+
+def squared(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.mse_loss(model(x), y.double())
+
+
+def of_first_steps(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return model(x)[:, 0].square().mean()
+
+
+MIXING: list[tuple[type[nn.Module], Any]] = [
+    (NormOfBatch, cross_entropy),
+    (Observed, cross_entropy),
+    (CountedIds, cross_entropy),
+    (Balanced, with_balance),
+]
+SINGLE: list[tuple[type[nn.Module], Any]] = [
+    (TimeFirst, lambda run, model, x, y: cross_entropy(run, model, x.t(), y)),
+    (Balanced, without_balance),
+    (SumInside, divided_sum),
+    (Squeezed, squared),
+    (Padded, of_first_steps),
+]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_a_model_that_computes_outputs_of_several_samples_together_is_refused(
+    strategy: str,
+) -> None:
+    for found in world.run(2, errors_of, strategy, MIXING):
+        for text, (model_class, _) in zip(found, MIXING, strict=True):
+            assert "a model has computed from several samples" in text, model_class.__name__
+            assert 'run.backward(loss, reduction="ranks")' in text
+
+
+def single() -> list[str]:
+    return errors_of("ddp", SINGLE)
+
+
+def test_a_model_that_does_not_is_no_matter_in_which_dimension_its_samples_lie() -> None:
+    assert world.run(2, single) == [[""] * len(SINGLE)] * 2
+
+
+def in_transform() -> str:
+    return error_of("ddp", lambda: nn.Linear(5, 4), by_functional_call)
+
+
+def test_calls_inside_of_a_transform_of_functions_are_left_alone() -> None:
+    assert world.run(2, in_transform) == ["", ""]
+
+
+def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y, reduction="none")
+
+
+def above_median(losses: Tensor) -> Tensor:
+    return (losses * (losses > losses.median())).mean()
+
+
+def error_of_mask() -> str:
+    return error_of(
+        "ddp", lambda: nn.Linear(5, 4), lambda run, model, x, y: above_median(each(model, x, y))
+    )
+
+
+def test_a_mask_that_follows_from_other_samples_is_refused() -> None:
+    for text in world.run(2, error_of_mask):
+        assert "computed from other samples of this rank (test_models_of_loops.py:" in text
+
+
+def confident(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = each(model, x, y)
+    return (losses * (losses.detach() < 1.4)).mean()
+
+
+def error_of_confident() -> str:
+    return error_of("ddp", lambda: nn.Linear(5, 4), confident)
+
+
+def test_a_mask_that_follows_from_the_sample_itself_is_not() -> None:
+    assert world.run(2, error_of_confident) == ["", ""]
