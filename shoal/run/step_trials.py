@@ -195,6 +195,7 @@ class StepTrials:
         """
         models, settings = self._prepared.models, self._prepared.settings
         drawn_sizes: list[int] = []
+        in_parts = settings.accumulate > 1 or self._prepared.mesh.pipeline.size > 1
         if settings.draws == "global" and self._has_parts:
             parts = settings.accumulate
             drawn_sizes = sorted({max(rows // parts, 1), max(-(-rows // parts), 1)})
@@ -205,7 +206,7 @@ class StepTrials:
         def judge() -> LossVerdict:
             if weights is not None:  # in a child, which keeps this rank's as they are
                 weights.fill(models, keeps=True)
-            return try_loss(*given, models, self._parameters(), drawn_sizes, own_numbers)
+            return try_loss(*given, models, self._parameters(), drawn_sizes, own_numbers, in_parts)
 
         return self._in_child(judge)
 

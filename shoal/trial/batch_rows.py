@@ -6,7 +6,7 @@ leaves out padding is a mean until the first padded sample comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -21,7 +21,7 @@ from shoal.trial.loss_verdict import CannotTry
 _WITHOUT_ROWS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, Enum)
 
 
-def take_rows(value: Any, rows: Tensor, num_samples: int) -> Any:
+def take_rows(value: Any, rows: Tensor, num_samples: int, dims: Sequence[int] = (0, 1)) -> Any:
     """Return the samples `rows` of a nest, copied.
 
     0-dimensional tensors, numbers and texts belong to all samples and stay as they are. A list with
@@ -30,17 +30,19 @@ def take_rows(value: Any, rows: Tensor, num_samples: int) -> Any:
     The step takes neighbouring rows, as views (`take_rows` in shoal/data/tree_map.py). Here, they
     are any rows, and what the step would pass on whole, such as an unknown object, ends the trial.
 
-    Args: rows: (m,) int64, on the CPU.
+    Args:
+        rows: (m,) int64, on the CPU.
+        dims: where samples may lie, the likelier one first: sequences may come with time first.
 
     Raises: CannotTry: something has no rows that can be told.
     """
     if isinstance(value, (Tensor, np.ndarray)):
-        return _rows_of_array(value, rows, num_samples)
+        return _rows_of_array(value, rows, num_samples, dims)
     if _has_entry_per_sample(value, num_samples):
         return type(value)(value[row] for row in rows.tolist())
     if isinstance(value, _WITHOUT_ROWS):
         return value
-    return map_nest(value, lambda item: take_rows(item, rows, num_samples))
+    return map_nest(value, lambda item: take_rows(item, rows, num_samples, dims))
 
 
 def choose_rows(batch: Any, num_samples: int, most: int) -> Tensor:
@@ -74,11 +76,10 @@ def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:
     return tree_map(value, function)
 
 
-def _rows_of_array(value: Any, rows: Tensor, num_samples: int) -> Any:
+def _rows_of_array(value: Any, rows: Tensor, num_samples: int, dims: Sequence[int]) -> Any:
     if not value.ndim:
         return value
-    # Sequences may come with time first, (T, samples, ...).
-    dim = next((d for d in (0, 1) if value.shape[d : d + 1] == (num_samples,)), None)
+    dim = next((d for d in dims if value.shape[d : d + 1] == (num_samples,)), None)
     if dim is None:
         raise CannotTry(f"a tensor of shape {tuple(value.shape)} beside {num_samples} samples")
     if isinstance(value, np.ndarray):

@@ -6,11 +6,13 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.data.tree_map import tensors_in
 from shoal.errors import ShoalError
 from shoal.platform.script_line import script_line
 from shoal.trial.batch_rows import choose_rows, take_rows
@@ -29,7 +31,8 @@ MOST_NUMBERS = 8
 """Numbers of the script that are changed, one after the other."""
 TOLERANCE_IN_HALF = 0.4
 """16 bits hide what is smaller, so below it nothing is said."""
-_ANSWERS = (LossKind.MEAN, LossKind.COUNTED, LossKind.COUPLED)
+_MEANS = (LossKind.MEAN, LossKind.COUNTED)
+_ANSWERS = (*_MEANS, LossKind.COUPLED)
 
 
 def try_loss(
@@ -41,6 +44,7 @@ def try_loss(
     parameters: Sequence[Tensor],
     drawn_sizes: Sequence[int] = (),
     own_numbers: Mapping[str, ReachedNumber] | None = None,
+    in_parts: bool = False,
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
 
@@ -53,15 +57,16 @@ def try_loss(
         parameters: whose gradients are compared.
         drawn_sizes: samples that a rank computes at once, where `draws="global"`.
         own_numbers: numbers of the script that differ on ranks.
+        in_parts: a step cuts dimension 0 of the batch, for micro-batches.
     """
     if num_samples < 2:
         return LossVerdict(LossKind.NOT_JUDGED)
 
     chosen = choose_rows((args, kwargs), num_samples, MAX_ROWS)
 
-    def compute(rows: Tensor) -> Any:
+    def compute(rows: Tensor, dims: Sequence[int] = (0, 1)) -> Any:
         rows = chosen[rows] if len(rows) <= len(chosen) else rows  # more: of the whole batch
-        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples)
+        taken_args, taken_kwargs = take_rows((args, dict(kwargs)), rows, num_samples, dims)
         return compute_loss(*taken_args, **taken_kwargs)
 
     try:
@@ -70,13 +75,24 @@ def try_loss(
             verdict = judge.verdict(all_rows=num_samples)
             if verdict.kind is LossKind.COUPLED:
                 verdict = _judged_in_float64(judge) or verdict
-            if verdict.kind in (LossKind.MEAN, LossKind.COUNTED):
+            if verdict.objects and not in_parts and _may_be_time_first(args, kwargs, num_samples):
+                time_first = partial(compute, dims=(1, 0))
+                other = LossJudge(time_first, parameters, state, len(chosen))
+                if (found := other.verdict()).kind in (*_MEANS, LossKind.SUM):
+                    judge, verdict = other, found
+            if verdict.kind in _MEANS:
                 memory = judge.memory() if state.script_was_changed else 0.0
                 names = judge.numbers_read(own_numbers or {})
                 verdict = replace(verdict, memory=memory, own_numbers=names)
         return replace(verdict, misplaced=judge.draws.misplaced(drawn_sizes))
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_JUDGED, reason=why.reason)
+
+
+def _may_be_time_first(args: Any, kwargs: Any, num_samples: int) -> bool:
+    """Return True if a sequence is as long as the batch: either dimension may be the samples."""
+    square = (num_samples, num_samples)
+    return any(tensor.shape[:2] == square for tensor in tensors_in([args, dict(kwargs)]))
 
 
 def _judged_in_float64(judge: LossJudge) -> LossVerdict | None:

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from shoal.trial import LossKind, try_loss
+from shoal.trial.loss_verdict import OBJECTIONS
 
 
 class TimeFirst(nn.Module):
@@ -171,3 +173,35 @@ def test_attention_without_dropout_draws_nothing_and_is_exact(draws: str) -> Non
         assert notes == []
         for name, value in expected.items():
             assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max() + 1e-14, name
+
+
+class TimeFirstLabels(nn.Module):
+    """Sequences (time, samples, 3) to scores (samples, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(3, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.body(x)[1][0])
+        return scores
+
+
+def verdict_on_square(weight: Tensor | None, in_parts: bool) -> LossKind:
+    """Return the verdict on sequences as long as the batch has samples."""
+    torch.manual_seed(0)
+    model = TimeFirstLabels()
+    x, y = torch.randn(6, 6, 3), torch.arange(6) % 2
+
+    def compute_loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y, weight=weight)
+
+    given = compute_loss, (x, y), {}, 6, [model], [*model.parameters()]
+    return try_loss(*given, in_parts=in_parts).kind
+
+
+def test_sequences_as_long_as_the_batch_may_have_their_samples_in_either_dimension() -> None:
+    assert verdict_on_square(None, in_parts=False) is LossKind.MEAN
+    assert verdict_on_square(torch.tensor([1.0, 9.0]), in_parts=False) in OBJECTIONS
+    # Micro-batches are cut along dimension 0, so there it must be the samples.
+    assert verdict_on_square(None, in_parts=True) in OBJECTIONS
