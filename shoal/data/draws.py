@@ -101,6 +101,11 @@ def draws_numbers(func: Any, args: Any, options: Any) -> bool:
     return is_random(func) and not _DrawCall.of(func, args, options).is_certain
 
 
+def drawn_shape(func: Any, args: Any, options: Any) -> tuple[int, ...]:
+    """Return the shape of what this call of a random operator draws, by its arguments."""
+    return _DrawCall.of(func, args, options).shape
+
+
 def digest_of_generators(device: torch.device, digest: int = 0) -> int:
     """Return 32 bits that tell states of the random generators apart, of the CPU and `device`.
 

@@ -207,13 +207,18 @@ class LoopWatch(YieldWatch):
                 self._note(ONE_NUMBER)
 
     def note_host_draws(self, rows: int) -> None:
-        """Announce that the loop may have drawn a number for each sample by Python or NumPy."""
+        """Announce that the loop may have drawn a number for each sample, all ranks the same."""
+        for place, sizes in self._rows.draws.by_own_generators.items():
+            if rows >= 2 and rows in sizes[:2]:
+                self._note_host_draw(f"a torch.Generator of its own ({place})", rows)
         before, self._generators = self._generators, None
         drawn = None if before is None else before.drawn_until(HostGenerators.now())
         if drawn is not None and rows >= 2 and max(drawn) >= rows:
-            generator = "Python" if drawn.python >= rows else "NumPy"
-            self._note(HOST_DRAWN, generator=generator, rows=f"{rows}")
-            self.drawn = self.drawn or generator
+            self._note_host_draw("Python" if drawn.python >= rows else "NumPy", rows)
+
+    def _note_host_draw(self, generator: str, rows: int) -> None:
+        self._note(HOST_DRAWN, generator=generator, rows=f"{rows}")
+        self.drawn = self.drawn or generator
 
     def _note(self, note: str, **facts: str) -> None:
         if note not in self._noted:

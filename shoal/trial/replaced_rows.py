@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.data.draws import draws_numbers
+from shoal.data.draws import drawn_shape, draws_numbers
 from shoal.platform.script_line import caller, calling_line
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
@@ -371,24 +371,29 @@ _LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
 class LoopDraws:
     """Notes which operators draw, and where.
 
-    Attributes: places: "randn at train.py:12", each once, in order.
+    Attributes:
+        places: "randn at train.py:12", each once, in order.
+        by_own_generators: the same of those that draw by a generator of the script, which ranks
+            have in the same state -> the sizes of what was drawn.
     """
 
     def __init__(self) -> None:
         self.places: dict[str, None] = {}
+        self.by_own_generators: dict[str, tuple[int, ...]] = {}
 
     def see(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
-        """Note an operator that draws from a generator of torch's own.
+        """Note an operator that draws.
 
         A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
         """
-        given = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
-        if given or not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
+        if not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
             return
         line = calling_line(frame)
-        if line:
-            operator = schema_of(func).name.partition("::")[2].removesuffix("_")
-            self.places[f"{operator} at {line}"] = None
+        operator = schema_of(func).name.partition("::")[2].removesuffix("_")
+        if not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            self.places |= {f"{operator} at {line}": None} if line else {}
+        elif operator != "randperm":  # an order of the whole batch
+            self.by_own_generators[f"{operator} at {line}"] = drawn_shape(func, args, kwargs)
 
 
 def _is_of_loader(frame: FrameType | None) -> bool:

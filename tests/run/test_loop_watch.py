@@ -393,6 +393,20 @@ def notes_of_draws() -> list[list[str]]:
     return found
 
 
+def notes_of_draws_for_all() -> list[str]:
+    """Return the notes about draws of mixup with partners from all ranks."""
+    lines: list[str] = []
+    run, model, loader = start(lines)
+    generator = torch.Generator().manual_seed(1)
+    for x, _ in loader:
+        everyone = run.gather(x)
+        order = torch.randperm(len(everyone), generator=generator)
+        strength = torch.rand(1, generator=generator).item()
+        mixed = x + strength * everyone[order][run.rows]
+        run.forward_backward(lambda x, m=model: m(x).mean(), mixed)
+    return [line for line in lines if "draws" in line]
+
+
 def notes_of_host_draws(by_function: bool) -> list[list[str]]:
     """Return the notes about draws by Python and NumPy: for each sample, and for the batch."""
     found = []
@@ -433,12 +447,21 @@ class Noisy(Dataset):
 
 
 def test_random_numbers_that_a_loop_draws_by_torch_are_told_once() -> None:
-    told, quiet = world.run(2, notes_of_draws)[0]
-    assert len(told) == 1
+    told, by_own = world.run(2, notes_of_draws)[0]
+    assert len(told) == len(by_own) == 1
     assert told[0].startswith(
         "note: the loop draws random numbers by torch (randn at test_loop_watch.py:"
     )
-    assert quiet == []
+    assert by_own[0].startswith(
+        "note: the loop draws random numbers by a torch.Generator of its own (randn at test_loop_"
+    )
+    assert "All ranks draw the same ones" in by_own[0]
+
+
+def test_numbers_that_the_loop_draws_for_the_whole_batch_by_a_generator_of_its_own_are_not() -> (
+    None
+):
+    assert world.run(2, notes_of_draws_for_all) == [[], []]
 
 
 @pytest.mark.parametrize("by_function", [True, False])
