@@ -38,17 +38,21 @@ def noting_first_step(
     accumulate: int,
     draws_globally: bool,
     announce: Callable[[str], None],
+    is_computed: bool = False,
 ) -> Iterator[None]:
     """Announce what makes the passes of this context differ from one device's. Collective.
 
     With one pass through each batch there is nothing to tell.
 
-    Args: module: the prepared model, or the group of them.
+    Args:
+        module: the prepared model, or the group of them.
+        is_computed: the loop has made the forward pass before.
     """
     in_micro_batches = accumulate > 1 or mesh.pipeline.size > 1
     with ExitStack() as stack:
         if mesh.data.size > 1 or in_micro_batches:
-            stack.enter_context(noting_buffers(module, mesh, in_micro_batches, announce))
+            noting = noting_buffers(module, mesh, in_micro_batches, announce, is_computed)
+            stack.enter_context(noting)
             if not draws_globally:
                 stack.enter_context(noting_draws(module, announce))
         yield
@@ -60,7 +64,11 @@ WRITES = "pass writes these buffers from the samples of one rank"
 
 @contextmanager
 def noting_buffers(
-    module: nn.Module, mesh: Mesh, divided: bool, announce: Callable[[str], None]
+    module: nn.Module,
+    mesh: Mesh,
+    divided: bool,
+    announce: Callable[[str], None],
+    is_computed: bool = False,
 ) -> Iterator[None]:
     """Announce buffers that the block writes and that differ between ranks. Collective.
 
@@ -68,10 +76,12 @@ def noting_buffers(
         module: the prepared model, or the group of them.
         divided: a batch is divided into micro-batches, so buffers that are equal on all ranks may
             differ from one device's too.
+        is_computed: what was written before the block counts, if ranks differ in it.
     """
-    before = snapshot(module, BatchNormBase)
+    before = {} if is_computed else snapshot(module, BatchNormBase)
     yield
-    apart = _buffers_apart(module, changed_since(module, before, BatchNormBase), mesh, divided)
+    changes = changed_since(module, before, BatchNormBase)
+    apart = _buffers_apart(module, changes, mesh, divided and not is_computed)
     stages = mesh.pipeline.all_gather_str(json.dumps(apart))  # each rank knows its own buffers
     names = [*dict.fromkeys(name for text in stages for name in json.loads(text))]
     if names:

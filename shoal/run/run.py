@@ -213,7 +213,7 @@ class Run(StatefulRun):
             self._checks.before(batch, reduction)
             step = self._step_of(batch)
             batch = self._with_gathered_rows(batch)
-            with self._checks.passes():
+            with self._checks.passes(batch.step.compute_loss):
                 output = step.forward_backward(batch)
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
             found = checks.error_of_step(error, batch, self._in_parts)

@@ -26,7 +26,7 @@ from shoal.run.row_gathering import RowGathering
 from shoal.run.step import StepOutput, code_of
 from shoal.run.step_trials import StepTrials
 from shoal.strategies import extras
-from shoal.strategies.base import ComputedLoss, LocalBatch
+from shoal.strategies.base import ComputedLoss, ComputeLoss, LocalBatch
 
 OWN_VALUES = (
     "note: what compute_loss returns beside the loss is of this rank's samples alone, and so is a "
@@ -95,14 +95,14 @@ class StepChecks:
             self._trials.first_step(batch)
 
     @contextmanager
-    def passes(self) -> Iterator[None]:
+    def passes(self, loss: ComputeLoss) -> Iterator[None]:
         """Guard the passes of a step within. Collective.
 
         Raises: UsageError: weights or optimizer state were written that would be lost.
         """
         if self._guards.enabled:
             self._guards.before_step()
-        notes = nullcontext() if self._has_noted else self._first_notes()
+        notes = nullcontext() if self._has_noted else self._first_notes(loss)
         self._has_noted = True
         with self._guards.phase, notes:
             yield
@@ -118,7 +118,7 @@ class StepChecks:
         if self._prepared.mesh.data.size > 1 and extras.has_own(output.given[0].value):
             self._announce(OWN_VALUES)
 
-    def _first_notes(self) -> AbstractContextManager[None]:
+    def _first_notes(self, loss: ComputeLoss) -> AbstractContextManager[None]:
         """Return a context that notes what makes passes differ from those of one device."""
         prepared, settings = self._prepared, self._prepared.settings
         return noting_first_step(
@@ -127,4 +127,5 @@ class StepChecks:
             settings.accumulate,
             settings.draws == "global",
             self._announce,
+            isinstance(loss, ComputedLoss),
         )

@@ -26,12 +26,15 @@ class Running(nn.Module):
         return scores
 
 
-def notes(accumulate: int) -> list[str]:
+def notes(accumulate: int, by_function: bool = True) -> list[str]:
     lines: list[str] = []
     run = shoal.init(announce=lines.append, accumulate=accumulate)
     model, _, loader = run.prepare(*parts(Running().double()))
     for x, y in loader:
-        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        if by_function:
+            run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
+        else:
+            run.backward(F.cross_entropy(model(x), y))
     return [line for line in lines if "buffers" in line]
 
 
@@ -40,6 +43,12 @@ def test_buffers_that_differ_between_ranks_are_named_once() -> None:
     first, _ = world.run(2, notes, 1)
     assert len(first) == 1
     assert first[0].startswith("note: center: a forward pass writes these buffers")
+
+
+def test_those_that_a_loop_has_written_before_its_loss_are_named_too() -> None:
+    assert notes(1, by_function=False) == []
+    first, _ = world.run(2, notes, 1, False)
+    assert [line[:45] for line in first] == ["note: center: a forward pass writes these buf"]
 
 
 def test_buffers_that_micro_batches_write_are_named() -> None:
