@@ -32,6 +32,7 @@ from shoal.comm.mappings import (
 )
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import in_memory_order
+from shoal.platform.torch_private.module_state import output_hooks
 from shoal.platform.torch_private.tensor_state import (
     in_backward_pass,
     in_function_transform,
@@ -84,6 +85,21 @@ class Region:
                 "strategy's option `whole`."
             )
 
+    def check_hooks(self, column: nn.Module) -> None:
+        """Check that no hook of the script is given the slice that a column layer returns.
+
+        Raises:
+            UsageError: a hook was registered on the layer after it was divided.
+        """
+        if any(map(_is_of_script, output_hooks(column))):
+            names = {id(m): name for name, m in self.module.named_modules(prefix=self.name)}
+            raise UsageError(
+                f"a hook was registered on {names[id(column)]} after run.prepare. Each rank has a "
+                "slice of its output along the tensor axis, which the hook would take for the "
+                "whole. Register it before run.prepare, which leaves such a layer whole, or keep "
+                f"it whole: tensor={self.axis.size},whole={names[id(column)]}."
+            )
+
     def enter(self, x: Tensor) -> ColumnInput:
         """Return `x` as the input of a column layer.
 
@@ -106,6 +122,13 @@ class Region:
         # pairs must not live until its end.
         self.entered = [*self.entered[-1:], (x, state, column_input)]
         return column_input
+
+
+def _is_of_script(hook: Any) -> bool:
+    """Return True for a hook that is neither torch's nor Shoal's."""
+    package = getattr(getattr(hook, "func", hook), "__module__", "").partition(".")[0]
+    # Hooks of a strategy may be partial functions, wrapped for torch.compile.
+    return package not in ("torch", "shoal", "functools")
 
 
 class ColumnInput(NamedTuple):

@@ -64,6 +64,33 @@ def test_a_pair_stays_whole_where_a_slice_comes_by_a_hook(hook: str) -> None:
     assert set(styles(model)) == {"five.0", "five.2"}
 
 
+def late_hook(seen: str, strategy: str = "tensor=2") -> str:
+    """Return the error of a step after a hook on a module came behind `prepare`."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    model = Pairs()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.get_submodule(seen).register_forward_hook(no_op)
+    x = run.share(torch.randn(4, 8))
+    try:
+        run.forward_backward(lambda x: model(x).square().mean(), x)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_hook_that_comes_later_on_a_layer_in_slices_is_refused() -> None:
+    for text in world.run(2, late_hook, "one.0"):
+        assert text.startswith("a hook was registered on one.0 after run.prepare")
+        assert text.endswith("tensor=2,whole=one.0.")
+    assert world.run(2, late_hook, "one.0", "tensor=2,whole=one.0") == ["", ""]
+
+
+@pytest.mark.parametrize("seen", ["four", "norm"])
+def test_a_hook_that_comes_later_where_outputs_are_whole_is_not(seen: str) -> None:
+    assert world.run(2, late_hook, seen) == ["", ""]
+
+
 class KeepsActivations(nn.Module):
     """Keeps one activation as an attribute, one in a list, and one not at all."""
 
