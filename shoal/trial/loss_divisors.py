@@ -43,8 +43,8 @@ POINTWISE = {
 BENDS = {"Abs", "Clamp", "ClampMin", "Hardtanh", "Maximum", "Minimum", "Relu", "Where"}
 """Nodes that multiply a gradient by the slope at their input."""
 CHOICES = {"Topk", "Sort", "Kthvalue", "Median", "Max", "Min"}
-"""Nodes that choose among numbers along a dimension. The largest of all numbers is left alone: a
-softmax is shifted by it.
+"""Nodes that choose among numbers along a dimension. The largest of all numbers of a matrix is left
+alone: a softmax is shifted by it.
 """
 
 WORDS = {"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"}
@@ -138,8 +138,13 @@ def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
 
 def chooses_rows(node: Any, samples: int) -> bool:
     """Return True for a node that takes the largest, or smallest, of numbers along the samples."""
+    if _kind(node) not in CHOICES or samples < 2:
+        return False
     sizes = saved_value(node, "self_sym_sizes")
-    if _kind(node) not in CHOICES or not sizes or samples < 2:
+    if sizes is None:  # of all numbers, one for each sample: losses.max()
+        given = saved_value(node, "self")
+        return isinstance(given, Tensor) and given.shape == (samples,)
+    if not sizes:
         return False
     dim = _signed(saved_value(node, "dim")) % len(sizes)
     return dim == 0 and (sizes[0] == samples or (len(sizes) == 1 and sizes[0] % samples == 0))

@@ -47,6 +47,7 @@ TOGETHER: dict[str, Loss] = {
     "triplets": lambda o: F.triplet_margin_loss(o[:2], o[2:4], o[4:], margin=9.0),
     "hard samples": lambda o: F.cross_entropy(o, LABELS, reduction="none").topk(3).values.mean(),
     "hard places": lambda o: o.abs().flatten().sort().values[ROWS:].mean(),
+    "the largest loss": lambda o: F.cross_entropy(o, LABELS, reduction="none").max(),
     "the largest of a column": lambda o: o.max(0).values.sum(),
     "normalisation": lambda o: F.cross_entropy((o - o.mean(0)) / (o.std(0) + 1), LABELS),
 }
