@@ -12,6 +12,7 @@ computed from the outputs, or the labels, of other samples.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -48,6 +49,11 @@ ONE_NUMBER = (
     "note: forward_backward was given a number that the loop has computed from the samples of this "
     "rank alone. One device computes it from the samples of all ranks, and so does "
     "run.gather(tensor).mean(). A count that goes into shoal.counted is right as it is."
+)
+TABLE = (
+    "note: run.backward was given a loss that computes with a tensor of shape {place}, in which "
+    "ranks differ. One device has one, of all samples: compute it from run.gather(tensor), the "
+    "same on all ranks."
 )
 DRAWN = (
     "note: the loop draws random numbers by torch ({place}): other ones on each data rank, so same "
@@ -161,13 +167,21 @@ class LoopWatch(YieldWatch):
         return is_due and has_source
 
     def _agree(self, objection: str) -> None:
-        """Raise UsageError on all ranks if one of them has an objection. Collective."""
-        self._rows.mixed_place = ""
+        """Raise UsageError on all ranks if one of them has an objection, and note tables in which
+        they differ. Collective.
+        """
+        tables, self._rows.tables = self._rows.tables, []
         if not self._is_due:
             self._rows.forget()
-        for text in self._data.all_gather_str(objection):
+        self._rows.mixed_place = ""
+        told = [json.loads(t) for t in self._data.all_gather_str(json.dumps([objection, tables]))]
+        for text, _ in told:
             if text:
                 raise UsageError(text)
+        for same in zip(*(tables for _, tables in told), strict=False):
+            places = {place for place, _ in same}
+            if len(places) == 1 and len({digest for _, digest in same}) > 1:
+                self._note(TABLE, place=places.pop())
 
     def skip(self) -> None:
         """Count a step for which a rank may mix its samples."""

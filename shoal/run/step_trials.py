@@ -129,7 +129,8 @@ class StepTrials:
         numbers = reached_numbers(loss, models, batch.num_samples)
         own = {name: number.digest() for name, number in numbers.items()}
         others = [json.loads(text) for text in data.all_gather_str(json.dumps(own))]
-        return {n: numbers[n] for n in own if any(other.get(n) != own[n] for other in others)}
+        # A tensor may have as many rows as the samples of some rank, which leaves it out.
+        return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
 
     def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
         """Try models that a loop has called for a loss, each the first time. Collective.

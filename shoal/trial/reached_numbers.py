@@ -39,14 +39,17 @@ class ReachedNumber(NamedTuple):
 
     def digest(self) -> str:
         """Return a text that is the same where the value is."""
-        if isinstance(self.value, float):
-            return repr(self.value)
-        values = self.value.detach().cpu().reshape(-1).view(torch.uint8)
-        return blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
+        return repr(self.value) if isinstance(self.value, float) else as_digest(self.value)
 
     def change(self) -> None:
         """Put another value in its place."""
         self.replace(self.value * 1.25 + 0.01)
+
+
+def as_digest(tensor: Tensor) -> str:
+    """Return a text that is the same for tensors of the same bits."""
+    values = tensor.detach().cpu().reshape(-1).view(torch.uint8)
+    return blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def reached_numbers(

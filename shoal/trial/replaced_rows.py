@@ -44,11 +44,14 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
+from shoal.trial.reached_numbers import as_digest
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
 MOST_BYTES = 1 << 30
 """Memory of the copies on a CPU; on a GPU a quarter of what is free."""
+MOST_TABLES, LARGEST_TABLE = 64, 1 << 20
+"""Constants of a loss that are compared, and numbers of the largest one."""
 _HIDDEN_WRITES = "batch_norm"
 """Operators that write into their arguments, and whose schemas do not say so."""
 
@@ -72,6 +75,7 @@ class ReplacedRows(DispatchMode):
         of_loss: what runs now computes a loss from the outputs of models.
         mixed_place: the line of a loss that takes numbers which were computed from other samples,
             and have no gradient, such as targets; "" if none was seen.
+        tables: (place, digest) of other constants that a loss takes, such as a bank of features.
     """
 
     def __init__(self) -> None:
@@ -79,6 +83,7 @@ class ReplacedRows(DispatchMode):
         self.draws = LoopDraws()
         self.of_loss = False
         self.mixed_place = ""
+        self.tables: list[tuple[str, str]] = []
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -134,6 +139,7 @@ class ReplacedRows(DispatchMode):
     def forget(self) -> None:
         """Forget all copies."""
         self.of_loss = False
+        self.tables = []
         self._known.clear()
         self._numbers.clear()
 
@@ -149,7 +155,7 @@ class ReplacedRows(DispatchMode):
             return self._note_number(given[0])
         rows = known[0].replaced_rows
         if self.of_loss:
-            self._look_at_constants(func, args)
+            self._look_at_constants(func, args, len(rows))
             if _selects_rows(func, args, len(rows)):
                 return func(*args, **kwargs)
         if not self._can_follow(func, given, known):
@@ -199,8 +205,10 @@ class ReplacedRows(DispatchMode):
                 self._numbers[number] = replaced
         return number
 
-    def _look_at_constants(self, func: Any, args: Any) -> None:
-        """Note the line if an operator of a graph takes constants computed from other samples."""
+    def _look_at_constants(self, func: Any, args: Any, samples: int) -> None:
+        """Note the line if an operator of a graph takes constants computed from other samples, and
+        tables that have other rows than samples.
+        """
         graded = [t for t in _tensors(args) if t.requires_grad]
         if not (torch.is_grad_enabled() and graded):
             return
@@ -211,6 +219,13 @@ class ReplacedRows(DispatchMode):
                 copies = self.copies_of(tensor)
                 if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
+                elif self._memory(tensor) is None and _is_table(tensor, samples):
+                    self._note_table(func, tensor, calling_line(caller(2)) or "the loss")
+
+    def _note_table(self, func: Any, tensor: Tensor, place: str) -> None:
+        # Running statistics of a layer have a note of their own.
+        if _HIDDEN_WRITES not in schema_of(func).name and len(self.tables) < MOST_TABLES:
+            self.tables.append((f"{tuple(tensor.shape)} at {place}", as_digest(tensor)))
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:
@@ -326,6 +341,12 @@ def _is_constant(tensor: Tensor) -> bool:
     """Return True for numbers without a gradient, or a mask."""
     is_value = tensor.is_floating_point() or tensor.dtype == torch.bool
     return is_value and not tensor.requires_grad
+
+
+def _is_table(tensor: Tensor, samples: int) -> bool:
+    """Return True for a constant of several numbers that are not those of the samples."""
+    is_small = 1 < tensor.numel() <= LARGEST_TABLE and tensor.is_floating_point()
+    return is_small and _is_plain(tensor) and samples not in tensor.shape[:2]
 
 
 def _is_mixed(

@@ -45,6 +45,14 @@ def _own_modules(own_modules: Any) -> bool:
     return model[0] is other
 
 
+def _output_hooks(output_hooks: Any) -> bool:
+    layer, forward, backward = nn.Linear(2, 2), lambda *_: None, lambda *_: None
+    layer.register_forward_hook(forward)
+    layer.register_full_backward_hook(backward)
+    layer.register_forward_pre_hook(lambda *_: None)
+    return output_hooks(layer) == [forward, backward]
+
+
 def _non_persistent_buffers(non_persistent_buffers: Any) -> bool:
     module = nn.Module()
     module.register_buffer("saved", torch.zeros(1))
@@ -179,6 +187,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
     "module_state.HOOKS": _hooks,
     "module_state.HOOKS_OF_STATE": lambda names: set(names) <= vars(nn.Module()).keys(),
+    "module_state.output_hooks": _output_hooks,
     "module_state.own_parameters": _own_parameters,
     "module_state.own_buffers": _own_buffers,
     "module_state.own_modules": _own_modules,

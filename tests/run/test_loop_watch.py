@@ -483,3 +483,32 @@ def test_loops_of_other_forms_are_watched_too() -> None:
         mixed_rows = mixed("forward_backward")
         number = loop_watch.ONE_NUMBER
         assert said == [mixed_rows, mixed_rows, mixed_rows, number, number, mixed_rows]
+
+
+def notes_on_tables(of_all: bool) -> list[str]:
+    """Compare outputs with a bank of earlier ones, and count hits. Returns the notes on tables."""
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    model = nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, data())
+    bank, hits = torch.eye(3).double().repeat(5, 1), torch.zeros(3, 3).double()
+    for _ in range(3):
+        for x, y in loader:
+            output = model(x)
+            hits = hits + F.one_hot(y, 3).double().T @ output.detach()
+            run.backward(F.cross_entropy(output @ bank.T, y))
+            optimizer.step()
+            rows = run.gather(output.detach()) if of_all else output.detach()
+            bank = torch.cat([rows[:1], bank[:-1]])
+    return [line for line in lines if "in which ranks differ" in line]
+
+
+def test_a_bank_of_a_rank_s_own_outputs_is_told_once() -> None:
+    notes, _ = world.run(2, notes_on_tables, False)
+    assert len(notes) == 1
+    assert "a tensor of shape (3, 15) at test_loop_watch.py:" in notes[0]
+
+
+def test_a_bank_of_the_outputs_of_all_ranks_is_not() -> None:
+    assert world.run(2, notes_on_tables, True)[0] == []

@@ -203,21 +203,23 @@ class Balance:
 
 
 def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
-    """Train by a loss with a weight, which the loop sets by this rank's losses. Returns notes."""
+    """Train by a loss with a weight, which the loop sets by this rank's losses, and with a table
+    of as many rows as one rank has samples. Returns notes.
+    """
     torch.manual_seed(0)
     notes: list[str] = []
     run = shoal.init(strategy, precision="fp64", announce=notes.append)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    x = run.share(torch.randn(12, 6).double())
+    x = run.share(torch.randn(9, 6).double())
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    balance, hidden = Balance(), torch.zeros(6, 3)
+    balance, hidden, table = Balance(), torch.zeros(6, 3), torch.ones(4, 6).double()
 
     def loss(x: Tensor) -> Tensor:
         nonlocal hidden
         hidden = model(x).detach()
         balance.seen = model(x).square().mean().detach()
         weight = balance.k if is_read else 1.0
-        return model(x).square().mean() + weight * model(x).abs().mean()
+        return model(x * table[0]).square().mean() + weight * model(x).abs().mean()
 
     for _ in range(3):
         run.forward_backward(loss, x)
