@@ -97,9 +97,17 @@ CHECKS = {
         all_of(
             replaced(f"{TRIAL}.judge_loss:LossJudge.memory", lambda *_: 0.0),
             replaced(f"{RUN}.step_trials:StepTrials._numbers_of_ranks", lambda *_: {}),
+            replaced(f"{TRIAL}.replaced_rows:MOST_TABLES", 0),
         ),
         planted_in="trial/test_trial_ranks.py",
-        scripts="BaselineInTheLoss BalanceOfOwnLosses",
+        scripts="BaselineInTheLoss BalanceOfOwnLosses BankInTheLoop",
+    ),
+    "models of loops": Check(
+        (f"{TRIAL}.called_models",),
+        "a model that mixes samples, of whose outputs the loop takes a mean",
+        replaced(f"{RUN}.step_trials:StepTrials.called_models", _nothing),
+        planted_in="run/test_models_of_loops.py",
+        scripts="NormOfTheBatchInTheLoop",
     ),
     "graph of the loss": Check(
         (f"{TRIAL}.loss_graph", f"{TRIAL}.loss_divisors"),

@@ -251,3 +251,38 @@ class SpreadInTheLoop(LatePaddingInTheLoop):
     def loss(self, model, x, y):
         scores = model(x)
         return F.cross_entropy(scores, y) - 0.1 * scores.var(0).mean()
+
+
+class NormOfTheBatch(nn.Linear):
+    """Normalises what it returns over the batch, by hand."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        return (hidden - hidden.mean(0)) / (hidden.std(0) + 1)
+
+
+class NormOfTheBatchInTheLoop(LatePaddingInTheLoop):
+    """Has a model that mixes samples, and computes a mean in the loop."""
+
+    follows = "progressive GANs"
+
+    def setup(self):
+        layers = NormOfTheBatch(6, 8), nn.Tanh(), nn.Linear(8, 4)
+        return parts(nn.Sequential(*layers), loader(*vectors()))
+
+
+class BankInTheLoop(LatePaddingInTheLoop):
+    """Compares outputs with a bank of earlier ones, for `run.backward`."""
+
+    follows = "instance discrimination"
+    needs = "S"
+
+    def setup(self):
+        self.bank = torch.eye(5).repeat(3, 1)
+        return parts(mlp(6, 8, 5), loader(*vectors()))
+
+    def loss(self, model, x, y):
+        output = model(x)
+        loss = F.cross_entropy(output @ self.bank.T, y)
+        self.bank = torch.cat([output.detach()[:1], self.bank[:-1]])
+        return loss
