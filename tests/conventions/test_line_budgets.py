@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_830,
-    "shoal/comm": 3_040,
+    "shoal/comm": 3_070,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
     "shoal/data": 3_410,
