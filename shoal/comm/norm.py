@@ -6,7 +6,8 @@ This one counts each entry of the full model's gradient once, on whichever ranks
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,27 +38,47 @@ def full_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
-def global_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the 2-norm of all entries of all tensors, a scalar on this rank's device.
+def global_norm(tensors: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all entries of all tensors, a scalar on this rank's device.
 
-    It is NaN or infinite if an entry is. A plain tensor counts once, as it is the same on every
-    rank. Collective if there are DTensors. Shards that are offloaded lie on the CPU, and scalars
-    beside them on the device; the norm is then on the device of the first tensor.
+    The norm is that of Euclid for `norm_type` 2, and the largest absolute value for infinity. It is
+    NaN or infinite if an entry is. A plain tensor counts once, as it is the same on every rank.
+    Collective if there are DTensors. Shards that are offloaded lie on the CPU, and scalars beside
+    them on the device; the norm is then on the device of the first tensor.
     """
     groups: dict[_Placement, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         local = to_local(tensor)
         groups[_sharded_over(tensor), local.device].append(local)
-    squares: list[Tensor] = []
+    is_largest = norm_type == torch.inf
+    terms: list[Tensor] = []
     for (shard_groups, _), members in groups.items():
-        norms = foreach_norm(members)
-        square = (
-            torch.stack([norm.to(accumulation_dtype(norm.dtype)) for norm in norms]).square().sum()
+        filled = [t if t.numel() else t.new_zeros(1) for t in members]  # a shard may be empty
+        norms = torch.stack(
+            [norm.to(accumulation_dtype(norm.dtype)) for norm in foreach_norm(filled, norm_type)]
         )
+        term = norms.amax() if is_largest else norms.square().sum()
         for group in shard_groups:
-            torch.distributed.all_reduce(square, group=group)
-        squares.append(square.to(squares[0].device) if squares else square)
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+            if is_largest:
+                op = torch.distributed.ReduceOp.MAX
+                term = max_with_nan(term, partial(torch.distributed.all_reduce, op=op, group=group))
+            else:
+                torch.distributed.all_reduce(term, group=group)
+        terms.append(term.to(terms[0].device) if terms else term)
+    if not terms:
+        return torch.zeros(())
+    return torch.stack(terms).amax() if is_largest else torch.stack(terms).sum().sqrt()
+
+
+def max_with_nan(value: Tensor, reduce_max: Callable[[Tensor], object]) -> Tensor:
+    """Return the largest `value` of all ranks, a scalar; NaN where one has NaN. Collective.
+
+    Args: reduce_max: takes the maximum in place, and may lose a NaN as comparisons do.
+    """
+    is_nan = value.isnan()
+    pair = torch.stack((value.masked_fill(is_nan, 0.0), is_nan.to(value.dtype)))
+    reduce_max(pair)
+    return pair[0].masked_fill(pair[1] > 0, torch.nan)
 
 
 def _sharded_over(tensor: Tensor) -> tuple[torch.distributed.ProcessGroup, ...]:

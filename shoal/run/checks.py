@@ -5,6 +5,7 @@ Every function here raises. None of them changes anything.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from hashlib import sha256
@@ -155,14 +156,18 @@ def check_step_options(rows: Any, reduction: Any) -> None:
         )
 
 
-def check_max_norm(max_norm: Any) -> None:
-    """Raise UsageError for a bound of `clip_gradients` that is no number above 0."""
+def check_norm(max_norm: Any, norm_type: Any) -> None:
+    """Raise UsageError for a bound of `clip_gradients` that is not above 0, or another norm."""
     if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not max_norm.is_complex():
         max_norm = max_norm.item()
     is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if not is_number or not max_norm > 0:
         raise UsageError(
             f"clip_gradients: the largest norm {_shown(max_norm)} is no number above 0, such as 1.0"
+        )
+    if not isinstance(norm_type, int | float) or norm_type not in (2, math.inf):
+        raise UsageError(
+            f'clip_gradients: norm_type={_shown(norm_type)} is neither 2 nor float("inf"). Use one.'
         )
 
 

@@ -33,16 +33,17 @@ def add_gradients(earlier: Mapping[nn.Parameter, Tensor]) -> None:
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
-def clip_gradients(local_model: LocalModel, max_norm: float) -> Tensor:
+def clip_gradients(local_model: LocalModel, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`. Collective.
 
     Returns: the norm before, a scalar tensor.
     """
     if local_model.remote_optimizer is not None:
-        norm = local_model.remote_optimizer.norm()
+        norm = local_model.remote_optimizer.norm(norm_type)
     else:
-        gradients = {n: p.grad for n, p in local_model.trainable_params.items()}
-        norm = gradient_norm(local_model, {n: g for n, g in gradients.items() if g is not None})
+        parameters = local_model.trainable_params.items()
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        norm = gradient_norm(local_model, gradients, norm_type)
     # The same small constant as in torch.nn.utils.clip_grad_norm_: no division by zero.
     scale_gradients(local_model, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -278,17 +278,20 @@ class Run(StatefulRun):
         """This rank's rows in the tensor that `gather` has returned last."""
         return self._gathering.rows
 
-    def clip_gradients(self, max_norm: float) -> Tensor:
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most `max_norm`. Collective.
 
-        Call it between `forward_backward` and `optimizer.step()`.
+        Call it between `forward_backward` and `optimizer.step()`. `norm_type` is 2 or, for the
+        largest absolute value, infinity.
 
         Returns: the norm before, a scalar tensor.
         """
-        checks.check_max_norm(max_norm)
-        return clip_gradients(self._local_model(), max_norm)
+        checks.check_norm(max_norm, norm_type)
+        return clip_gradients(self._local_model(), max_norm, norm_type)
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> Tensor:
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
         """Scale gradients as `torch.nn.utils.clip_grad_norm_` does. Collective.
 
         Of all trainable parameters it is `clip_gradients`, and right under every strategy. Of some
@@ -299,9 +302,9 @@ class Run(StatefulRun):
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         trained = self._local_model().trainable_params.values()
         if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in given}:
-            return self.clip_gradients(max_norm)
-        checks.check_max_norm(max_norm)
-        return torch.nn.utils.clip_grad_norm_(given, max_norm)
+            return self.clip_gradients(max_norm, norm_type)
+        checks.check_norm(max_norm, norm_type)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return copies of the full gradients of all trainable parameters, by name. Collective."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.norm import global_norm, to_local
+from shoal.comm.norm import global_norm, max_with_nan, to_local
 from shoal.errors import UsageError
 from shoal.platform.tensors import tensor_on
 from shoal.platform.torch_private.kernels import foreach_mul_
@@ -219,24 +219,27 @@ def scale_gradients(model: LocalModel, factor: Tensor) -> None:
         foreach_mul_([g for g in gradients if g.device == device], factor.to(device))
 
 
-def gradient_norm(model: LocalModel, gradients: Mapping[str, Tensor]) -> Tensor:
-    """Return the 2-norm of gradients over all ranks that hold other layers. Collective.
+def gradient_norm(
+    model: LocalModel, gradients: Mapping[str, Tensor], norm_type: float = 2.0
+) -> Tensor:
+    """Return the norm of gradients over all ranks that hold other layers. Collective.
 
-    Args: gradients: by the names of `model.trainable_params`.
+    Args:
+        gradients: by the names of `model.trainable_params`.
+        norm_type: 2 or infinity, as in `global_norm`.
 
     Returns: scalar tensor; float64 in a pipeline.
     """
     if model.pipeline.axis is None:
-        return global_norm(gradients.values())
-    local_norm = global_norm(
-        gradient
-        for name, gradient in gradients.items()
-        if name not in model.pipeline.duplicated_params
-    )
+        return global_norm(gradients.values(), norm_type)
+    duplicated = model.pipeline.duplicated_params
+    own = [gradient for name, gradient in gradients.items() if name not in duplicated]
     # One dtype on all ranks, for a stage without parameters has none of its own. All ranks must
     # clip by the same factor.
-    square = local_norm.to(model.pipeline.axis.device, torch.float64).square()
-    return model.pipeline.axis.all_reduce(square).sqrt()
+    local_norm = global_norm(own, norm_type).to(model.pipeline.axis.device, torch.float64)
+    if norm_type == torch.inf:
+        return max_with_nan(local_norm, model.pipeline.axis.all_reduce_max)
+    return model.pipeline.axis.all_reduce(local_norm.square()).sqrt()
 
 
 def count_or_one(totals: Tensor) -> Tensor:

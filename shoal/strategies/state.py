@@ -119,8 +119,8 @@ class RemoteOptimizer(Protocol):
         """Return the full global gradients that the next step will use, by name."""
         ...
 
-    def norm(self) -> Tensor:
-        """Return the 2-norm of all global gradients, a scalar tensor."""
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of all global gradients, a scalar; `norm_type` is 2 or infinity."""
         ...
 
     def scale(self, factor: Tensor | float) -> None:

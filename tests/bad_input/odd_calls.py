@@ -87,6 +87,8 @@ def _methods(script: Script) -> Iterator[tuple[str, Call]]:
     run, model = script.run, script.model
     for norm in (None, "1", -1, NAN, True, [1.0], {}, 1j, float("-inf"), torch.ones(2)):
         yield f"clip_gradients({norm!r})", lambda norm=norm: run.clip_gradients(norm)
+    for kind in (None, "2", 1, 0, -1, NAN, True, [2], float("-inf"), torch.tensor(2.0)):
+        yield f"norm_type={kind!r}", lambda kind=kind: run.clip_gradients(1.0, norm_type=kind)
     for tensor in (None, 3, "x", [1], torch.ones(()), {"x": torch.ones(2)}, model):
         yield f"gather({tensor!r})", lambda tensor=tensor: run.gather(tensor)
     for batch in (None, 3, "x", [], {}, (), torch.ones(()), (torch.ones(4), torch.ones(3)), model):

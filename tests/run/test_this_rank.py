@@ -1,6 +1,7 @@
 """What a script asks of its own process: its place, lines of rank 0, and who goes first."""
 
 import logging
+import math
 import time
 from pathlib import Path
 
@@ -51,7 +52,9 @@ def test_an_error_of_rank_zero_ends_the_others_with_its_reason() -> None:
         world.run(2, failing_download)
 
 
-def clipped(strategy: str, all_of_them: bool) -> tuple[float, float]:
+def clipped(
+    strategy: str, all_of_them: bool, norm_type: float = 2.0, by_torch: bool = False
+) -> tuple[float, float]:
     torch.manual_seed(0)
     run = shoal.init(strategy, announce=lambda _: None)
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 3)).double()
@@ -59,16 +62,36 @@ def clipped(strategy: str, all_of_them: bool) -> tuple[float, float]:
     for x, y in loader:
         run.forward_backward(lambda x, y: nn.functional.cross_entropy(model(x), y), x, y)
     chosen = list(model.parameters()) if all_of_them else model[0].parameters()
-    norm = run.clip_grad_norm_(chosen, 1e-3)
-    squares = [g.square().sum() for g in run.gradients().values() if g is not None]
-    return float(norm), float(torch.stack(squares).sum().sqrt())
+    clip = torch.nn.utils.clip_grad_norm_ if by_torch else run.clip_grad_norm_
+    norm = clip(chosen, 1e-3, norm_type)
+    flat = torch.cat([g.flatten() for g in run.gradients().values() if g is not None])
+    return float(norm), float(flat.norm(norm_type))
 
 
-@pytest.mark.parametrize("strategy", ["tensor=2", "pipeline=2"])
-def test_all_gradients_are_clipped_as_on_one_device(strategy: str) -> None:
-    expected = clipped("single", True)
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "norm_type"),
+    [
+        ("tensor=2", 2, 2.0),
+        ("pipeline=2", 2, 2.0),
+        ("ddp", 2, math.inf),
+        ("zero3", 4, math.inf),  # the last rank has no row of the last layer
+        ("tensor=2", 2, math.inf),
+        ("pipeline=2", 4, math.inf),
+        ("server=2,part_mb=0.0001", 2, math.inf),
+    ],
+)
+def test_all_gradients_are_clipped_as_on_one_device(
+    strategy: str, ranks: int, norm_type: float
+) -> None:
+    expected = clipped("single", True, norm_type)
     assert expected[1] == pytest.approx(1e-3, rel=1e-2)
-    for found in world.run(2, clipped, strategy, True):
+    for found in world.run(ranks, clipped, strategy, True, norm_type):
+        assert found == pytest.approx(expected, rel=1e-10)
+
+
+def test_torch_finds_the_largest_gradient_of_shards_of_which_one_is_empty() -> None:
+    expected = clipped("single", True, math.inf)
+    for found in world.run(4, clipped, "zero3", True, math.inf, True):
         assert found == pytest.approx(expected, rel=1e-10)
 
 

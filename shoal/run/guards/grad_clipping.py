@@ -64,8 +64,8 @@ def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:
 
 def _norm_of_shards(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     """Return the norm of all entries of all tensors, a plain scalar. Collective."""
-    if norm_type == 2.0:
-        return global_norm(tensors)
+    if norm_type in (2.0, torch.inf):
+        return global_norm(tensors, norm_type)
     norms = [full_tensor(torch.linalg.vector_norm(tensor, norm_type)) for tensor in tensors]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     return norm

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.compression import parse
 from shoal.comm.mesh import Mesh
+from shoal.comm.norm import global_norm
 from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher import ClusterLauncher, report_servers, spans_machines
@@ -228,14 +229,14 @@ class WorkerEngine(StrategyState):
             for name in self.flat.parameters
         }
 
-    def norm(self) -> Tensor:
-        """Return the 2-norm of what `gradients` returns, float64. Collective."""
+    def norm(self, norm_type: float = 2.0) -> Tensor:
+        """Return the norm of what `gradients` returns, float64. Collective."""
         self._require_synchronous("clip_gradients()")
-        if not self.removed():  # the servers know the squares
+        if norm_type == 2.0 and not self.removed():  # the servers know the squares
             norm = self.client.squared_norm() ** 0.5 * self.factor
             return torch.tensor(norm, dtype=torch.float64)
-        norms = [g.double().norm() for g in self.gradients().values() if g is not None]
-        return torch.stack(norms).norm() if norms else torch.zeros((), dtype=torch.float64)
+        gradients = [g.double() for g in self.gradients().values() if g is not None]
+        return global_norm(gradients, norm_type).to(torch.float64)
 
     def scale(self, factor: Tensor | float) -> None:
         self.factor *= float(factor)
