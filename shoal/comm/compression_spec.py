@@ -26,14 +26,18 @@ def read(text: str, powersgd: bool = False) -> CompressionSpec:
 
     Args: powersgd: True if the caller supports powersgd.
 
-    Raises: ConfigError: an unknown name, a value for a compression that takes none, or a value
-        outside its range.
+    Raises: ConfigError: an unknown name, a value for a compression that takes none, a value
+        outside its range, or powersgd where the caller does not support it.
     """
     name, equals, value = text.partition("=")
     if name == "topk":
         return CompressionSpec(name, _fraction(text, value))
     if name == "powersgd" and powersgd:
         return CompressionSpec(name, _rank(text, value))
+    if name == "powersgd":
+        problem = "its products are means over ranks, and a server sums the gradients of each alone"
+        cure = f"servers take topk=FRACTION, {', '.join(PLAIN)}; ddp takes powersgd=RANK"
+        raise ConfigError([f"compression '{text}': {problem}; {cure}"])
     if name not in PLAIN:
         hint = did_you_mean(name.lower(), [*PLAIN, "topk", *(["powersgd"] if powersgd else [])])
         raise ConfigError([f"compression '{text}' is not known; {hint}"])

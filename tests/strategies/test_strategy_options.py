@@ -41,7 +41,7 @@ BAD = [
     ("server=2,replicas=0", "at least one of each shard"),
     ("server=2,encrypt=perhaps", "encrypt=perhaps"),
     ("server=2,staleness=soon", "staleness=soon: a number of steps"),
-    ("server=2,compress=powersgd=4", "compression 'powersgd=4' is not known"),
+    ("server=2,compress=powersgd=4", "compression 'powersgd=4': its products are means over ranks"),
     ("server=2,part_mb=0", "part_mb=0.0: must be greater than 0"),
     ("server=2,lease_s=-1", "lease_s=-1.0: must be greater than 0"),
     ("local=0", "local=0: there must be at least one step between meetings"),

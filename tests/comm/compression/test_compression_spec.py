@@ -45,6 +45,11 @@ def test_names_are_parsed() -> None:
         ("topk=100", "at most 0.5"),
         ("topk=nan", "must be above 0"),
         ("topk=inf", "at most 0.5"),
+        (
+            "powersgd=4",
+            "servers take topk=FRACTION, none, bf16, fp16, onebit; ddp takes powersgd=RANK",
+        ),
+        ("powersgd", "products are means over ranks, and a server sums the gradients of each"),
     ],
 )
 def test_what_is_no_compression_is_named_with_its_cure(text: str, message: str) -> None:
