@@ -26,9 +26,9 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_690,
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
-    "shoal/run": 9_760,
+    "shoal/run": 9_770,
     "shoal/shm_backend": 2_780,
-    "shoal/strategies": 16_980,
+    "shoal/strategies": 16_990,
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_540,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_110,
+    "tests": 66_170,
     "benchmarks": 12_320,
 }
 SLACK = 0.03
