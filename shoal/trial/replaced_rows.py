@@ -155,7 +155,8 @@ class ReplacedRows(DispatchMode):
             return self._note_number(given[0])
         rows = known[0].replaced_rows
         if self.of_loss:
-            self._look_at_constants(func, args, len(rows))
+            self._look_at_constants(func, args)
+            self._look_at_tables(func, args, len(rows))
             if _selects_rows(func, args, len(rows)):
                 return func(*args, **kwargs)
         if not self._can_follow(func, given, known):
@@ -205,10 +206,8 @@ class ReplacedRows(DispatchMode):
                 self._numbers[number] = replaced
         return number
 
-    def _look_at_constants(self, func: Any, args: Any, samples: int) -> None:
-        """Note the line if an operator of a graph takes constants computed from other samples, and
-        tables that have other rows than samples.
-        """
+    def _look_at_constants(self, func: Any, args: Any) -> None:
+        """Note the line if an operator of a graph takes constants computed from other samples."""
         graded = [t for t in _tensors(args) if t.requires_grad]
         if not (torch.is_grad_enabled() and graded):
             return
@@ -219,13 +218,19 @@ class ReplacedRows(DispatchMode):
                 copies = self.copies_of(tensor)
                 if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
-                elif self._memory(tensor) is None and _is_table(tensor, samples):
-                    self._note_table(func, tensor, calling_line(caller(2)) or "the loss")
 
-    def _note_table(self, func: Any, tensor: Tensor, place: str) -> None:
+    def _look_at_tables(self, func: Any, args: Any, samples: int) -> None:
+        """Note constants of a graph that have other rows than samples."""
+        given = _tensors(args)
+        is_of_graph = torch.is_grad_enabled() and any(t.requires_grad for t in given)
         # Running statistics of a layer have a note of their own.
-        if _HIDDEN_WRITES not in schema_of(func).name and len(self.tables) < MOST_TABLES:
-            self.tables.append((f"{tuple(tensor.shape)} at {place}", as_digest(tensor)))
+        if not is_of_graph or _HIDDEN_WRITES in schema_of(func).name:
+            return
+        for tensor in given:
+            is_new = self._memory(tensor) is None and len(self.tables) < MOST_TABLES
+            if is_new and _is_table(tensor, samples):
+                place = calling_line(caller(2)) or "the loss"
+                self.tables.append((f"{tuple(tensor.shape)} at {place}", as_digest(tensor)))
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:
@@ -345,8 +350,9 @@ def _is_constant(tensor: Tensor) -> bool:
 
 def _is_table(tensor: Tensor, samples: int) -> bool:
     """Return True for a constant of several numbers that are not those of the samples."""
-    is_small = 1 < tensor.numel() <= LARGEST_TABLE and tensor.is_floating_point()
-    return is_small and _is_plain(tensor) and samples not in tensor.shape[:2]
+    is_small = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
+    is_value = tensor.is_floating_point() and not tensor.requires_grad
+    return is_small and is_value and _is_plain(tensor)
 
 
 def _is_mixed(
