@@ -23,10 +23,9 @@ import secrets
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from errno import EACCES, ENOTDIR
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO, TYPE_CHECKING, Any
 
 from shoal.config import differences, read, to_yaml
@@ -319,14 +318,18 @@ def probe_in(directory: str) -> Iterator[str]:
 
     Its name is random, and no other file has it. Yields "" where nothing can be written there.
     """
-    with ExitStack() as stack:
-        try:
-            place = existing_directory(directory)
-            probe = stack.enter_context(NamedTemporaryFile(prefix=PROBE_PREFIX, dir=place))
-        except OSError:
-            yield ""
-        else:
-            yield probe.name
+    path = existing_directory(directory) / f"{PROBE_PREFIX}{secrets.token_hex(16)}"
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        yield ""
+        return
+    try:
+        os.close(descriptor)
+        yield str(path)
+    finally:
+        with suppress(OSError):
+            path.unlink()
 
 
 def sees_probe(probe: str, timeout_s: float = LOOK_S) -> bool:

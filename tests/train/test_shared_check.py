@@ -65,6 +65,17 @@ def test_a_file_that_comes_late_is_seen(tmp_path: Path) -> None:
     late.join()
 
 
+def test_no_file_is_written_where_another_one_lies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_directory.secrets, "token_hex", lambda size: "taken")
+    (tmp_path / ".shoal-probe-taken").symlink_to(tmp_path / "target")
+    with probe_in(str(tmp_path)) as probe:
+        assert probe == ""
+    assert not (tmp_path / "target").exists()
+    assert (tmp_path / ".shoal-probe-taken").is_symlink()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_a_directory_that_cannot_be_written_has_no_file(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
