@@ -96,7 +96,8 @@ def test_servers_end_with_the_command(folder: Path, number: int, code: int) -> N
 @pytest.mark.slow
 def test_servers_end_when_a_rank_fails(folder: Path) -> None:
     script = (folder / "served.py").read_text()
-    (folder / "served.py").write_text(script.replace("wait_for_test(run.rank)", "1 // run.rank"))
+    assert "wait_for_test(run)\n" in script
+    (folder / "served.py").write_text(script.replace("wait_for_test(run)\n", "1 // run.rank\n"))
     words = ["--hosts", "a,b", "--server-hosts", "s,t", "--strategy", "server=2", "served.py"]
     with hosts_command(folder, "launch", *words) as command:
         code, _, stderr = command.end()
