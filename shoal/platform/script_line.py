@@ -52,13 +52,14 @@ def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
 
 
 def is_called_by_script(frame: FrameType | None) -> bool:
-    """Return True if a function of Python's library was called by the script, and by no package."""
+    """Return True if a function of Python's library, or of NumPy, was called by the script."""
     while frame is not None:
         file = frame.f_code.co_filename
-        if "-packages/" in file or file.startswith(_SHOAL):
-            return False
-        if not file.startswith((_PYTHON, "<frozen")):
-            return True
+        if "-packages/numpy/" not in file:
+            if "-packages/" in file or file.startswith(_SHOAL):
+                return False
+            if not file.startswith((_PYTHON, "<")):
+                return True
         frame = frame.f_back
     return False
 

@@ -48,6 +48,7 @@ def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(
 WRITING_SCRIPT = """
 import os
 from pathlib import Path
+import numpy as np
 import torch
 from safetensors.torch import save_file
 import shoal
@@ -62,12 +63,19 @@ for step in range(2):
     optimizer.zero_grad()
     with open("metrics.csv", "a") as file:
         file.write(f"{step}\\n")
+    run.save("model.pt")
+    torch.load("model.pt")
 if run.rank == 0:
+    assert open("metrics.csv").read().startswith("old0\\n")
+    with open("report.csv", "r+") as file:
+        file.write("new")
+    np.save("scores.npy", np.ones(2))
+    torch.save({"a": 1}, "rank-0.pt")
     save_file({"a": torch.ones(2)}, "best.safetensors")
     Path("report.txt").write_text("new")
     Path("last.tmp").write_text("new")
     os.replace("last.tmp", "last.txt")
-    assert open("report.txt").read() == "old"
+    assert open("report.txt").read() == "new"
 """
 
 
@@ -75,13 +83,22 @@ def test_files_that_are_there_already_are_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    old = ["metrics.csv", "best.safetensors", "report.txt", "last.txt"]
+    old = ["best.safetensors", "last.txt", "metrics.csv", "report.csv", "report.txt", "scores.npy"]
     for name in old:
         Path(name).write_text("old")
     Path("train.py").write_text(WRITING_SCRIPT)
     assert shoal.verify_script(Path("train.py"), ranks=2).verdict == "exact"
-    assert [Path(name).read_text() for name in old] == ["old"] * 4
+    assert [Path(name).read_text() for name in old] == ["old"] * len(old)
     assert sorted(path.name for path in Path().iterdir()) == sorted([*old, "train.py"])
+
+
+def test_files_of_a_fresh_directory_are_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written = WRITING_SCRIPT.partition("if run.rank")[0]
+    Path("train.py").write_text(written)
+    assert shoal.verify_script(Path("train.py"), ranks=2).verdict == "exact"
 
 
 def test_a_loss_that_the_loop_computes_is_proved_exact_or_named_with_its_line() -> None:

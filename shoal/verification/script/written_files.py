@@ -5,7 +5,7 @@ run.save("model.pt")              the record's files/1-model.pt
 torch.load("model.pt")            reads what this run has written there last, else the user's
 run.checkpoint("checkpoints")     resumes from none and writes none: every run begins at step 0
 run.log_to("jsonl")               opens no logger
-open("metrics.csv", "a")          the record's files/2-metrics.csv, if it was there already
+open("metrics.csv", "a")          a copy beside the record's files, if it was there already
 save_file(state, "best.st")       the same; so with run.save_pretrained and os.replace
 """
 
@@ -14,6 +14,8 @@ from __future__ import annotations
 import builtins
 import io
 import os
+import shutil
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,7 +42,10 @@ class WrittenFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._places: dict[str, Path] = {}
-        self._count = 0
+        self._saves = Counter[str]()
+        # Of files that were there already. Whether they were differs from run to run, so these are
+        # not compared.
+        self._copies: dict[str, Path] = {}
 
     def start(self, stack: ExitStack) -> None:
         """Redirect until the stack is closed."""
@@ -61,8 +66,12 @@ class WrittenFiles:
         original(obj, self._place(f) if isinstance(f, str | os.PathLike) else f, *args, **kwargs)
 
     def _load(self, original: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
-        is_path = isinstance(f, str | os.PathLike)
-        return original(self._places.get(os.path.realpath(f), f) if is_path else f, *args, **kwargs)
+        if isinstance(f, str | os.PathLike):
+            place = self._places.get(os.path.realpath(f))
+            if place is not None and not place.exists():  # run.save lets the first rank write
+                place = self._folder.parents[1] / "rank-0" / self._folder.name / place.name
+            f = f if place is None else place
+        return original(f, *args, **kwargs)
 
     def _save_run(self, original: Any, run: Run, path: str | Path) -> None:
         original(run, self._place(path))  # which writes through an open file
@@ -77,22 +86,38 @@ class WrittenFiles:
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if {*mode} & {*"wa+"} and is_called_by_script(caller(2)):
-            file = self._beside(file)
+            file = self._beside(file, keeps="w" not in mode)
+        elif isinstance(file, str | os.PathLike):
+            file = self._copies.get(os.path.realpath(file), file)
         return original(file, mode, *args, **options)
 
     def _rename(self, original: Any, src: Any, dst: Any, **options: Any) -> None:
         original(src, self._beside(dst) if is_called_by_script(caller(2)) else dst, **options)
 
-    def _beside(self, path: Any) -> Any:
-        """Return a place in the record for what is there already; else the path."""
-        if not isinstance(path, str | os.PathLike) or not Path(path).exists():
+    def _beside(self, path: Any, keeps: bool = False) -> Any:
+        """Return the place of a copy of what is there already; else the path.
+
+        Args: keeps: the copy begins with what is there.
+        """
+        is_path = isinstance(path, str | os.PathLike)
+        if not is_path or not Path(path).exists() or Path(path).is_char_device():
             return path
-        return path if Path(path).is_char_device() else self._place(path)
+        key = os.path.realpath(path)
+        if key not in self._copies:
+            folder = self._folder.with_name("copies")
+            folder.mkdir(parents=True, exist_ok=True)
+            place = folder / f"{len(self._copies)}-{Path(path).name}"
+            if keeps:
+                shutil.copyfile(path, place)
+            self._copies[key] = place
+        return self._copies[key]
 
     def _place(self, path: str | os.PathLike[str]) -> Path:
+        """Return the place of a save: the same on all ranks, of which one may write it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        place = self._folder / f"{self._count}-{Path(path).name}"
-        self._count += 1
+        name = Path(path).name
+        place = self._folder / f"{self._saves[name]}-{name}"
+        self._saves[name] += 1
         self._places[os.path.realpath(path)] = place
         return place
 
