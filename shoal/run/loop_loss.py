@@ -293,12 +293,12 @@ class LoopLoss:
             try:
                 found = sizes.resolve(inputs, rows, ranks)
                 break
-            except UsageError as one:
-                error = one
+            except UsageError:
+                continue
         else:
             shapes = [str(tuple(t.shape)) for inputs in calls for t in first_tensors(inputs)]
             why = f"of shapes {', '.join(shapes)}" if shapes else "no call with tensors was seen"
-            raise UsageError(ROWS.format(why=why)) from error
+            raise UsageError(ROWS.format(why=why))
         lengths = {len(t) for inputs in calls for t in first_tensors(inputs)}
         if rows is None and found.is_known:
             sizes.check_weights(calls)

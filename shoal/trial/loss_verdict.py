@@ -142,7 +142,8 @@ class LossVerdict:
             return (
                 "compute_loss is no mean over samples: it runs on "
                 f"{self.sizes[-1]} samples and fails on {_listed(self.sizes[:-1])} of them with "
-                f"{self.reason}."
+                f"{self.reason}. A state that has a row for each sample, such as a hidden state, "
+                "must be an argument, so that it is divided with them."
             )
         return (
             "compute_loss is no mean over samples: on "

@@ -12,6 +12,8 @@ torch.randn_like(weight)        torch would draw a rank's shard from the start o
 nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbers. Each rank draws
                                 for the whole weight and keeps its part: one device's numbers
 
+weight.new_zeros(1, n, 24)      a tensor of its own, such as a hidden state: a whole one
+
 copy.deepcopy(model)            without gradients, whose memory an engine may have freed
 
 torch asks the class of shards about each function that is given one, so one method is replaced.
@@ -46,6 +48,8 @@ _IN_A_STEP = dict.fromkeys(
     ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
     " A loss of parameters belongs into compute_loss: zero2 and tensor give whole ones there.",
 )
+_NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
+"""Methods that take a dtype and a device from a tensor, and no values."""
 _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
 _UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
 
@@ -69,6 +73,8 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
         name = getattr(func, "__name__", "")
         if name in FILLING_FUNCTIONS or getattr(func, "__module__", "") == nn.init.__name__:
             return _drawn(func, args, kwargs)
+        if name in _NEW:
+            return func(args[0].to_local(), *args[1:], **kwargs)
         if name == "__deepcopy__":
             return _copied(func, *args)
         try:
@@ -150,9 +156,9 @@ def _check_number(tensor: DTensor) -> None:
     if any(placement.is_partial() or placement.is_shard() for placement in tensor.placements):
         raise UsageError(
             f"item(){call_site()}: this rank has its part of this number only, that of its shards. "
-            "Use x.full_tensor().item() on all ranks; for the norm of all gradients "
-            "run.clip_gradients(max_norm) or torch.nn.utils.clip_grad_norm_, for whole ones "
-            "run.gradients()."
+            "Take it from whole tensors, on all ranks: those of run.weights() or run.gradients(), "
+            "under every strategy. For the norm of all gradients there is "
+            "run.clip_gradients(max_norm)."
         )
 
 

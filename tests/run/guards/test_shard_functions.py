@@ -1,0 +1,46 @@
+"""Functions that a script calls with its parameters, where those are shards."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.testing import world
+
+
+class Language(nn.Module):
+    """Makes its hidden state from a weight, as word_language_model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+
+    def start(self, rows: int) -> tuple[Tensor, ...]:
+        weight = next(self.parameters())
+        return weight.new_zeros(1, rows, 4), weight.new_full((1, rows, 4), 0.5)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, ...]) -> Tensor:
+        return self.head(self.cells(x, state)[0])
+
+
+def trained(strategy: str) -> dict[str, Tensor]:
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = Language().double()
+    x = run.share(torch.arange(60.0, dtype=torch.float64).view(4, 5, 3).sin())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        state = model.start(len(x))
+        assert type(state[0]) is Tensor
+        optimizer.zero_grad()
+        run.backward(model(x, state).square().mean())
+        optimizer.step()
+    return run.weights()
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+def test_a_hidden_state_that_is_made_from_a_weight_is_whole(strategy: str) -> None:
+    (expected,) = world.run(1, trained, "single")
+    for weights in world.run(2, trained, strategy):
+        for name, weight in expected.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-10, atol=1e-12)
