@@ -5,6 +5,7 @@
     F.mse_loss(output, target)              divides by the elements, so many for each sample
     real - k * fake                         multiplies by k, which a rank may have of its own losses
     (loss - b).abs() + b                    multiplies by -1 where a rank's loss is below b
+    x.mean(0).clamp(min=b).sum()            multiplies by 0 where a rank's mean is below b
 
 Where ranks divide by different counts, the mean of their losses is not the loss of the whole batch.
 The graph of a loss knows its divisors, so a loss that is there already can be looked at too. What
@@ -172,7 +173,9 @@ def _next(path: _Path, rows: int) -> list[_Path]:
                 # A weight of the loss is no divisor, but 1 / len(x) is.
                 path.divides or max(abs(here), 1 / abs(factor)) >= rows,
                 # Behind a reduction over samples, a number may belong to one of them.
-                path.factor if path.operation else path.factor * factor * _slope(node, index),
+                path.factor
+                * _slope_of_means(node, index, rows)
+                * (1.0 if path.operation else factor * _slope(node, index)),
                 _elements(node) if adds and not path.operation else path.elements,
             )
         )
@@ -227,6 +230,29 @@ def _slope(node: Any, index: int) -> float:
         return 1.0
     slopes = node(torch.ones((), device=number.device))
     return float((slopes if isinstance(slopes, Tensor) else slopes[index]).detach())
+
+
+def _slope_of_means(node: Any, index: int, rows: int) -> float:
+    """Return a mean of the derivatives of a bend of means over samples; 1 for another node."""
+    shape = _shape_of_means(node.next_functions[index][0], rows) if _kind(node) in BENDS else None
+    if not shape:
+        return 1.0
+    slopes = node(torch.ones(shape, dtype=torch.float64))
+    slope = (slopes if isinstance(slopes, Tensor) else slopes[index]).detach().double().flatten()
+    weights = 2 + torch.arange(len(slope), device=slope.device).double().cos()
+    return float((slope * weights).sum() / weights.sum())
+
+
+def _shape_of_means(node: Any, rows: int) -> list[int] | None:
+    """Return the shape of means, or sums, over samples of several numbers each; else None."""
+    if node is None or _kind(node) not in ("Mean", "Sum"):
+        return None
+    sizes: Sequence[int] = saved_value(node, "self_sym_sizes") or ()
+    dims = {_signed(dim) % len(sizes) for dim in saved_value(node, "dim") or () if sizes}
+    if 0 not in dims or sizes[0] != rows:
+        return None
+    keeps = saved_value(node, "keepdim")
+    return [1 if d in dims else n for d, n in enumerate(sizes) if keeps or d not in dims]
 
 
 def _number(value: Any) -> float:

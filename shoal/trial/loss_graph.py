@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from math import isclose
 from typing import Any
 
 import torch
@@ -157,6 +158,27 @@ COUPLED = (
 )
 
 
+APART = (
+    "run.backward was given a loss that each rank has computed from the rows of all ranks, and it "
+    "is not the same: {losses}. One device has one loss. What it computes with beside these rows, "
+    "such as weights of classes or a level, each rank has of its own samples: compute it from "
+    "run.gather(tensor)."
+)
+
+
+def loss_of_all_rows(loss: Tensor | Counted, outputs: Sequence[Tensor]) -> float | None:
+    """Return a loss that takes what models have returned from all ranks alone, as gathered.
+
+    None for another one, and for one that is not finite.
+    """
+    if not isinstance(loss, Tensor):
+        return None
+    nodes = {*islice(nodes_behind([loss.grad_fn], is_of_all_ranks), MOST_NODES)}
+    own = any(t.grad_fn in nodes for t in outputs)
+    is_of_all = bool(outputs) and not own and any(map(is_of_all_ranks, nodes))
+    return float(loss.detach()) if is_of_all and bool(loss.isfinite()) else None
+
+
 class LossGraphCheck:
     """Looks at the losses of a loop, in the first steps and in two after each power of two.
 
@@ -208,9 +230,12 @@ class LossGraphCheck:
             place += f", micro-batch {len(self._parts)}"
         self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
         couples = isinstance(loss, Tensor) and couples_samples(loss, outputs, samples)
-        told = self._data.all_gather_str(json.dumps([place if couples else "", self._parts]))
+        value = loss_of_all_rows(loss, outputs)
+        own = json.dumps([place if couples else "", value, self._parts])
+        told = [json.loads(text) for text in self._data.all_gather_str(own)]
+        _check_equal([value for _, value, _ in told])
         parts = []
-        for coupled_place, of_rank in map(json.loads, told):
+        for coupled_place, _, of_rank in told:
             if coupled_place:
                 raise UsageError(COUPLED.format(place=coupled_place))
             for place, rows, divisors in of_rank:
@@ -223,6 +248,14 @@ class LossGraphCheck:
         step = self._step
         is_due = step <= 4 or step & (step - 1) == 0 or (step - 1) & (step - 2) == 0
         return self._enabled and is_due
+
+
+def _check_equal(losses: Sequence[float | None]) -> None:
+    """Raise UsageError if ranks differ in a loss that all of them have computed from all rows."""
+    values = [loss for loss in losses if loss is not None]
+    if len(values) == len(losses) and not all(isclose(v, values[0], rel_tol=1e-5) for v in values):
+        told = ", ".join(f"rank {rank} {value:.8g}" for rank, value in enumerate(values))
+        raise UsageError(APART.format(losses=told))
 
 
 def _divisors(loss: Tensor | Counted, rows: int, outputs: list[Tensor]) -> list[Divisor]:

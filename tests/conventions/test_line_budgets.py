@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 820,
     "shoal/train": 3_340,
-    "shoal/trial": 2_930,
-    "shoal/verification": 3_540,
+    "shoal/trial": 2_990,
+    "shoal/verification": 3_570,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_180,
+    "tests": 66_280,
     "benchmarks": 12_320,
 }
 SLACK = 0.03

@@ -272,3 +272,32 @@ def test_the_same_with_rows_of_all_ranks_trains_as_on_one_device() -> None:
     (expected,) = world.run(1, contrastive, "single", {}, False)
     for weight in world.run(2, contrastive, "ddp", {}, True):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
+
+
+def weights_of_gathered_rows(of_all: bool) -> str:
+    """Train by the loss of all rows, with weights of classes by what a rank has predicted."""
+    torch.manual_seed(0)
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(5, 3).double()
+    x = torch.arange(60, dtype=torch.float64).view(12, 5).sin()
+    data = DataLoader(TensorDataset(x, torch.arange(12) % 3), batch_size=12)
+    model, optimizer, loader = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+    weight = torch.ones(3).double()
+    for _ in range(4):
+        for x, y in loader:
+            scores, labels = run.gather(model(x)), run.gather(y)
+            try:
+                run.backward(F.cross_entropy(scores, labels, weight, reduction="none").mean())
+            except UsageError as error:
+                return str(error)
+            optimizer.step()
+            optimizer.zero_grad()
+            found = (scores if of_all else model(x)).detach().softmax(1).mean(0)
+            weight = 1 / (found + 0.1)
+    return ""
+
+
+def test_losses_of_all_rows_that_differ_on_ranks_are_refused() -> None:
+    for text in world.run(2, weights_of_gathered_rows, False):
+        assert "and it is not the same: rank 0 " in text
+    assert world.run(2, weights_of_gathered_rows, True) == ["", ""]

@@ -166,6 +166,19 @@ def test_a_bend_between_the_means_of_parts_is_refused_and_one_beside_them_is_not
     assert objection(parts(-1.0)) == objection(parts(3.0)) == ""
 
 
+def test_a_bend_of_means_over_samples_is_refused_where_parts_lie_on_other_sides_of_it() -> None:
+    def loss(scores: Tensor, tokens: Tensor, level: float) -> Tensor:
+        return scores.square().mean(dim=(0, 1)).clamp(min=level).sum()
+
+    def parts(level: float) -> list[LossPart]:
+        return [part(partial(loss, level=level), number) for number in (1, 2)]
+
+    assert objection(parts(0.0)) == ""
+    assert "multiplies a term (sum) by another number" in objection(parts(0.4))
+    flat: Loss = lambda scores, _: scores.flatten().clamp(min=0.1).mean()  # noqa: E731
+    assert objection([part(flat, number) for number in (1, 2)]) == ""
+
+
 def test_parts_without_samples_are_not_compared() -> None:
     empty = LossPart("rank 3", 0, [])
     assert objection([part(MEANS["mean squares"], 1), empty]) == ""
