@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
+from shoal.comm.tensor_digest import as_bytes
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 from shoal.run.collective_calls import CURE
-from shoal.run.tensor_digest import as_bytes
 
 BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]

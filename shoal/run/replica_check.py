@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import to_local
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.errors import ReplicasDiffer
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
-from shoal.run.tensor_digest import tensor_digest
 from shoal.strategies.base import LocalModel
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.manifest import name_of
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.errors import CleanupFailed, UsageError
 from shoal.run.batch_size import is_same_on_all
 from shoal.run.object_state import check_objects, put_together, take_apart
-from shoal.run.tensor_digest import tensor_digest
 
 if TYPE_CHECKING:
     from shoal.run.stateful_run import StatefulRun

@@ -21,6 +21,7 @@ from shoal.checkpoint import shard_format
 from shoal.comm.assembly import gather_named_tensors, gather_named_values
 from shoal.comm.mesh import Mesh
 from shoal.comm.norm import full_tensor, to_local
+from shoal.comm.tensor_digest import as_bytes
 from shoal.data.fingerprint import difference
 from shoal.data.seeds import load_random_state, random_state
 from shoal.data.sharded_loader import ShardedLoader
@@ -30,7 +31,6 @@ from shoal.run import optimizer_binding
 from shoal.run.optimizer_groups import listed, params_of
 from shoal.run.prepare_arguments import named_models
 from shoal.run.state_access import access_by_shoal
-from shoal.run.tensor_digest import as_bytes
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale
 

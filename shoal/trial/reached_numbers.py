@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from hashlib import blake2b
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.trial.untouched import LEFT_ALONE, global_names, is_of_library, is_of_machinery
 
 DEPTH = 4
@@ -39,17 +39,11 @@ class ReachedNumber(NamedTuple):
 
     def digest(self) -> str:
         """Return a text that is the same where the value is."""
-        return repr(self.value) if isinstance(self.value, float) else as_digest(self.value)
+        return repr(self.value if isinstance(self.value, float) else int(tensor_digest(self.value)))
 
     def change(self) -> None:
         """Put another value in its place."""
         self.replace(self.value * 1.25 + 0.01)
-
-
-def as_digest(tensor: Tensor) -> str:
-    """Return a text that is the same for tensors of the same bits."""
-    values = tensor.detach().cpu().reshape(-1).view(torch.uint8)
-    return blake2b(values.numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def reached_numbers(

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.draws import drawn_shape, draws_numbers
 from shoal.platform.script_line import caller, calling_line
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
@@ -44,7 +45,6 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
-from shoal.trial.reached_numbers import as_digest
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
@@ -83,7 +83,7 @@ class ReplacedRows(DispatchMode):
         self.draws = LoopDraws()
         self.of_loss = False
         self.mixed_place = ""
-        self.tables: list[tuple[str, str]] = []
+        self.tables: list[tuple[str, int]] = []
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
@@ -230,7 +230,9 @@ class ReplacedRows(DispatchMode):
             is_new = self._memory(tensor) is None and len(self.tables) < MOST_TABLES
             if is_new and _is_table(tensor, samples):
                 place = calling_line(caller(2)) or "the loss"
-                self.tables.append((f"{tuple(tensor.shape)} at {place}", as_digest(tensor)))
+                self.tables.append(
+                    (f"{tuple(tensor.shape)} at {place}", int(tensor_digest(tensor)))
+                )
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_710,
     "shoal/cli": 2_830,
-    "shoal/comm": 3_070,
+    "shoal/comm": 3_120,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
     "shoal/data": 3_410,
@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_690,
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
-    "shoal/run": 9_770,
+    "shoal/run": 9_720,
     "shoal/shm_backend": 2_780,
     "shoal/strategies": 16_990,
     "shoal/testing": 240,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.comm.norm import to_local
+from shoal.comm.tensor_digest import as_bytes, tensor_digest
 from shoal.errors import LaunchError, ReplicasDiffer
 from shoal.run.replica_check import replicated_tensors
-from shoal.run.tensor_digest import as_bytes, tensor_digest
 from shoal.testing import world
 
 

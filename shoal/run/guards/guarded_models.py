@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.platform.torch_private.replaced_functions import replace_function
-from shoal.run.tensor_digest import tensor_digest
 from shoal.strategies.base import LocalModel
 
 
