@@ -218,17 +218,26 @@ bench-gpu: $(VENV)/.test  ## Measure steps on one GPU against hand-written loops
 	$(BIN)/python -m benchmarks.gpu.measure $(GPU_FLAGS)
 	$(BIN)/python -m benchmarks.gpu.report
 
-# One wheel for every platform, and one with the compiled part for this machine.
+# One wheel for every platform, and one with the compiled part for Linux on this machine's processor: for Python
+# 3.11 and later, and for every glibc that auditwheel finds new enough. torch has no wheels for musl, nor has Shoal.
 BUILD := $(BIN)/python -c "import sys; from setuptools import build_meta; [getattr(build_meta, 'build_' + kind)('dist') for kind in sys.argv[1:]]"
 
-dist: $(VENV)/.test  ## Build the source distribution and both wheels into dist/, without the network.
-	rm -rf dist build/lib build/bdist.*
+$(VENV)/.release: pyproject.toml | $(VENV)/.test
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[release]"
+	@touch $@
+
+dist: $(VENV)/.release  ## Build the source distribution and both wheels into dist/.
+	rm -rf dist build/lib build/bdist.* build/wheel
 	SHOAL_PURE=1 $(BUILD) sdist wheel
 	rm -rf build/lib build/bdist.*
-	$(BUILD) wheel
+	$(subst 'dist','build/wheel',$(BUILD)) wheel
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair --wheel-dir dist build/wheel/*.whl
 
-test-wheels: dist  ## Install each wheel of dist/ into a clean environment with what it asks for, and train with it.
-	for wheel in dist/*.whl; do .ci/test-wheel $$wheel || exit 1; done
+# Some Pythons: make test-wheels PYTHONS="python3.12 python3.13"
+PYTHONS ?= $(PYTHON)
+
+test-wheels: dist  ## Install each wheel of dist/ into clean environments of PYTHONS (default: PYTHON), and train with it.
+	for python in $(PYTHONS); do for wheel in dist/*.whl; do PYTHON=$$python .ci/test-wheel $$wheel || exit 1; done; done
 
 $(VENV)/.site: pyproject.toml | $(VENV)/.test
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"

@@ -1,5 +1,6 @@
 """The compiled part of Shoal, which is optional: without a compiler Python does it, slower.
 
+It keeps to Python's stable interface: one wheel serves Python 3.11 and all later versions.
 SHOAL_PURE=1 leaves it out, so that the wheel is for every platform. All else is in pyproject.toml.
 """
 
@@ -7,14 +8,14 @@ import os
 
 from setuptools import Extension, setup
 
-COMPILED = {
-    "shoal.shm_backend._native": "shoal/shm_backend/native.c",
-}
-setup(
-    ext_modules=[]
-    if os.environ.get("SHOAL_PURE") == "1"
-    else [
-        Extension(name, [source], extra_compile_args=["-O3"], optional=True)
-        for name, source in COMPILED.items()
-    ]
+NATIVE = Extension(
+    "shoal.shm_backend._native",
+    ["shoal/shm_backend/native.c"],
+    extra_compile_args=["-O3"],
+    py_limited_api=True,
+    optional=True,
 )
+if os.environ.get("SHOAL_PURE") == "1":
+    setup()
+else:
+    setup(ext_modules=[NATIVE], options={"bdist_wheel": {"py_limited_api": "cp311"}})

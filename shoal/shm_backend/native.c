@@ -19,6 +19,7 @@
  * raises errors.
  */
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000 /* one build for Python 3.11 and all later versions */
 #include <Python.h>
 #include <sched.h>
 #include <stdint.h>
@@ -373,25 +374,31 @@ static PyMemberDef members[] = {
     {NULL},
 };
 
-static PyTypeObject NativeAllReduceType = {
-    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "shoal.shm_backend._native.NativeAllReduce",
-    .tp_doc = "The all-reduces of one rank in one group. The memory must outlive it.",
-    .tp_basicsize = sizeof(NativeAllReduce),
-    .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_methods = methods,
-    .tp_members = members,
-    .tp_init = (initproc)init,
-    .tp_new = PyType_GenericNew,
+static PyType_Slot slots[] = {
+    {Py_tp_doc, "The all-reduces of one rank in one group. The memory must outlive it."},
+    {Py_tp_methods, methods},
+    {Py_tp_members, members},
+    {Py_tp_init, init},
+    {Py_tp_new, PyType_GenericNew},
+    {0, NULL},
+};
+
+static PyType_Spec spec = {
+    .name = "shoal.shm_backend._native.NativeAllReduce",
+    .basicsize = sizeof(NativeAllReduce),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots,
 };
 
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1};
 
 PyMODINIT_FUNC PyInit__native(void) {
-    PyObject *made = PyModule_Create(&module);
-    if (made && (PyModule_AddType(made, &NativeAllReduceType) < 0 ||
+    PyObject *made = PyModule_Create(&module), *type = PyType_FromSpec(&spec);
+    if (made && (!type || PyModule_AddType(made, (PyTypeObject *)type) < 0 ||
                  PyModule_AddIntConstant(made, "VERSION", VERSION) < 0)) {
         Py_DECREF(made);
-        return NULL;
+        made = NULL;
     }
+    Py_XDECREF(type);
     return made;
 }
