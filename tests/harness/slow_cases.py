@@ -61,6 +61,7 @@ SLOW_CASES = tuple(
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
         ("planner/test_auto_strategy.py", "planner run", "auto of shoal.init under torchrun"),
         ("planner/test_memory_of_ranks.py", "costs planner", "memory of other strategies"),
+        ("platform/test_other_systems.py", "platform launch", "strategies on systems but Linux"),
         ("project/test_harness.py", "tests/harness", "the run around the tests, by planted faults"),
         ("project/test_lessons.py", "run strategies", "one loss under each strategy of the README"),
         ("run/test_backward.py", "run strategies", "losses of the loop under more strategies"),

@@ -33,7 +33,7 @@ _RECORD_BYTES = 2**14 + 2**8 + 5
 """Longest record of TLS 1.3 with its header (RFC 8446, 5.2)."""
 # A peer that has gone must not end this process by SIGPIPE, whatever the user's program does with
 # that signal.
-_SEND_FLAGS: int = socket.MSG_NOSIGNAL
+_SEND_FLAGS: int = getattr(socket, "MSG_NOSIGNAL", 0)  # Linux has it
 
 
 class Stream:

@@ -17,6 +17,7 @@ al., OSDI 2020 (push in the order of the backward pass, pull in that of the forw
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from dataclasses import replace
 from typing import ClassVar
@@ -56,11 +57,16 @@ class Server(ServerOptions, Strategy):
         Collective. The servers start later, when the optimizer is known (`WorkerEngine.attach`).
 
         Raises:
-            StrategyRefused: the model has no trainable parameter; a mesh with other axes than data;
+            StrategyRefused: another system than Linux; the model has no trainable parameter; a mesh with other axes than data;
                 compress of complex parameters; complex128; ranks on several machines without the
                 package for encryption.
             ConfigError: compress of an unknown kind.
         """
+        if sys.platform != "linux":
+            raise StrategyRefused(
+                f"strategy server starts its servers on Linux alone, and this is {sys.platform}. "
+                "Use ddp or zero1."
+            )
         if not model.trainable_params:
             raise StrategyRefused(
                 "strategy server steps parameters on servers; the model has no trainable parameter."
