@@ -383,12 +383,8 @@ static PyType_Slot slots[] = {
     {0, NULL},
 };
 
-static PyType_Spec spec = {
-    .name = "shoal.shm_backend._native.NativeAllReduce",
-    .basicsize = sizeof(NativeAllReduce),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = slots,
-};
+static PyType_Spec spec = {"shoal.shm_backend._native.NativeAllReduce", sizeof(NativeAllReduce), 0,
+                           Py_TPFLAGS_DEFAULT, slots};
 
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, .m_name = "_native", .m_size = -1};
 

@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_570,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_280,
+    "tests": 66_430,
     "benchmarks": 12_320,
 }
 SLACK = 0.03

@@ -57,9 +57,9 @@ class Server(ServerOptions, Strategy):
         Collective. The servers start later, when the optimizer is known (`WorkerEngine.attach`).
 
         Raises:
-            StrategyRefused: another system than Linux; the model has no trainable parameter; a mesh with other axes than data;
-                compress of complex parameters; complex128; ranks on several machines without the
-                package for encryption.
+            StrategyRefused: another system than Linux; the model has no trainable parameter; a mesh
+                with other axes than data; compress of complex parameters; complex128; ranks on
+                several machines without the package for encryption.
             ConfigError: compress of an unknown kind.
         """
         if sys.platform != "linux":
