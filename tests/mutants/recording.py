@@ -44,7 +44,7 @@ def record_reference(loop: type[Loop], folder: Path, like: Path, seed: int) -> N
 
 def _prepare(stack: ExitStack, record: RankRecord) -> None:
     stack.enter_context(Float64Everywhere())
-    turn_dropout_off(stack, record, under_shoal=False)
+    turn_dropout_off(stack, record, lambda: record.by_shoal)
 
 
 def _train(stack: ExitStack, loop: Loop, recorder: ScriptRecorder) -> None:

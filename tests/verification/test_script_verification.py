@@ -167,6 +167,29 @@ def test_random_numbers_that_the_loop_draws_are_the_cause_and_no_defect(
     assert re.search(named, report.cause.sentence)
 
 
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [
+        ("model", "drawn in decoder, or just before it"),
+        pytest.param(
+            "loss", "between the model's outputs and the backward", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_random_numbers_of_a_loss_of_the_loop_are_the_cause_and_no_defect(
+    place: str, named: str
+) -> None:
+    report = shoal.verify_script(SCRIPTS / "noisy_model.py", [place], ranks=2, steps=2)
+    assert (report.verdict, report.cause.kind) == ("differs by design", "random numbers"), report
+    assert named in report.cause.sentence
+
+
+def test_dropout_of_a_loss_of_the_loop_is_off_in_both_runs() -> None:
+    report = shoal.verify_script(SCRIPTS / "noisy_model.py", ["dropout"], ranks=2, steps=2)
+    assert report.verdict == "exact", report
+    assert any("dropout is off" in note for note in report.notes)
+
+
 @pytest.mark.slow
 def test_layers_of_three_matrices_are_joined_matrix_by_matrix() -> None:
     report = shoal.verify_script(LOOP, ["attention"], ranks=2, strategy="tensor=2", steps=3)

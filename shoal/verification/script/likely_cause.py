@@ -29,7 +29,6 @@ SAME_SAMPLES = (
     "take the step that one of them would take alone: give the loader a sampler that knows the "
     "rank, such as DistributedSampler."
 )
-DROPOUTS = ("Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout", "DropPath")
 
 
 def likely_cause(
@@ -93,13 +92,6 @@ def _forward(first: ScriptDifference, step: StepComparison) -> ScriptCause:
             "batch statistics",
             f"{name} is a {kind}: it normalises over the samples that one rank computes at once. "
             "sync_batchnorm=True, or SyncBatchNorm, takes those of all ranks.",
-        )
-    if kind in DROPOUTS:
-        return ScriptCause(
-            "random numbers",
-            f"{name} is a {kind}, and the ranks draw other masks than one device. A defect "
-            "behind it does not show: set its p to 0, or give the loss as a function to "
-            "run.forward_backward, which is compared with the masks of one device. Compare again.",
         )
     return ScriptCause(
         "wrong output",

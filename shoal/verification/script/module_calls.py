@@ -24,6 +24,7 @@ from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.module_snapshot import is_trial_running
+from shoal.verification.script.drawn_numbers import DrawWatch
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
@@ -35,6 +36,7 @@ class ModuleCalls:
     Args:
         names: of the models.
         before_model: is called before a model is called from outside of all modules.
+        draws: tells which calls draw random numbers, or are given drawn ones.
 
     Attributes:
         calls: those of this step so far.
@@ -44,7 +46,10 @@ class ModuleCalls:
     """
 
     def __init__(
-        self, names: ModelNames, before_model: Callable[[nn.Module, tuple[Any, ...]], None]
+        self,
+        names: ModelNames,
+        before_model: Callable[[nn.Module, tuple[Any, ...]], None],
+        draws: DrawWatch,
     ) -> None:
         self.calls: list[CallRecord] = []
         self.tensors: dict[str, Tensor] = {}
@@ -52,6 +57,7 @@ class ModuleCalls:
         self.is_paused = False
         self._names = names
         self._before_model = before_model
+        self._draws = draws
         self._step = 0
         self._lines: list[str] = []
         self._inside = 0
@@ -84,6 +90,7 @@ class ModuleCalls:
             self._inside += 1
             self._sent_before = num_collectives() if self._inside == 1 else self._sent_before
         if len(self._lines) == 1 and not is_trial_running() and not in_backward_pass():
+            self._draws.called()
             self._before_model(module, args)
 
     def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
@@ -103,7 +110,7 @@ class ModuleCalls:
             for number, tensor in enumerate(outputs):
                 self._keep(f"{index}/{number}", tensor)
         kind = type(module).__name__
-        self.calls.append(CallRecord(name, kind, line, len(outputs)))
+        self.calls.append(CallRecord(name, kind, line, len(outputs), self._draws.drew()))
 
     def _count_collectives(self) -> None:
         if self._inside == 0 and self.collectives >= 0:

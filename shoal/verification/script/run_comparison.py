@@ -38,6 +38,12 @@ OTHER_DRAWS = (
     "one device. A defect in what is computed from them does not show beside that: draw them in "
     "the data set's __getitem__, or by torch inside of compute_loss, and compare again."
 )
+OWN_DRAWS = (
+    "random numbers are drawn {place}, and the ranks draw others than one device. A defect in what "
+    "is computed from them does not show beside that: leave them out, or give the loss as a "
+    "function to run.forward_backward, which is compared with the numbers of one device. Compare "
+    "again."
+)
 MAX_OTHERS = 20  # differences beside the first one in a report
 
 
@@ -115,10 +121,24 @@ def _cause(
     if not ranks[0].is_synchronous:
         return OWN_STEPS
     cause = likely_cause(first, found, steps, len(ranks))
+    if cause.kind not in OF_OTHER_SAMPLES:
+        return cause
     draws = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")
-    if draws and cause.kind in OF_OTHER_SAMPLES:
+    if draws:
         return ScriptCause("random numbers", OTHER_DRAWS.format(generator=draws))
-    return cause
+    place = _place_of_draws(first, ranks)
+    return ScriptCause("random numbers", OWN_DRAWS.format(place=place)) if place else cause
+
+
+def _place_of_draws(first: ScriptDifference, ranks: list[RankRecord]) -> str:
+    """Return where the ranks drew random numbers for what differs first, in words; "" if not."""
+    steps = [record.steps[first.step - 1] for record in ranks]
+    if first.phase != "forward":
+        is_drawn = any(step.draws_in_loss for step in steps)
+        return "between the model's outputs and the backward pass" if is_drawn else ""
+    calls = [call for step in steps for call in step.calls if call.module == first.module]
+    is_drawn = any(call.draws for call in calls)
+    return f"in {first.module or 'the model'}, or just before it" if is_drawn else ""
 
 
 def _until_difference(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.errors import RecordError
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass
@@ -37,12 +37,14 @@ class CallRecord:
         kind: the name of its class.
         line: the user's line that led to the call, "train.py:31"; "" where there is none.
         outputs: the number of floating tensors that it returned, `forward/<index>/<output>`.
+        draws: random numbers were drawn in the call, or since the call before it.
     """
 
     module: str
     kind: str
     line: str = ""
     outputs: int = 0
+    draws: bool = False
 
 
 @dataclass
@@ -57,6 +59,7 @@ class StepRecord:
         gradients: name of each trainable parameter -> True if it had a gradient.
         collectives: messages of this rank while modules computed outputs; -1 where a backend does
             not count them.
+        draws_in_loss: random numbers were drawn between the last call and the backward pass.
         digests: name of a gradient or weight -> two numbers that differ where its values do.
         lines: "backward" and "step" -> the user's lines.
     """
@@ -67,6 +70,7 @@ class StepRecord:
     settings: list[dict[str, Any]] = field(default_factory=list)
     gradients: dict[str, bool] = field(default_factory=dict)
     collectives: int = 0
+    draws_in_loss: bool = False
     digests: dict[str, list[float]] = field(default_factory=dict)
     lines: dict[str, str] = field(default_factory=dict)
 

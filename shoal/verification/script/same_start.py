@@ -1,11 +1,13 @@
 """Settings by which one process computes as the ranks do: weights, learning rates, no dropout.
 
-Dropout is off where ranks draw masks that one process cannot draw: in scripts without Shoal.
+Dropout is off where ranks draw masks that one process cannot draw: wherever the loop itself calls
+the model, without Shoal or before `run.backward`.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -77,16 +79,16 @@ class SameStart:
             self._record.notes.append(text)
 
 
-def turn_dropout_off(stack: ExitStack, record: RankRecord, under_shoal: bool) -> None:
+def turn_dropout_off(stack: ExitStack, record: RankRecord, stays_on: Callable[[], bool]) -> None:
     """Let functions of dropout return their input until the stack is closed.
 
     Args:
-        record: of this rank; it gets a note, and says if Shoal draws for the script.
-        under_shoal: also in scripts with Shoal.
+        record: of this rank; it gets a note.
+        stays_on: returns True while the masks are those of one device.
     """
 
     def rate(p: float) -> float:
-        if p <= 0 or (record.by_shoal and not under_shoal):
+        if p <= 0 or stays_on():
             return p
         _tell(record)
         return 0.0

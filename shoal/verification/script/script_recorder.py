@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +24,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.data import DataLoader
 
 from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.launch.rank import script
 from shoal.run import Run
+from shoal.run.loop_watch import LoopWatch
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.optimizer_groups import params_of
 from shoal.run.step import TrainingStep
+from shoal.verification.script.drawn_numbers import DrawWatch
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
@@ -69,7 +73,8 @@ class ScriptRecorder:
         self._writer = writer
         self._steps = steps
         self._start = start
-        self._calls = ModuleCalls(self.names, self._before_model)
+        self._draws = DrawWatch()
+        self._calls = ModuleCalls(self.names, self._before_model, self._draws)
         self._run: ShoalValues | None = None
         self._step = StepRecord(1)
         self._tensors: dict[str, Tensor] = {}
@@ -77,6 +82,11 @@ class ScriptRecorder:
         self._preparing = False
         self._watching = ExitStack()
         self._started = False
+
+    @property
+    def draws_by_shoal(self) -> bool:
+        """Return True while Shoal draws random numbers for the script, those of one device."""
+        return self._draws.is_paused
 
     def start(self) -> None:
         """Begin to record."""
@@ -90,7 +100,9 @@ class ScriptRecorder:
         for owner, name, answer in (
             (torch.autograd, "backward", self._backward),
             (Run, "forward_backward", self._forward_backward),
-            (Run, "backward", self._forward_backward),
+            (Run, "backward", self._loop_backward),
+            (LoopWatch, "begin", self._fetch),
+            (DataLoader, "__iter__", self._iterate),
             (Run, "prepare", self._prepare),
             (TrainingStep, "forward_backward", self._passes),
         ):
@@ -107,6 +119,7 @@ class ScriptRecorder:
             if line:
                 self._step.lines.setdefault("backward", line)
             losses = [t.detach() for t in tensors_in(tensors) if t.numel() == 1]
+            self._step.draws_in_loss |= self._draws.drew()
             if losses:  # else the first stages of a pipeline go back from what they have sent
                 self._step.losses.append(float(sum(loss.double().sum() for loss in losses)))
         return original(tensors, *args, **kwargs)
@@ -126,7 +139,27 @@ class ScriptRecorder:
             self.names.use(self._run.root)
         return prepared
 
+    def _fetch(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self._draws.fetched()
+
+    def _iterate(self, original: Any, loader: DataLoader) -> Iterator[Any]:
+        return self._told_of_batches(iter(original(loader)))
+
+    def _told_of_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._draws.fetched()
+            yield batch
+
+    def _loop_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
+        self._step.draws_in_loss |= self._draws.drew()
+        return self._passes_of(original, run, *args, **kwargs)
+
     def _forward_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
+        with self._draws.paused():  # Shoal draws the numbers of one device
+            return self._passes_of(original, run, *args, **kwargs)
+
+    def _passes_of(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
         self._step.lines.setdefault("backward", user_line())
         self._before_model(None, ())
         self._calls.is_paused = True  # a pipeline is divided, rows to gather are looked for
@@ -195,6 +228,7 @@ class ScriptRecorder:
             return
         step = self._step
         step.collectives = self._calls.collectives
+        self._draws.stepped()
         step.calls, tensors = self._calls.take()
         weights = self._weights()
         step.digests |= digests(weights, "weight")
@@ -263,8 +297,10 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(Float64Everywhere())
         WrittenFiles(writer.folder / "files").start(stack)
-        turn_dropout_off(stack, record, plan.without_dropout)
         recorder = _recorder(writer, record, plan, stack)
+        turn_dropout_off(
+            stack, record, lambda: recorder.draws_by_shoal and not plan.without_dropout
+        )
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         recorder.start()
         stack.callback(recorder.stop)
