@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 820,
     "shoal/train": 3_340,
     "shoal/trial": 2_990,
-    "shoal/verification": 3_570,
+    "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_430,
+    "tests": 66_500,
     "benchmarks": 12_320,
 }
 SLACK = 0.03
