@@ -107,7 +107,7 @@ def test_the_version_stands_in_one_place_and_the_changelog_knows_it() -> None:
     assert project["project"]["dynamic"] == ["version"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "shoal.__version__"}
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
-    assert headings[:2] == ["Unreleased", shoal.__version__]
+    assert shoal.__version__ in headings[:2]
 
 
 def test_the_licence_is_the_same_everywhere() -> None:
