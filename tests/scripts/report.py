@@ -13,9 +13,9 @@ import platform
 import re
 from collections import Counter
 from collections.abc import Collection, Mapping
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median_low
 
 import torch
 
@@ -34,6 +34,7 @@ from tests.scripts.runner import (
 from tests.scripts.script import NEEDS, Script, catalog, lines_changed, pretrained
 
 RECORD = Path(__file__).parents[2] / "docs" / "scripts.json"
+INEXACT = ("local=2", "diloco=2")
 AT_ONCE = 20
 """Scripts that are measured before the results are written."""
 
@@ -42,24 +43,19 @@ PAGE = """\
 
 Can a script of yours be trained by several ranks, and does it give the numbers of one device? These
 are {scripts} kinds of script of `tests/scripts/catalog`, each in plain PyTorch, and with the lines
-changed that Shoal needs. Both train in float64 on the CPU from the same weights, on
-batches of 7, 7 and 4 samples, which no number of ranks divides evenly. Every loss and every weight
-is compared, on every rank.
+changed that Shoal needs: {least} to {most}, half of them at most {half}. Both train in float64 on
+the CPU from the same weights, on batches of 7, 7 and 4 samples, which no number of ranks divides
+evenly. Every loss and every weight is compared, on every rank.
 
-Messages that differ by names and numbers only are shown once, as one of them read.
+A cell is **exact** where the relative error is at most 1e-10; **by design**, where the numbers
+differ and a note said so before the first step; **refused**, where Shoal stopped with the cause and
+a cure. {summary} Defects would be numbers that differ silently, and errors in torch's own words.
 
-- **exact**: the relative error is at most 1e-10.
-- **by design (n)**: the numbers differ, and note n was printed before the first step.
-- **unchecked (n)**: the loss couples samples, the script does not say so, and this strategy could
-  not find out: note n told that nothing has checked the loss.
-- **refused (n)**: Shoal stopped with message n, which names the cause and a cure.
-
-Nothing else may happen: neither numbers that differ silently, nor an error in torch's own words.
-`x 2` means that each rank computed its share in two parts (`accumulate=2`). *Lines* counts those
-that differ between the two versions, with `import shoal` and `shoal.init(...)`. A script whose
-original is called *unchanged* leaves out what Shoal needs to know, so a refusal is what it is for.
-
-{summary}
+The table names the layouts in which a script is not exact, with the number of the message below.
+`local=2` and `diloco=2`, which are never exact, stand there only where they are refused. Layouts:
+{layouts}.
+*Unchanged* scripts leave out what Shoal needs to know, so a refusal is what they are for. Every
+cell that was run, its error and its whole message are in [scripts.json](scripts.json).
 
 {table}
 
@@ -69,7 +65,7 @@ What is unusual about a script: {needs}.
 
 {notes}
 
-Written by `make scripts` on {date}: {versions}.
+Written by `make scripts`: {versions}.
 """
 
 Key = tuple[str, str, int, int]
@@ -130,23 +126,24 @@ def write(data: Path, cells: Mapping[Key, Cell]) -> None:
 
 def page(cells: Mapping[Key, Cell]) -> str:
     """Return the page in Markdown."""
-    texts: dict[str, str] = {}  # filled by _text
+    texts: dict[str, str] = {}  # filled by _number
     scripts = all_scripts()
-    layouts = [layout for layout in LAYOUTS if any(key[1:] == layout for key in cells)]
-    head = ["script", "after", "unusual", "lines", *(_head(layout) for layout in layouts)]
-    table = [head, ["---"] * len(head)]
+    rows = ["| script | unusual | after | not exact |", "|---|---|---|---|"]
     for name, script in scripts.items():
-        results = [_text(cells.get((name, *layout)), texts) for layout in layouts]
-        lines = str(lines_changed(script))
-        table.append([f"`{name}`", script.follows, script.needs, lines, *results])
+        exceptions = _exceptions(name, cells, texts)
+        rows.append(f"| `{name}` | {script.needs} | {script.follows} | {exceptions} |")
+    changed = [lines_changed(script) for script in scripts.values()]
     counts = Counter(cell.verdict for key, cell in cells.items() if key[0] in scripts)
     return PAGE.format(
         scripts=len(scripts),
+        least=min(changed),
+        half=median_low(changed),
+        most=max(changed),
         summary=_summary(counts),
-        table="\n".join(f"| {' | '.join(row)} |" for row in table),
+        layouts=", ".join(f"`{_short(layout)}`" for layout in LAYOUTS),
+        table="\n".join(rows),
         needs="; ".join(f"{letter} {meaning}" for letter, meaning in NEEDS.items()),
         notes="\n".join(f"{number}. {text}" for number, text in enumerate(texts.values(), start=1)),
-        date=date.today().isoformat(),
         versions=(
             f"Python {platform.python_version()}, torch {torch.__version__}, "
             f"shoal {shoal.__version__}"
@@ -154,33 +151,59 @@ def page(cells: Mapping[Key, Cell]) -> str:
     )
 
 
-def _head(layout: Layout) -> str:
+def _short(layout: Layout) -> str:
     accumulated = f" x {layout.accumulate}" if layout.accumulate > 1 else ""
-    return f"`{layout.strategy}` on {layout.ranks}{accumulated}"
+    return f"{layout.strategy} on {layout.ranks}{accumulated}"
 
 
 def _summary(counts: Mapping[str, int]) -> str:
-    total = sum(counts.values())
-    good = ", ".join(
-        f"{counts.get(word, 0)} {word}" for word in (EXACT, BY_DESIGN, UNCHECKED, REFUSED)
-    )
+    words = (EXACT, BY_DESIGN, *([UNCHECKED] if counts.get(UNCHECKED) else []), REFUSED)
+    good = ", ".join(f"{counts.get(word, 0)} {word}" for word in words)
     bad = sum(counts.get(word, 0) for word in DEFECTS)
-    return f"Of {total} cells: {good}, {bad} defects."
+    return f"Of {sum(counts.values())} cells that were run: {good}, {bad} defects."
 
 
-def _text(cell: Cell | None, texts: dict[str, str]) -> str:
-    """Return the text of a cell, and add what it refers to to `texts`.
+def _exceptions(name: str, cells: Mapping[Key, Cell], texts: dict[str, str]) -> str:
+    """Return the layouts of a script that are not exact, by the number of their message.
 
-    Messages that differ by names, lines and numbers only stand on the page once.
+    Families of strategies that end alike in all their layouts are named once.
     """
-    if cell is None:
-        return "not run"
+    shown = {
+        layout: _number(cell, texts)
+        for layout in LAYOUTS
+        if (cell := cells.get((name, *layout)))
+        and not (layout.strategy in INEXACT and cell.verdict == BY_DESIGN)
+    }
+    families: dict[str, dict[Layout, str]] = {}
+    for layout, number in shown.items():
+        families.setdefault(re.split(r"[\d=,]", layout.strategy)[0], {})[layout] = number
+    names: dict[str, list[str]] = {}
+    for family, numbers in families.items():
+        if len({*numbers.values()}) == 1:
+            names.setdefault(min(numbers.values()), []).append(family)
+        else:
+            for layout, number in numbers.items():
+                names.setdefault(number, []).append(_short(layout))
+    rest = max(names, key=lambda number: len(names[number]))
+    parts = [f"{', '.join(names[n])}: {n}" for n in names if n not in {rest, EXACT}]
+    if rest != EXACT:
+        parts += [f"exact: {', '.join(names[EXACT])}"] if EXACT in names else []
+        parts += [f"all {'others' if len(names) > 1 else 'of them'}: {rest}"]
+    return "; ".join(parts)
+
+
+def _number(cell: Cell, texts: dict[str, str]) -> str:
+    """Return the number of a cell's message, and add the message to `texts`.
+
+    Messages that end in the same cure count as one. It is shown by its first sentence.
+    """
     if cell.verdict == EXACT:
         return EXACT
-    text = brief(cell.text)
-    kind = re.sub(r"\(.*?\)|under \S+:|\S+=\d+|[\d.]+|\S+:", "", text)[:60]
-    texts.setdefault(kind, text)
-    return f"{cell.verdict} ({list(texts).index(kind) + 1})"
+    text = re.sub(r"^\w+: | \(\w+\.py:\d+\)| in \w+\.py:\d+", "", brief(cell.text))
+    if (kind := text[-45:]) not in texts:
+        first = re.split(r"[.;] (?=\w)", text)[0].rstrip(".")
+        texts[kind] = f"{cell.verdict}: {first}."
+    return str(list(texts).index(kind) + 1)
 
 
 def brief(text: str) -> str:
