@@ -53,11 +53,8 @@ for a fault that none of these scripts has: the tests beside it plant the fault.
 
 {table}
 {missing}
-## Cells that change
-
-{changes}
-
-Written by `make ablation`; `shoal.init(guards=False)` leaves out those that cost time in steps.
+The cells that change, and what they become, are in [checks.json](checks.json). Written by `make
+ablation`; `shoal.init(guards=False)` leaves out those that cost time in steps.
 """
 
 
@@ -159,7 +156,6 @@ def page(found: Mapping[str, Cells]) -> str:
         "| check | lines | decides | silent | worse | better | tests |",
         "|---|--:|---|--:|--:|--:|---|",
     ]
-    changes = []
     for check, cells in found.items():
         if check == ALL:
             continue
@@ -173,10 +169,6 @@ def page(found: Mapping[str, Cells]) -> str:
         file = CHECKS[check].planted_in
         tests = f"[{Path(file).stem}](../tests/{file})"
         rows.append(f"| {check} | {lines} | {decides} | {counts} | {tests} |")
-        changes += [
-            f"- {check}: `{name}`: {before.verdict} -> {after.verdict}"
-            for name, (before, after) in {**silent, **worse, **better}.items()
-        ]
     absent = [check for check in CHECKS if check not in found]
     return PAGE.format(
         scripts=len(names()),
@@ -184,7 +176,6 @@ def page(found: Mapping[str, Cells]) -> str:
         servers=SERVERS,
         table="\n".join(rows),
         missing=f"\nNot measured: {', '.join(absent)}.\n" if absent else "",
-        changes="\n".join(changes),
     )
 
 

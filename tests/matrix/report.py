@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from string import ascii_lowercase
 from typing import NamedTuple
 
 import torch
@@ -83,14 +85,17 @@ PAGE = """\
 Each cell trained a model for {steps} steps of SGD with momentum, once by a plain PyTorch loop in
 one process and once under the strategy, in float64 on the CPU, from the same weights on the same
 global batches (10, 10, 10, 1 samples: some ranks have none). Compared on every rank: every
-parameter's gradient in every step, every loss, every weight at the end. A number is the largest
-relative error of a cell that is **exact**, which means {tolerance:g} or less.
+parameter's gradient in every step, every loss, every weight at the end.
+
+A model is **exact** where the largest relative error is at most {tolerance:g}; the table has the
+largest of a row. A model that is not exact is named with the number of its reason below: {models}.
+`3 x 4` are 3 ranks with 4 micro-batches each. Every cell is in [verified.json](verified.json).
 
 {table}
 
 {notes}
 
-Written by `python -m tests.matrix.report` on {date}: {circumstances}.
+Written by `make verified` on {date}: Python {python}, torch {torch}, shoal {shoal}.
 Try it on your own model: `shoal verify --help`, or [`shoal.verify`](library.md).
 """
 
@@ -150,53 +155,51 @@ def write(data: Path, cells: Mapping[Key, Cell]) -> None:
 
 
 def page(cells: Mapping[Key, Cell]) -> str:
-    """Return the page in Markdown.
-
-    Reasons are numbered below the table. A layout without any measured cell has no row.
-    """
-    reasons: list[str] = []  # filled by _cell
-    head = ["strategy", "ranks", *EXPERIMENTS]
-    table = [head, ["---"] * len(head)]
+    """Return the page in Markdown. Reasons are numbered below the table."""
+    reasons: dict[str, str] = {}  # filled by _exceptions
+    table = ["| strategy | ranks | exact | error | not exact |", "|---|---|--:|--:|---|"]
     for strategy, ranks, accumulate in LAYOUTS:
-        keys = [(name, strategy, ranks, accumulate) for name in EXPERIMENTS]
-        if any(key in cells for key in keys):
-            results = [_cell(cells.get(key), reasons) for key in keys]
-            table.append([f"`{strategy}`", _ranks(ranks, accumulate), *results])
-    days = sorted({cell.date for cell in cells.values()})
-    versions = (
-        f"Python {platform.python_version()}, torch {torch.__version__}, shoal {shoal.__version__}"
-    )
+        keys = {name: (name, strategy, ranks, accumulate) for name in EXPERIMENTS}
+        row = {name: cells[key] for name, key in keys.items() if key in cells}
+        exact = [cell.max_relative_error or 0.0 for cell in row.values() if cell.verdict == "exact"]
+        error = f"{max(exact):.0e}" if exact else ""
+        layout = f"`{strategy}` | {ranks}{f' x {accumulate}' if accumulate > 1 else ''}"
+        table.append(f"| {layout} | {len(exact)} | {error} | {_exceptions(row, reasons)} |")
+    days = [cell.date for cell in cells.values()]
     return PAGE.format(
         steps=next(iter(EXPERIMENTS.values())).steps,
         tolerance=TOLERANCE,
-        table="\n".join(_row(row) for row in table),
-        notes="\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)),
-        date=" to ".join(dict.fromkeys((days[0], days[-1]))),
-        circumstances=versions,
+        models="; ".join(map(" ".join, zip(ascii_lowercase, EXPERIMENTS, strict=False))),
+        table="\n".join(table),
+        notes="\n".join(
+            f"{number}. {reason}" for number, reason in enumerate(reasons.values(), start=1)
+        ),
+        date=f"{min(days)} to {max(days)}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        shoal=shoal.__version__,
     )
 
 
-def _cell(cell: Cell | None, reasons: list[str]) -> str:
-    """Return the text of a cell, and append its new reasons to `reasons`."""
-    if cell is None:
-        return "not run"
-    if cell.verdict == "exact":
-        return f"exact {cell.max_relative_error:.0e}"
-    numbers = []
-    for reason in cell.reasons:
-        if reason not in reasons:
-            reasons.append(reason)
-        numbers.append(str(reasons.index(reason) + 1))
-    word = {"differs by design": "by design", "differs": "DIFFERS"}.get(cell.verdict, cell.verdict)
-    return f"{word} ({', '.join(numbers)})"
+def _exceptions(row: Mapping[str, Cell], reasons: dict[str, str]) -> str:
+    """Return the models of a layout that are not exact, and append new reasons to `reasons`.
 
-
-def _ranks(ranks: int, accumulate: int) -> str:
-    return str(ranks) if accumulate == 1 else f"{ranks} x {accumulate} accumulated"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    Reasons are first sentences, which say the cause; those that differ in numbers count as one.
+    """
+    models: dict[str, str] = {}
+    for name, cell in row.items():
+        if cell.verdict == "exact":
+            continue
+        numbers = []
+        for text in cell.reasons:
+            reason = re.split(r"[.;] |\n", text)[0].rstrip(".")
+            kind = re.sub(r"\d+", "", reason)
+            reasons.setdefault(kind, reason)
+            numbers.append(str([*reasons].index(kind) + 1))
+        word = {"differs by design": "by design", "differs": "DIFFERS"}.get(cell.verdict, "refused")
+        verdict = f"{word} ({', '.join(numbers)})"
+        models[verdict] = models.get(verdict, "") + ascii_lowercase[[*EXPERIMENTS].index(name)]
+    return "; ".join(f"{letters} {verdict}" for verdict, letters in models.items())
 
 
 if __name__ == "__main__":

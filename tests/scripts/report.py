@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 from statistics import median_low
 
@@ -25,8 +26,6 @@ from tests.scripts.runner import (
     DEFECTS,
     EXACT,
     LAYOUTS,
-    REFUSED,
-    UNCHECKED,
     Cell,
     Layout,
     judge_all,
@@ -34,7 +33,6 @@ from tests.scripts.runner import (
 from tests.scripts.script import NEEDS, Script, catalog, lines_changed, pretrained
 
 RECORD = Path(__file__).parents[2] / "docs" / "scripts.json"
-INEXACT = ("local=2", "diloco=2")
 AT_ONCE = 20
 """Scripts that are measured before the results are written."""
 
@@ -43,19 +41,18 @@ PAGE = """\
 
 Can a script of yours be trained by several ranks, and does it give the numbers of one device? These
 are {scripts} kinds of script of `tests/scripts/catalog`, each in plain PyTorch, and with the lines
-changed that Shoal needs: {least} to {most}, half of them at most {half}. Both train in float64 on
-the CPU from the same weights, on batches of 7, 7 and 4 samples, which no number of ranks divides
-evenly. Every loss and every weight is compared, on every rank.
+changed that Shoal needs, {median} at the median. Both train in float64 on the CPU from the same
+weights, on batches of 7, 7 and 4 samples, which no number of ranks divides evenly. Every loss and
+every weight is compared, on every rank. Of the cells that were run: {summary}.
 
 A cell is **exact** where the relative error is at most 1e-10; **by design**, where the numbers
 differ and a note said so before the first step; **refused**, where Shoal stopped with the cause and
-a cure. {summary} Defects would be numbers that differ silently, and errors in torch's own words.
+a cure. Any other cell would be a defect: numbers that differ silently, or an error of torch's own.
 
 The table names the layouts in which a script is not exact, with the number of the message below.
-`local=2` and `diloco=2`, which are never exact, stand there only where they are refused. Layouts:
-{layouts}.
-*Unchanged* scripts leave out what Shoal needs to know, so a refusal is what they are for. Every
-cell that was run, its error and its whole message are in [scripts.json](scripts.json).
+`local=2` and `diloco=2`, which are never exact, stand there only where they are refused.
+*Unchanged* scripts leave out what Shoal must know: a refusal is their aim. Every cell, its error
+and its whole message are in [scripts.json](scripts.json). Layouts: {layouts}.
 
 {table}
 
@@ -132,14 +129,11 @@ def page(cells: Mapping[Key, Cell]) -> str:
     for name, script in scripts.items():
         exceptions = _exceptions(name, cells, texts)
         rows.append(f"| `{name}` | {script.needs} | {script.follows} | {exceptions} |")
-    changed = [lines_changed(script) for script in scripts.values()]
     counts = Counter(cell.verdict for key, cell in cells.items() if key[0] in scripts)
     return PAGE.format(
         scripts=len(scripts),
-        least=min(changed),
-        half=median_low(changed),
-        most=max(changed),
-        summary=_summary(counts),
+        median=median_low(map(lines_changed, scripts.values())),
+        summary=", ".join(f"{count} {word}" for word, count in counts.most_common()),
         layouts=", ".join(f"`{_short(layout)}`" for layout in LAYOUTS),
         table="\n".join(rows),
         needs="; ".join(f"{letter} {meaning}" for letter, meaning in NEEDS.items()),
@@ -156,13 +150,6 @@ def _short(layout: Layout) -> str:
     return f"{layout.strategy} on {layout.ranks}{accumulated}"
 
 
-def _summary(counts: Mapping[str, int]) -> str:
-    words = (EXACT, BY_DESIGN, *([UNCHECKED] if counts.get(UNCHECKED) else []), REFUSED)
-    good = ", ".join(f"{counts.get(word, 0)} {word}" for word in words)
-    bad = sum(counts.get(word, 0) for word in DEFECTS)
-    return f"Of {sum(counts.values())} cells that were run: {good}, {bad} defects."
-
-
 def _exceptions(name: str, cells: Mapping[Key, Cell], texts: dict[str, str]) -> str:
     """Return the layouts of a script that are not exact, by the number of their message.
 
@@ -172,13 +159,11 @@ def _exceptions(name: str, cells: Mapping[Key, Cell], texts: dict[str, str]) -> 
         layout: _number(cell, texts)
         for layout in LAYOUTS
         if (cell := cells.get((name, *layout)))
-        and not (layout.strategy in INEXACT and cell.verdict == BY_DESIGN)
+        and not (layout.strategy in ("local=2", "diloco=2") and cell.verdict == BY_DESIGN)
     }
-    families: dict[str, dict[Layout, str]] = {}
-    for layout, number in shown.items():
-        families.setdefault(re.split(r"[\d=,]", layout.strategy)[0], {})[layout] = number
     names: dict[str, list[str]] = {}
-    for family, numbers in families.items():
+    for family, layouts in groupby(shown, lambda layout: re.split(r"[\d=,]", layout.strategy)[0]):
+        numbers = {layout: shown[layout] for layout in layouts}
         if len({*numbers.values()}) == 1:
             names.setdefault(min(numbers.values()), []).append(family)
         else:
@@ -200,10 +185,9 @@ def _number(cell: Cell, texts: dict[str, str]) -> str:
     if cell.verdict == EXACT:
         return EXACT
     text = re.sub(r"^\w+: | \(\w+\.py:\d+\)| in \w+\.py:\d+", "", brief(cell.text))
-    if (kind := text[-45:]) not in texts:
-        first = re.split(r"[.;] (?=\w)", text)[0].rstrip(".")
-        texts[kind] = f"{cell.verdict}: {first}."
-    return str(list(texts).index(kind) + 1)
+    first = re.split(r"[.;] (?=\w)", text)[0].rstrip(".")
+    texts.setdefault(text[-45:], f"{cell.verdict}: {first}.")
+    return str([*texts].index(text[-45:]) + 1)
 
 
 def brief(text: str) -> str:
