@@ -18,7 +18,6 @@ GOALS = {1 << 16: 30.0, 1 << 22: 8.0, 1 << 26: 2.5}
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     parts = [_part(int(ranks), part) for ranks, part in result["ranks"].items()]
-    parts += [_steps(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
     parts += [_above_none(int(ranks), part["step_s"]) for ranks, part in result["ranks"].items()]
     parts += _call_parts()
     text = "\n\n".join([*parts, told(result["circumstances"])])
@@ -33,13 +32,11 @@ def _call_parts() -> list[str]:
     found = json.loads(CALL_PARTS.read_text())
     parts = found["parts_us"]
     empty = parts.pop("nothing")["fastest"]  # the loop itself
-    head = ["2 ranks: 1 KB", "fastest", "5 % are below", "over Open MPI, called directly"]
-    rival = parts.get("Open MPI, called directly")
-    rows = []
-    for name, times in sorted(parts.items(), key=lambda part: part[1]["fastest"]):
-        ratio = (times["fastest"] - empty) / (rival["fastest"] - empty) if rival else None
-        cells = [f"{times[key] - empty:.2f} us" for key in ("fastest", "p5")]
-        rows.append([name, *cells, f"{ratio:.2f}" if ratio else ""])
+    rows = [
+        [name, f"{times['fastest'] - empty:.2f} us"]
+        for name, times in sorted(parts.items(), key=lambda part: part[1]["fastest"])
+    ]
+    head = ["2 ranks: 1 KB", "fastest"]
     return [table(head, rows), f"Calls of 1 KB: {told(found['circumstances'])}"]
 
 
@@ -70,23 +67,6 @@ def _part(ranks: int, part: dict[str, Any]) -> str:
     lines = [table(head, rows)]
     lines += [f"{name} is missing: {reason}." for name, reason in part["missing"].items()]
     return "\n\n".join(lines)
-
-
-def _steps(ranks: int, networks: dict[str, Any]) -> str:
-    measured = next(iter(networks.values()))
-    names = [name for name in (OURS, ALONE, NONE) if name in measured]
-    kinds = {"clock": "", "computing": ", computing"}
-    head = [f"{ranks} ranks: step of DDP / over Gloo"]
-    head += [f"{name}{told_as}" for told_as in kinds.values() for name in names]
-    rows = []
-    for network, found in networks.items():
-        cells = [
-            f"{median(_each(found[name][kind], found[YARDSTICK][kind])):.2f}"
-            for kind in kinds
-            for name in names
-        ]
-        rows.append([f"{network} (Gloo: {_time(median(found[YARDSTICK]['clock']))})", *cells])
-    return table(head, rows)
 
 
 def _above_none(ranks: int, networks: dict[str, Any]) -> str:
