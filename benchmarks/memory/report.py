@@ -24,8 +24,6 @@ def main() -> None:
     parts = [
         _states(result),
         _exactness(result),
-        _beside(result),
-        _peaks(result),
         _gathered(result),
         circumstances,
     ]
@@ -37,28 +35,10 @@ def main() -> None:
 
 def _states(result: dict[str, Any]) -> str:
     def cell(entry: dict[str, Any]) -> str:
-        found, expected = (
-            sum(entry[which][kind] for kind in entry["expected"]) for which in ("found", "expected")
-        )
-        return f"{found / MIB:.1f} ({_distance(found, expected, 2)})"
+        found = sum(entry["found"][kind] for kind in entry["expected"])
+        return f"{found / MIB:.1f}, {entry['found']['peak'] / MIB:.1f}"
 
-    return _by_ranks("states on a rank, MiB (against the formula)", result, cell)
-
-
-def _beside(result: dict[str, Any]) -> str:
-    def cell(entry: dict[str, Any]) -> str:
-        found = entry["found"]["beside"]
-        return f"{found / MIB:.1f} ({_distance(found, entry['rough']['beside'], 0)})"
-
-    return _by_ranks("peak beside the states, MiB (against a rough formula)", result, cell)
-
-
-def _peaks(result: dict[str, Any]) -> str:
-    return _by_ranks(
-        "peak of a step on the device, MiB",
-        result,
-        lambda entry: f"{entry['found']['peak'] / MIB:.1f}",
-    )
+    return _by_ranks("states on a rank, peak of a step, MiB", result, cell)
 
 
 def _exactness(result: dict[str, Any]) -> str:
@@ -137,10 +117,6 @@ def _entries(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def _relative(found: int, expected: int) -> float:
     return found / expected - 1
-
-
-def _distance(found: int, expected: int, digits: int) -> str:
-    return f"{100 * _relative(found, expected):+.{digits}f} %"
 
 
 if __name__ == "__main__":
