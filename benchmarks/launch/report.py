@@ -13,7 +13,6 @@ OURS, YARDSTICK = "shoal launch", "torchrun"
 MARKS = {
     "all-reduce": "the first all-reduce",
     "optimizer step": "the first optimizer step",
-    "all-reduce of that script": "the first all-reduce of the script that goes on to train",
 }
 
 Spread = tuple[float, float, float]  # lowest, median, highest
