@@ -25,7 +25,6 @@ def main() -> None:
         f"seconds to {target:g} %",
         f"{YARDSTICK}'s / its",
         "steps to it",
-        "seconds of 100 steps",
         "MB sent in 100 steps",
         "top1 at the end, %",
     ]
@@ -53,17 +52,15 @@ def _row(way: str, found: dict[int, Run], yardstick: dict[int, Run], target: flo
     ]
     ends = [run["evaluations"][-1] for run in found.values()]
     missed = len(found) - len(reached)
+    sent_mb = [run["sent_bytes"] / 1e4 / run["evaluations"][-1][0] for run in found.values()]
     seconds = _spread([hit[1] for hit in reached.values()], ".1f")
     return [
         f"`{way}`",
         seconds + (f"; {missed} of {len(found)} never" if missed else ""),
         _spread(ratios, ".2f"),
-        _spread([hit[0] for hit in reached.values()], ".0f"),
-        _spread([100 * seconds / step for step, seconds, _ in ends], ".1f"),
-        _spread(
-            [run["sent_bytes"] / 1e4 / run["evaluations"][-1][0] for run in found.values()], ".1f"
-        ),
-        _spread([top1 for *_, top1 in ends], ".2f"),
+        f"{median(hit[0] for hit in reached.values()):.0f}" if reached else "-",
+        f"{median(sent_mb):.1f}",
+        f"{median(top1 for *_, top1 in ends):.2f}",
     ]
 
 
