@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any
 
 from benchmarks.convergence.cases import CASES, TASKS, YARDSTICK
@@ -39,7 +39,6 @@ def task_table(name: str, runs: Sequence[Run]) -> str:
         "loss",
         f"less {YARDSTICK}'s",
         "steps ahead",
-        "seconds",
     ]
     return table(head, [row(case, found, yardstick) for case, found in by_case.items() if found])
 
@@ -50,18 +49,18 @@ def row(case: str, found: dict[int, Run], yardstick: dict[int, Run]) -> list[str
     strategy, *change = case.split(", ")
     cells = [", ".join([f"`{strategy}`", *change])]
     for what, digits in (("top1", 2), ("loss", 4)):
-        cells.append(spread([found[seed][what] for seed in shared], f".{digits}f"))
+        cells.append(f"{mean(found[seed][what] for seed in shared):.{digits}f}")
         differences = [found[seed][what] - yardstick[seed][what] for seed in shared]
         cells.append("" if case == YARDSTICK else spread(differences, f"+.{digits}f"))
     ahead = [_mean_ahead(run["ahead_percent"]) for run in found.values() if run["ahead_percent"]]
     most = max((int(steps) for run in found.values() for steps in run["ahead_percent"]), default=0)
     cells.append(f"{mean(ahead):.1f}, at most {most}" if ahead else "")
-    return [*cells, spread([found[seed]["train_s"] for seed in shared], ".1f", of=median)]
+    return cells
 
 
-def spread(values: list[float], form: str, of: Callable[[list[float]], float] = mean) -> str:
-    """The middle, and from where to where."""
-    return f"{of(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+def spread(values: list[float], form: str) -> str:
+    """The mean, and from where to where."""
+    return f"{mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def _mean_ahead(percent: dict[str, float]) -> float:
