@@ -35,7 +35,8 @@ HELPERS = {
 def listed(title: str) -> list[str]:
     """Return the files of a walk, as docs/design.md lists them."""
     section = PAGE.partition("## A batch's walk\n")[2].partition("\n## ")[0]
-    walk = section.partition(f"### {title}\n")[2].partition("\n### ")[0]
+    parts = [section.partition(f"### {part}\n")[2] for part in ("Every step", title)]
+    walk = "\n".join(part.partition("\n### ")[0] for part in parts)
     return re.findall(r"^\d+\. `([\w/]+\.py)`: ", walk, flags=re.M)
 
 
