@@ -27,32 +27,40 @@ def refreshed(page: str) -> str:
 
 
 def settings_table() -> str:
-    """Return a table in Markdown: every setting, its default, its values and its meaning."""
+    """Return a table in Markdown: every setting, its default, its meaning and its values."""
     rows = (
-        (f"`{name}`", f"`{write(setting.default)}`", _values(setting), setting.help)
+        (f"`{name}`", f"`{write(setting.default)}`", setting.help + _limits(setting))
         for name, setting in all_settings().items()
     )
-    return _table(("setting", "default", "may be", "meaning"), rows)
+    return _table(("setting", "default", "meaning"), rows)
 
 
 def distribuuuu_table() -> str:
-    """Return a table in Markdown: every key of distribuuuu, its default and our setting for it."""
+    """Return a table in Markdown: every key of distribuuuu, and our setting for it."""
     rows = (
         (
             f"`{key}`",
-            f"`{write(row.default)}`",
             f"`{row.setting}`" if row.setting else "none",
             # Placeholders, because a note contains the values of a command line.
             NOTES.get(key, "").format(value="VALUE", ours="OURS", ranks="RANKS"),
         )
         for key, row in KEYS.items()
     )
-    return _table(("key", "default there", "setting here", "KEY VALUE ..."), rows)
+    return _table(("key", "setting here", "KEY VALUE ..."), rows)
 
 
-def _values(setting: Setting) -> str:
-    limit = f"; {setting.check[1]}" if setting.check else ""
-    return describe(setting.annotation) + limit
+def _limits(setting: Setting) -> str:
+    """Return what default and meaning do not tell of the values, in brackets."""
+    kind = describe(setting.annotation)
+    words = []
+    if kind.endswith("none") and setting.default is not None:
+        words.append("or none")
+    if not all(word in setting.help for word in kind.removeprefix("one of ").split(", ")):
+        words += [kind] if kind.startswith("one of ") else []
+    if setting.check:
+        limit = setting.check[1].removeprefix("must be ").partition(":")[0]
+        words.append(limit.replace("must not be negative", ">= 0").replace("greater than", ">"))
+    return f" ({'; '.join(words)})" if words else ""
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
