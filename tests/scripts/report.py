@@ -49,9 +49,10 @@ A cell is **exact** where the relative error is at most 1e-10; **by design**, wh
 differ and a note said so before the first step; **refused**, where Shoal stopped with the cause and
 a cure. Any other cell would be a defect: numbers that differ silently, or an error of torch's own.
 
-The table names the layouts in which a script is not exact, with the number of the message below.
+The table has the layouts in which scripts are not exact, with the number of the message below.
 `local=2` and `diloco=2`, which are never exact, stand there only where they are refused.
-*Unchanged* scripts leave out what Shoal must know: a refusal is their aim. Every cell, its error
+Behind a name stand what is unusual about the script and what it follows; *unchanged* ones leave out
+what Shoal must know, so a refusal is their aim. Every cell, its error
 and its whole message are in [scripts.json](scripts.json). Layouts: {layouts}.
 
 {table}
@@ -125,17 +126,18 @@ def page(cells: Mapping[Key, Cell]) -> str:
     """Return the page in Markdown."""
     texts: dict[str, str] = {}  # filled by _number
     scripts = all_scripts()
-    rows = ["| script | unusual | after | not exact |", "|---|---|---|---|"]
+    groups: dict[str, list[str]] = {}
     for name, script in scripts.items():
-        exceptions = _exceptions(name, cells, texts)
-        rows.append(f"| `{name}` | {script.needs} | {script.follows} | {exceptions} |")
+        exceptions = _exceptions(name, cells, texts) or "exact everywhere"
+        groups.setdefault(exceptions, []).append(f"`{name}` {script.needs} ({script.follows})")
+    rows = [f"| {not_exact} | {'; '.join(named)} |" for not_exact, named in groups.items()]
     counts = Counter(cell.verdict for key, cell in cells.items() if key[0] in scripts)
     return PAGE.format(
         scripts=len(scripts),
         median=median_low(map(lines_changed, scripts.values())),
         summary=", ".join(f"{count} {word}" for word, count in counts.most_common()),
         layouts=", ".join(f"`{_short(layout)}`" for layout in LAYOUTS),
-        table="\n".join(rows),
+        table="\n".join(["| not exact | scripts |", "|---|---|", *rows]),
         needs="; ".join(f"{letter} {meaning}" for letter, meaning in NEEDS.items()),
         notes="\n".join(f"{number}. {text}" for number, text in enumerate(texts.values(), start=1)),
         versions=(
