@@ -115,7 +115,9 @@ class Shard(ShardReplica):
         if partition in self.owned and partition not in self.leaving:
             self._allocate(partition)
         partition_state = self.require_partition(partition)
-        partition_state.load(values, state, clock)
+        # Updates of a record are numbered on, where weights are loaded in the middle of a run.
+        updates = clock if self.staleness == 0 else max(clock, partition_state.clock)
+        partition_state.load(values, state, updates)
         self._reset_requests(partition, dict.fromkeys(self.workers, clock))
         load_done = LoadDone(worker, partition)
         return [

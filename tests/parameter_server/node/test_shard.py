@@ -133,3 +133,12 @@ def test_a_step_request_sets_the_learning_rate_and_scales_the_gradient() -> None
 
 def _plain() -> OptimizerSpec:
     return recipe_of(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+
+
+def test_an_asynchronous_part_counts_its_updates_on_where_weights_are_loaded_again() -> None:
+    made = shard(1, staleness=None)
+    made.push(0, 0, 0, gradient(0, 0, 0), bytes([1] * len(PARTS[0].segments)))
+    list(made.request_step(0, 0, step_request()))
+    state = made.held[0]
+    made.load(0, 0, state.values.clone(), state.state(), 0)
+    assert state.clock == 1
