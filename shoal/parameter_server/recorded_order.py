@@ -7,15 +7,15 @@ A gradient can be computed when every partition has reached the values that the 
 update can be applied when its gradient is known. One process that respects both rules finds an
 order, because the original run was such an order. It needs no servers:
 
-      worker ── push, request_step ──> ReplayClient ── stepped() ──> Replayer: applies updates
-      worker <── values ────────────── ReplayClient <── take() ───── Replayer
+      worker ── push, request_step ──> ReplayClient ── stepped() ──> RecordedOrder.replay: updates
+      worker <── values ────────────── ReplayClient <── take() ───── RecordedOrder.replay
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,10 +28,19 @@ from shoal.parameter_server.node.partition_state import PartitionState, cloned
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.worker.flat_params import FlatParams
 
+T = TypeVar("T")
 CURE = (
-    "The parameter server that noted it was replaced or removed, or the file is damaged. What was "
-    "saved before can be replayed: `shoal replay RUN --step N` ends at the checkpoint of step N."
+    "The parameter server that noted it was replaced or removed, an answer was lost and given "
+    "again with newer values, or the file is damaged. What was saved before can be replayed: "
+    "`shoal replay RUN --step N` ends at the checkpoint of step N."
 )
+
+
+class ReplayStep(NamedTuple):
+    """A worker's pushes of a step: gradients of partitions with the masks of their segments."""
+
+    gradients: Mapping[int, tuple[Tensor, bytes]]
+    order: StepRequest
 
 
 class RecordedOrder:
@@ -48,187 +57,138 @@ class RecordedOrder:
     """
 
     def __init__(self, events: Iterable[Event], parts: int, workers: int, steps: int) -> None:
-        self.parts = parts
-        self.workers = workers
-        self.steps = steps
-        updates: list[dict[int, tuple[int, int]]] = [{} for _ in range(parts)]
-        reads: dict[tuple[int, int, int], set[int]] = {}
-        pulls: dict[tuple[int, int, int], set[int]] = {}
-        for event in events:
-            if not (0 <= event.part < parts and 0 <= event.worker < workers):
-                raise RecordError(
-                    f"the record speaks of part {event.part} of {parts}, worker {event.worker}. "
-                    f"{CURE}"
-                )
-            if event.step >= steps:
+        self.workers, self.steps = workers, steps
+        updates: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        # A pull after a step replaces the values that were read after it. At the start all workers
+        # have the same values.
+        starts = {(worker, 0, part): {0} for worker in range(workers) for part in range(parts)}
+        reads: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        pulls: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        for kind, part, clock, worker, step in events:
+            if part >= parts or worker >= workers:
+                reason = f"the record speaks of part {part} of {parts}, worker {worker}."
+                raise RecordError(f"{reason} {CURE}")
+            if step >= steps:
                 continue
-            if event.kind == "a":
-                push = event.worker, event.step
-                if updates[event.part].setdefault(event.clock, push) != push:
-                    raise RecordError(
-                        f"part {event.part} took two different pushes as its update {event.clock}. "
-                        f"{CURE}"
-                    )
+            if kind == "a":
+                updates[part, clock].add((worker, step))
             else:
-                table = pulls if event.kind == "p" else reads
-                table.setdefault((event.worker, event.step, event.part), set()).add(event.clock)
-        self.applied = [self._in_order(part, by_clock) for part, by_clock in enumerate(updates)]
-        self.read = self._sources(reads, pulls)
-        self.agreed = {step for _, step, _ in pulls}
-        self._check_consistent()
-
-    def _in_order(
-        self, part: int, by_clock: Mapping[int, tuple[int, int]]
-    ) -> list[tuple[int, int]]:
-        count = self.workers * self.steps
-        missing = next((clock for clock in range(count) if clock not in by_clock), None)
-        if missing is not None:
-            raise RecordError(
-                f"the record does not say what was update {missing} of part {part}. {CURE}"
-            )
-        order = [by_clock[clock] for clock in range(count)]
-        for worker in range(self.workers):
-            if [step for pusher, step in order if pusher == worker] != list(range(self.steps)):
-                raise RecordError(
-                    f"part {part} did not take each step of worker {worker} once, in order. {CURE}"
+                (pulls if kind == "p" else reads)[worker, step, part].add(clock)
+        clocks = starts | reads | pulls
+        self.applied = [
+            [
+                _only(updates[part, clock], f"what was update {clock} of part {part}")
+                for clock in range(workers * steps)
+            ]
+            for part in range(parts)
+        ]
+        self.read = {
+            (worker, step): [
+                _only(
+                    clocks.get((worker, step, part), ()),
+                    f"from which values of part {part} worker {worker} began its step {step}",
                 )
-        return order
-
-    def _sources(
-        self,
-        reads: Mapping[tuple[int, int, int], set[int]],
-        pulls: Mapping[tuple[int, int, int], set[int]],
-    ) -> dict[tuple[int, int], list[int]]:
-        """Return the number of updates in the values that each step started from, by partition.
-
-        A pull after a step replaces the values that were read after it. At the start all workers
-        have the same values.
-        """
-        sources: dict[tuple[int, int], list[int]] = {}
-        for worker in range(self.workers):
-            for step in range(self.steps):
-                clocks = []
-                for part in range(self.parts):
-                    read = reads.get((worker, step, part), set())
-                    pulled = pulls.get((worker, step, part), set())
-                    clocks.append(self._source(worker, step, part, read, pulled))
-                sources[worker, step] = clocks
-        return sources
-
-    def _source(self, worker: int, step: int, part: int, read: set[int], pulled: set[int]) -> int:
-        question = f"from which values of part {part} worker {worker} began its step {step}"
-        clocks = pulled or read or ({0} if step == 0 else set())
-        if not clocks:
-            raise RecordError(f"the record does not say {question}. {CURE}")
-        if len(clocks) > 1 or max(read, default=0) > min(clocks):
-            raise RecordError(
-                f"the record does not tell {question}: after "
-                f"{' or '.join(map(str, sorted(read | pulled)))} updates. An "
-                "answer was lost on the way, and given again with newer values."
-            )
-        return min(clocks)
-
-    def _check_consistent(self) -> None:
-        """Check that a worker reads a part between the updates of its last and its next push."""
+                for part in range(parts)
+            ]
+            for worker in range(workers)
+            for step in range(steps)
+        }
+        self.agreed = {step for _, step, _ in pulls}
         for part, order in enumerate(self.applied):
-            last_update = dict.fromkeys(range(self.workers), -1)
-            for clock, (worker, step) in enumerate(order):
-                if not last_update[worker] < self.read[worker, step][part] <= clock:
-                    raise RecordError(
-                        f"the record contradicts itself: worker {worker} would have computed its "
-                        f"step {step} from values of part {part} that it did not have then. {CURE}"
-                    )
-                last_update[worker] = clock
+            self._check(part, order)
 
+    def _check(self, part: int, order: Sequence[tuple[int, int]]) -> None:
+        """Check that a worker's steps follow each other, and that it read a part between the
+        updates of its last and its next push.
+        """
+        last_update = dict.fromkeys(range(self.workers), -1)
+        taken = dict.fromkeys(range(self.workers), 0)
+        for clock, (worker, step) in enumerate(order):
+            read = self.read[worker, step][part]
+            if step != taken[worker] or not last_update[worker] < read <= clock:
+                raise RecordError(
+                    f"the record contradicts itself: worker {worker} would have computed its "
+                    f"step {step} from values of part {part} that it did not have then. {CURE}"
+                )
+            last_update[worker] = clock
+            taken[worker] += 1
 
-class ReplayStep(NamedTuple):
-    """A worker's pushes of a step: gradients of partitions with the masks of their segments."""
-
-    gradients: Mapping[int, tuple[Tensor, bytes]]
-    order: StepRequest
-
-
-class Replayer:
-    """Replays a run in its recorded order.
-
-    Args:
-        held: every partition in its initial state, with clock 0.
-        take: called with a worker, a partition and the values that the worker's next step starts
-            from. It must copy them.
-        step: called with a worker and a step, when the worker has all values. Its result may
-            change at the worker's next step.
-    """
-
-    def __init__(
+    def replay(
         self,
-        course: RecordedOrder,
         held: Sequence[PartitionState],
         take: Callable[[int, int, Tensor], None],
         step: Callable[[int, int], ReplayStep],
     ) -> None:
-        self.course = course
-        self.held = held
-        self.take = take
-        self.step = step
-        # Values that a worker's step still waits for, and the last step that each worker took.
-        self.missing = dict.fromkeys(course.read, course.parts)
-        self.stepped: dict[int, tuple[int, ReplayStep]] = {}
-        self.readers: list[dict[int, list[tuple[int, int]]]] = [{} for _ in held]
-        for reader, clocks in course.read.items():
-            for part, clock in enumerate(clocks):
-                self.readers[part].setdefault(clock, []).append(reader)
+        """Take all steps in the recorded order.
 
-    def run(self) -> None:
-        """Take all steps. Raises RecordError: no order fits the record."""
-        parts = range(self.course.parts)
-        for part in parts:
-            self._deliver(part)
-        while sum(self._advance(part) for part in parts):
+        Args:
+            held: every partition in its initial state, with clock 0.
+            take: called with a worker, a partition and the values that the worker's next step
+                starts from. It must copy them.
+            step: called with a worker and a step, when the worker has all values. Its result may
+                change at the worker's next step.
+
+        Raises:
+            RecordError: no order fits the record.
+        """
+        missing = dict.fromkeys(self.read, len(held))
+        pushed: dict[int, tuple[int, ReplayStep]] = {}  # the last step that each worker took
+        readers: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+        for reader, clocks in self.read.items():
+            for part, clock in enumerate(clocks):
+                readers[part, clock].append(reader)
+
+        def deliver(part: int) -> None:
+            for worker, number in readers.pop((part, held[part].clock), ()):
+                take(worker, part, held[part].values)
+                missing[worker, number] -= 1
+                if not missing[worker, number]:
+                    pushed[worker] = number, step(worker, number)
+
+        def advance(part: int) -> bool:
+            """Apply a partition's next update. Return False if its gradient is not known yet."""
+            clock, order = held[part].clock, self.applied[part]
+            worker, number = order[clock] if clock < len(order) else (-1, 0)
+            if worker not in pushed or pushed[worker][0] != number:
+                return False
+            _apply(held[part], pushed[worker][1])
+            deliver(part)
+            return True
+
+        for part in range(len(held)):
+            deliver(part)
+        while sum(map(advance, range(len(held)))):
             pass
-        for part in parts:
-            if self.held[part].clock < len(self.course.applied[part]):
-                worker, step = self.course.applied[part][self.held[part].clock]
+        for part, order in enumerate(self.applied):
+            if (clock := held[part].clock) < len(order):
+                worker, number = order[clock]
                 raise RecordError(
-                    f"the record contradicts itself: step {step} of worker {worker} cannot have "
+                    f"the record contradicts itself: step {number} of worker {worker} cannot have "
                     f"come before what it was computed from. {CURE}"
                 )
 
-    def _advance(self, part: int) -> bool:
-        """Apply a partition's updates until a gradient is unknown. Return True if one was."""
-        held = self.held[part]
-        applied = self.course.applied[part]
-        first_clock = held.clock
-        while held.clock < len(applied):
-            worker, step = applied[held.clock]
-            known_step, stepped = self.stepped.get(worker, (-1, None))
-            if stepped is None or known_step != step:
-                break
-            gradient, present = stepped.gradients[part]
-            present = stepped.order.mask(present, [s.name for s in held.part.segments])
-            if stepped.order.scale != 1.0:
-                gradient = gradient * stepped.order.scale
-            with _single_threaded():
-                held.apply(gradient, present, stepped.order.settings[held.part.group])
-            self._deliver(part)
-        return held.clock > first_clock
 
-    def _deliver(self, part: int) -> None:
-        for worker, step in self.readers[part].pop(self.held[part].clock, ()):
-            self.take(worker, part, self.held[part].values)
-            self.missing[worker, step] -= 1
-            if not self.missing[worker, step]:
-                self.stepped[worker] = step, self.step(worker, step)
+def _only(found: Iterable[T], question: str) -> T:
+    """Return the one answer to a question about the record."""
+    answers = list(found)
+    if len(answers) != 1:
+        told = " or ".join(map(str, sorted(answers)))  # type: ignore[type-var]
+        raise RecordError(
+            f"the record does not say {question}{f': {told}' if told else ''}. {CURE}"
+        )
+    return answers[0]
 
 
-@contextmanager
-def _single_threaded() -> Iterator[None]:
-    """Use one thread, as servers do: parts of rows in several threads may be rounded otherwise."""
-    previous = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(previous)
+def _apply(held: PartitionState, pushed: ReplayStep) -> None:
+    """Take a partition's step as a server does."""
+    gradient, present = pushed.gradients[held.part.number]
+    present = pushed.order.mask(present, [segment.name for segment in held.part.segments])
+    if pushed.order.scale != 1.0:
+        gradient = gradient * pushed.order.scale
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in servers: rows in several threads may be rounded otherwise
+    held.apply(gradient, present, pushed.order.settings[held.part.group])
+    torch.set_num_threads(threads)
 
 
 class ReplayClient:
@@ -256,8 +216,6 @@ class ReplayClient:
         if not held:
             held += [PartitionState(part, recipe) for part in flat.parts]
 
-    # For the replay
-
     def take(self, part: int, values: Tensor) -> None:
         """Deliver the recorded values of a partition to this worker."""
         self.values[part].copy_(values)
@@ -271,7 +229,7 @@ class ReplayClient:
         self._order = None
         return stepped
 
-    # For the worker, as the methods of `WorkerClient`
+    # Methods of `WorkerClient`
 
     def push(self, part: int, gradient: Tensor, present: bytes, _sparse: bool = False) -> None:
         if self._compression is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,12 +32,7 @@ from shoal.data.seeds import load_random_state, preserve_rng_state, random_state
 from shoal.launch.environment import read as read_place
 from shoal.parameter_server.node.partition_state import PartitionState
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
-from shoal.parameter_server.recorded_order import (
-    RecordedOrder,
-    ReplayClient,
-    Replayer,
-    ReplayStep,
-)
+from shoal.parameter_server.recorded_order import RecordedOrder, ReplayClient, ReplayStep
 from shoal.run import Run
 from shoal.run.preparation import RunSettings
 from shoal.strategies import build_strategies, parse_line
@@ -50,7 +44,7 @@ from shoal.strategies.transforms.compile import Compile
 from shoal.strategies.transforms.precision import Precision
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, steps_of_epochs, take_step
-from shoal.train.record import ReplayStart, events_until, newest_saved, newest_start
+from shoal.train.record import RunRecord
 
 
 @dataclass(frozen=True)
@@ -104,58 +98,53 @@ def replay(directory: Path, step: int | None = None) -> Replay:
         CheckpointError: the checkpoint at the start or at the end cannot be read.
     """
     start_s = time.monotonic()
-    start = newest_start(directory)
-    target = newest_saved(start, Checkpoints(directory / "checkpoints"), step)
-    with _recorded_environment(start):
-        replayed = _ReplayedRun(start, target.step)
-        tensors = replayed.run()
+    record = RunRecord.newest(directory)
+    target = record.newest_saved(Checkpoints(directory / "checkpoints"), step)
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    with preserve_rng_state():
+        # As many threads and the same kernels as the recorded ranks.
+        torch.set_num_threads(int(record.info["threads"]))
+        torch.use_deterministic_algorithms(record.job.train.deterministic)
+        try:
+            tensors = _replayed(record, target.step)
+        finally:
+            torch.set_num_threads(threads)
+            torch.use_deterministic_algorithms(deterministic)
+    workers = len(record.private)
     return Replay(
-        first=start.step,
+        first=record.step,
         last=target.step,
-        workers=len(replayed.workers),
-        pushes=len(replayed.workers) * replayed.order.steps,
+        workers=workers,
+        pushes=workers * (target.step - record.step),
         seconds=time.monotonic() - start_s,
         checkpoint=target.path,
         differing=_differing(tensors, target.tensors),
-        differing_circumstances=start.differing_circumstances,
+        differing_circumstances=record.differing_circumstances,
     )
 
 
-class _ReplayedRun:
-    """All workers of a run, and the partitions of its servers, which they share."""
+def _replayed(record: RunRecord, last: int) -> dict[str, Tensor]:
+    """Take all steps of a recorded run up to `last`. Return what rank 0 would save in the end."""
+    partitions: list[PartitionState] = []  # of all servers; the first worker fills it
+    workers = [Worker(record, rank, partitions) for rank in range(len(record.private))]
+    events, steps = record.events_until(last), last - record.step
+    order = RecordedOrder(events, len(partitions), len(workers), steps)
+    buffers: dict[int, list[Tensor]] = {}  # rank 0's, where the run has synchronized its workers
 
-    def __init__(self, start: ReplayStart, last: int) -> None:
-        self.partitions: list[PartitionState] = []
-        self.workers = [Worker(start, rank, self.partitions) for rank in range(len(start.private))]
-        self.order = RecordedOrder(
-            events_until(start, last), len(self.partitions), len(self.workers), last - start.step
-        )
-        self.buffers: dict[int, list[Tensor]] = {}
-
-    def run(self) -> dict[str, Tensor]:
-        """Take all steps. Return the tensors that rank 0 would save in the end."""
-        Replayer(
-            self.order,
-            self.partitions,
-            lambda worker, part, values: self.workers[worker].client.take(part, values),
-            self._step,
-        ).run()
-        load_random_state(self.workers[0].random, self.workers[0].run.device)
-        return self.workers[0].run.state()[0]
-
-    def _step(self, worker: int, step: int) -> ReplayStep:
-        """Take step `step` of a worker. Return what it pushed.
-
-        Where the run has synchronized its workers, all have taken rank 0's buffers too.
-        """
-        if worker and step in self.buffers:
-            buffers = zip(self.workers[worker].model.buffers(), self.buffers[step], strict=True)
-            for buffer, other in buffers:
+    def step(worker: int, number: int) -> ReplayStep:
+        if worker and number in buffers:
+            own = workers[worker].model.buffers()
+            for buffer, other in zip(own, buffers[number], strict=True):
                 buffer.copy_(other)
-        pushed = self.workers[worker].step()
-        if worker == 0 and step + 1 in self.order.agreed:
-            self.buffers[step + 1] = [each.clone() for each in self.workers[0].model.buffers()]
+        pushed = workers[worker].step()
+        if worker == 0 and number + 1 in order.agreed:
+            buffers[number + 1] = [each.clone() for each in workers[0].model.buffers()]
         return pushed
+
+    order.replay(partitions, lambda rank, *values: workers[rank].client.take(*values), step)
+    load_random_state(workers[0].random, workers[0].run.device)
+    return workers[0].run.state()[0]
 
 
 def _differing(
@@ -180,24 +169,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-@contextmanager
-def _recorded_environment(start: ReplayStart) -> Iterator[None]:
-    """Use as many threads and the same kernels as the recorded ranks in this context.
-
-    Afterwards they are as before, and the random state too.
-    """
-    threads = torch.get_num_threads()
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    with preserve_rng_state():
-        torch.set_num_threads(int(start.info["threads"]))
-        torch.use_deterministic_algorithms(start.job.train.deterministic)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
-            torch.use_deterministic_algorithms(deterministic)
-
-
 class Worker:
     """Rank `rank` of a recorded run, in its state before the first step.
 
@@ -206,15 +177,15 @@ class Worker:
             first: it fills this list.
     """
 
-    def __init__(self, start: ReplayStart, rank: int, partitions: list[PartitionState]) -> None:
+    def __init__(self, record: RunRecord, rank: int, partitions: list[PartitionState]) -> None:
         # Samples are the same with any number of data-loader workers.
-        job = self.job = replace(start.job, data=replace(start.job.data, workers=0))
-        ranks = len(start.private)
-        local_world = int(start.info.get("local_world", ranks))
+        job = self.job = replace(record.job, data=replace(record.job.data, workers=0))
+        ranks = len(record.private)
+        local_world = int(record.info.get("local_world", ranks))
         mesh = _SingleRankAxis(
             rank=rank,
             size=ranks,
-            device=torch.device(start.info["device"]),
+            device=torch.device(record.info["device"]),
             place=replace(read_place(os.environ), world=ranks, local_world=local_world),
         )
         seed_all(job.seed)
@@ -227,12 +198,12 @@ class Worker:
             built.model, optimizer, built.train_loader
         )
         # The bits are compared at the end; other data is one way to come to others.
-        self.run.load_state(start.tensors, start.info, start.private[rank], accept_data=True)
+        self.run.load_state(record.tensors, record.info, record.private[rank], accept_data=True)
         self.compute_loss = built.task.compute_loss(self.model)
         self.client = next(s for s in strategies if isinstance(s, _ReplayStrategy)).client
         # All workers share this process, so each brings its random state with each step.
         self.random = random_state(mesh.device)
-        self._first_step = start.step
+        self._first_step = record.step
         self._steps = self._all_steps()
 
     def step(self) -> ReplayStep:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,13 +102,14 @@ def _circumstances(device: torch.device) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class ReplayStart:
-    """The start of a recorded run.
+class RunRecord:
+    """The newest record of a run.
 
     Attributes:
         step: steps that were taken before.
-        tensors, info: as `Run.state` returned them.
+        tensors, info: at that moment, as `Run.state` returned them.
         private: likewise, for each rank.
+        notes: the lines of the record: an Event, or the step of a save.
     """
 
     job: Job
@@ -117,6 +118,38 @@ class ReplayStart:
     info: dict[str, Any]
     private: list[dict[str, Tensor]]
     path: Path
+    notes: list[Event | int]
+
+    @classmethod
+    def newest(cls, run: Path) -> RunRecord:
+        """Return the newest record of a run directory.
+
+        Raises:
+            RecordError: there is no record, or it is damaged.
+            CheckpointError: the checkpoint of its start is damaged.
+        """
+        names = [file.parent.name for file in (run / RECORD).glob(f"*/{EVENTS}")]
+        if not (names := [name for name in names if step_of(name) is not None]):
+            raise RecordError(
+                f"{run} holds no record. It is made by `shoal train ... --record`, while the run "
+                "trains."
+            )
+        path = run / RECORD / max(names)
+        skipped: list[str] = []
+        start, step = Checkpoints(path / START).choose(skipped.append)
+        if start is None:
+            reasons = "".join(f" {sentence}" for sentence in skipped)
+            raise RecordError(
+                f"{path / START} holds no checkpoint: nobody can tell how the run began.{reasons}"
+            )
+        info = read_info(start)
+        tensors = tensor_files.read(start, lambda _: True)
+        private: list[dict[str, Tensor]] = []
+        for rank in range(int(info["world"])):
+            own = [name for name in tensors if name.startswith(f"rank{rank}/")]
+            private.append({name.partition("/")[2]: tensors.pop(name) for name in own})
+        job, notes = read(path / CONFIG).job, _notes(path / EVENTS)
+        return cls(job, step, tensors, info, private, path, notes)
 
     @property
     def differing_circumstances(self) -> list[str]:
@@ -128,105 +161,47 @@ class ReplayStart:
             if self.info[name] != now[name]
         ]
 
+    def newest_saved(self, checkpoints: Checkpoints, at_step: int | None) -> Saved:
+        """Return the newest checkpoint that the record covers, or the one of step `at_step`.
 
-def newest_start(run: Path) -> ReplayStart:
-    """Return the start of the newest record of a run directory.
-
-    Raises:
-        RecordError: there is no record.
-        CheckpointError: the checkpoint of its start is damaged.
-    """
-    directory = run / RECORD
-    entries = directory.iterdir() if directory.is_dir() else ()
-    records = sorted(
-        path for path in entries if step_of(path.name) is not None and (path / EVENTS).is_file()
-    )
-    if not records:
+        Raises: RecordError: it is not there any more.
+        """
+        steps = [note for note in self.notes if isinstance(note, int)]
+        for step in reversed(steps):
+            if at_step in (None, step):
+                with suppress(CheckpointError):  # it was pruned, or its save failed
+                    if saved := checkpoints.load(lambda _: None, step=step):
+                        return saved
+        recorded = "nothing was saved since"
+        if steps:
+            recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
+        of_step = "" if at_step is None else f" of step {at_step}"
         raise RecordError(
-            f"{run} holds no record. It is made by `shoal train ... --record`, while the run "
-            "trains."
+            f"{self.path} leads to no checkpoint{of_step} that is still in "
+            f"{checkpoints.directory}: {recorded}. A record is as good as its last save; see "
+            "checkpoint.every_steps and checkpoint.keep."
         )
-    path = records[-1]
-    skipped: list[str] = []
-    start, step = Checkpoints(path / START).choose(skipped.append)
-    if start is None:
-        reasons = "".join(f" {sentence}" for sentence in skipped)
-        raise RecordError(
-            f"{path / START} holds no checkpoint: nobody can tell how the run began.{reasons}"
-        )
-    info = read_info(start)
-    tensors = tensor_files.read(start, lambda _: True)
-    private = []
-    for rank in range(int(info["world"])):
-        names = [name for name in tensors if name.startswith(f"rank{rank}/")]
-        private.append({name.partition("/")[2]: tensors.pop(name) for name in names})
-    return ReplayStart(read(path / CONFIG).job, step, tensors, info, private, path)
+
+    def events_until(self, saved: int) -> list[Event]:
+        """Return the events before the save of a step."""
+        before = self.notes[: self.notes.index(saved)]
+        return [note for note in before if isinstance(note, Event)]
 
 
-def newest_saved(start: ReplayStart, checkpoints: Checkpoints, at_step: int | None) -> Saved:
-    """Return the newest checkpoint that the record covers, or the one of step `at_step`.
+def _notes(path: Path) -> list[Event | int]:
+    """Return the complete lines. A kill may have left a part of one at the end."""
+    *lines, _ = path.read_text().split("\n")
+    return [_note(path, number, line) for number, line in enumerate(lines, start=1)]
 
-    Raises: RecordError: it is not there any more, or the record is damaged.
-    """
-    steps = [line["saved"] for line in _lines(start.path / EVENTS) if isinstance(line, dict)]
-    for step in reversed(steps):
-        if at_step not in (None, step):
-            continue
-        try:
-            saved = checkpoints.load(lambda _: None, step=step)
-        except CheckpointError:  # it was pruned, or its save failed
-            continue
-        if saved is not None:
-            return saved
-    recorded = "nothing was saved since"
-    if steps:
-        recorded = f"it was saved at steps {', '.join(map(str, steps[-3:]))}"
-    of_step = "" if at_step is None else f" of step {at_step}"
+
+def _note(path: Path, number: int, line: str) -> Event | int:
+    with suppress(ValueError, TypeError):
+        match json.loads(line):
+            case {"saved": int(step)}:
+                return step
+            case ["a" | "r" | "p" as kind, *numbers]:
+                if all(isinstance(each, int) and each >= 0 for each in numbers):
+                    return Event(kind, *numbers)
     raise RecordError(
-        f"{start.path} leads to no checkpoint{of_step} that is still in {checkpoints.directory}: "
-        f"{recorded}. A record is as good as its last save; see checkpoint.every_steps and "
-        "checkpoint.keep."
+        f"{path}, line {number}: {line[:60].strip()!r} is no note of a parameter server."
     )
-
-
-def events_until(start: ReplayStart, saved: int) -> list[Event]:
-    """Return the events before the checkpoint of step `saved`. Raise RecordError without it."""
-    events: list[Event] = []
-    for line in _lines(start.path / EVENTS):
-        if isinstance(line, list):
-            events.append(Event(*line))
-        elif line["saved"] == saved:
-            return events
-    raise RecordError(f"{start.path / EVENTS} does not go as far as step {saved}.")
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    """Yield the complete lines. A kill may have left a part of one at the end."""
-    with path.open() as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                value = json.loads(line)
-                is_valid = _is_event(value) or _is_save_marker(value)
-            except ValueError:
-                is_valid = False
-            if not is_valid:
-                raise RecordError(
-                    f"{path}, line {number}: {line[:60].strip()!r} is no note of a parameter "
-                    "server."
-                )
-            yield value
-
-
-def _is_save_marker(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("saved"), int)
-
-
-def _is_event(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != len(Event._fields):
-        return False
-    kind, *numbers = value
-    if kind not in ("a", "r", "p"):
-        return False
-    return all(isinstance(number, int) and number >= 0 for number in numbers)

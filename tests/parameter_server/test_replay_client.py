@@ -38,16 +38,3 @@ def test_a_step_shows_what_was_pushed_and_needs_no_answer() -> None:
     assert stepped.order == StepRequest([{"lr": 0.1}], 0.3)
     with pytest.raises(UsageError, match="pushed nothing, or not everything"):
         client.stepped()
-
-
-def test_all_workers_have_the_same_parts() -> None:
-    held: list[PartitionState] = []
-    first, second = replayed(held), replayed(held)
-    first.load([[{"momentum_buffer": torch.full((LENGTH,), 2.0)}]])
-    assert torch.equal(second.state(0)[0]["momentum_buffer"], torch.full((LENGTH,), 2.0))
-    held[0].values.fill_(3.0)
-    second.pull()
-    assert torch.equal(second.values[0], torch.full((LENGTH,), 3.0))
-    second.take(0, torch.zeros(LENGTH))
-    assert torch.equal(second.values[0], torch.zeros(LENGTH))
-    assert torch.equal(first.values[0], torch.ones(LENGTH))
