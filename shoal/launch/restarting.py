@@ -15,7 +15,6 @@ between. Requests of `shoal scale` come one at a time:
 from __future__ import annotations
 
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -64,8 +63,8 @@ class Work:
         return [*self.preload, self.target.partition(":")[0]]
 
 
-class ResumableJob(ABC):
-    """A run that can be resumed, on this host or on several.
+class LocalJob:
+    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`.
 
     Attributes:
         secret: of a job on several hosts; None on one, where ranks find what they share in files.
@@ -80,11 +79,14 @@ class ResumableJob(ABC):
         """Return why `shoal scale` cannot give the run so many ranks; empty where it can."""
         return self.work.problems(processes)
 
-    @abstractmethod
     def saved_step(self) -> int | None:
         """Return the step from which the next start resumes; None for the beginning."""
+        if self.work.saved_step is None:
+            return None
+        function, arguments = self.work.saved_step
+        step: int | None = imported(function)(*arguments)
+        return step
 
-    @abstractmethod
     def start(self, processes: int, again: bool) -> RankSet[Any]:
         """Start the ranks.
 
@@ -92,6 +94,15 @@ class ResumableJob(ABC):
 
         Raises: LaunchError: they cannot start.
         """
+        return start(
+            imported(self.work.target),
+            tuple(self.work.again if again else self.work.arguments),
+            processes,
+            self.work.environment,
+            self.work.output,
+            preload=self.work.modules,
+            torch_store=False,
+        )
 
     def available(self, processes: int, signals: socket.socket) -> int:
         """Return how many ranks can be started now in place of `processes`, after a loss.
@@ -107,30 +118,8 @@ class ResumableJob(ABC):
         return processes
 
 
-class LocalJob(ResumableJob):
-    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`."""
-
-    def saved_step(self) -> int | None:
-        if self.work.saved_step is None:
-            return None
-        function, arguments = self.work.saved_step
-        step: int | None = imported(function)(*arguments)
-        return step
-
-    def start(self, processes: int, again: bool) -> RankSet[Any]:
-        return start(
-            imported(self.work.target),
-            tuple(self.work.again if again else self.work.arguments),
-            processes,
-            self.work.environment,
-            self.work.output,
-            preload=self.work.modules,
-            torch_store=False,
-        )
-
-
 def run_with_restarts(
-    job: ResumableJob, processes: int, control: ControlServer | None, restarts: int
+    job: LocalJob, processes: int, control: ControlServer | None, restarts: int
 ) -> int:
     """Run `job` on `processes` ranks, to its end. Main thread only.
 
@@ -147,65 +136,31 @@ def run_with_restarts(
         LaunchError: `processes` is below 1, or the ranks could not be started.
     """
     try:
-        return RestartingRun(job, processes, control, RestartPolicy(restarts)).run()
+        return RestartingRun(job, processes, control, restarts).run()
     except KeyboardInterrupt:  # between the first start and the time when signals are caught
         return rank.EXIT_INTERRUPTED
 
 
-class RestartPolicy:
-    """Decides if a run that has lost a rank may start again.
-
-    Args:
-        restarts: the most restarts.
+class RestartingRun:
+    """The state of a run over all of its starts.
 
     Attributes:
         made: restarts so far.
+        requested: the ranks of the next start, by the request of `shoal scale` that the run works
+            on; None without one. There is one at a time.
     """
 
-    def __init__(self, restarts: int) -> None:
-        self.restarts = restarts
-        self.made = 0
-        self._last_loss: tuple[str, int | None] | None = None
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self.made >= self.restarts
-
-    def refusal_reason(self, loss: str, saved_step: int | None) -> str:
-        """Return why the run must not start again; empty where it may, which counts as a restart.
-
-        Args:
-            loss: a description of the loss.
-            saved_step: the step of the last checkpoint; None if there is none.
-        """
-        if self.is_exhausted:
-            times = "once" if self.restarts == 1 else f"{self.restarts} times"
-            return f"it was started again {times}; that is all (--restarts {self.restarts})"
-        if (loss, saved_step) == self._last_loss:
-            return (
-                "the same again, and no checkpoint in between: another restart would end in the "
-                "same way"
-            )
-        self._last_loss = (loss, saved_step)
-        self.made += 1
-        return ""
-
-
-class RestartingRun:
-    """The state of a run over all of its starts."""
-
     def __init__(
-        self,
-        job: ResumableJob,
-        processes: int,
-        control: ControlServer | None,
-        policy: RestartPolicy,
+        self, job: LocalJob, processes: int, control: ControlServer | None, restarts: int
     ) -> None:
         self.job = job
         self.processes = processes
         self.control = control
-        self.policy = policy
-        self.scaling = Scaling(job)
+        self.restarts = restarts
+        self.made = 0
+        self.requested: int | None = None
+        self._caller: ControlConnection | None = None
+        self._last_loss: tuple[str, int | None] | None = None
 
     def run(self) -> int:
         """Start the ranks, again and again where that is right, and return the exit code."""
@@ -215,11 +170,13 @@ class RestartingRun:
                 with ranks:
                     supervision = self._supervise(ranks, signals)
                 if not (self._may_rescale(supervision) or self._may_restart(supervision, signals)):
-                    self.scaling.cancel()
+                    self._answer(refused="it has ended before it could go on.")
                     return supervision.exit_code()
-                step = self.scaling.saved_step()
+                # Asked before the ranks start: a job on several hosts asks these, and what its
+                # ranks say meanwhile is lost.
+                step = None if self.requested is None else self.job.saved_step()
                 ranks = self.job.start(self.processes, again=True)
-                self.scaling.confirm(step)
+                self._answer(processes=self.requested, step=step)
 
     def _supervise(self, ranks: RankSet[Any], signals: socket.socket) -> Supervision:
         """Supervise the ranks until all have ended.
@@ -227,7 +184,7 @@ class RestartingRun:
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.
         """
         supervision = Supervision(ranks)
-        while ranks.alive and (self.policy.is_exhausted or not _has_lost_rank(supervision)):
+        while ranks.alive and (self.made >= self.restarts or not _has_lost_rank(supervision)):
             timeout_s, sources = inf, [signals]
             if self.control is not None:
                 if self.control.is_due and (problem := self.control.open()):
@@ -238,45 +195,38 @@ class RestartingRun:
             supervision.step(timeout_s, sources)
             for number in arrived(signals):
                 supervision.forward(number)
-            self._answer_requests(supervision)
+            for caller, request in [] if self.control is None else self.control.accept_requests():
+                self._on_request(caller, request, supervision)
         return supervision
-
-    def _answer_requests(self, supervision: Supervision) -> None:
-        for caller, request in [] if self.control is None else self.control.accept_requests():
-            if "secret" in request:
-                _tell_secret(caller, self.job.secret)
-            else:
-                self.scaling.on_request(caller, request, supervision)
-
-    def _may_rescale(self, supervision: Supervision) -> bool:
-        """Return True if ranks have stopped for `shoal scale`; print that and set the number."""
-        if not self.scaling.is_ready(supervision):
-            return False
-        previous = self.processes
-        self.processes = self.scaling.requested or previous
-        start = self._describe_start(self.job.saved_step())
-        print_note(f"{previous} stopped for `shoal scale`; {start}")
-        return True
 
     def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
         """Return True if the ranks start again after a loss. Print that, or why not."""
         cause = supervision.cause
-        if cause is None or self.policy.restarts == 0 or not _has_lost_rank(supervision):
+        if cause is None or self.restarts == 0 or not _has_lost_rank(supervision):
             return False
         loss = cause.summary(self.processes)
         saved_step = self.job.saved_step()
-        if reason := self.policy.refusal_reason(loss, saved_step):
-            print_note(reason)
+        if self.made >= self.restarts:
+            times = "once" if self.restarts == 1 else f"{self.restarts} times"
+            print_note(f"it was started again {times}; that is all (--restarts {self.restarts})")
             return False
+        if (loss, saved_step) == self._last_loss:
+            print_note(
+                "the same again, and no checkpoint in between: another restart would end in the "
+                "same way"
+            )
+            return False
+        self._last_loss = (loss, saved_step)
+        self.made += 1
         # A rank may have been lost while all stopped for `shoal scale`.
-        self.processes = self.scaling.requested or self.processes
+        self.processes = self.requested or self.processes
         found = self.job.available(self.processes, signals)
         if found == 0:
             for number in arrived(signals):
                 supervision.forward(number)
             return False
         self.processes = found
-        count = f"restart {self.policy.made} of {self.policy.restarts}"
+        count = f"restart {self.made} of {self.restarts}"
         print_note(f"{loss}; {self._describe_start(saved_step)} ({count})")
         return True
 
@@ -286,87 +236,50 @@ class RestartingRun:
             return f"{start} from the beginning, for there is no checkpoint"
         return f"{start} from the checkpoint of step {step}"
 
+    # Requests of commands
 
-def _has_lost_rank(supervision: Supervision) -> bool:
-    """Return True if the root cause is a loss, and nobody has asked the run to stop."""
-    cause = supervision.cause
-    return cause is not None and cause.is_loss and supervision.stop_signal is None
-
-
-def _tell_secret(caller: ControlConnection, secret: bytes | None) -> None:
-    """Answer with the secret of a run on several hosts: only its own user can ask."""
-    if secret is None:
-        caller.send(refused="its servers are on this machine, and their key is in a file there.")
-    else:
-        caller.send(secret=secret.hex())
-    caller.close()
-
-
-class Scaling:
-    """The request that a run works on; there is one at a time.
-
-    Attributes:
-        requested: the number of ranks for the next start; None without a request.
-    """
-
-    def __init__(self, job: ResumableJob) -> None:
-        self.job = job
-        self.requested: int | None = None
-        self._caller: ControlConnection | None = None
-
-    def on_request(
+    def _on_request(
         self, caller: ControlConnection, request: Mapping[str, Any], supervision: Supervision
     ) -> None:
-        """Make the ranks stop for a request that can be met; refuse any other."""
+        """Make the ranks stop for `shoal scale`, tell the secret, or refuse a request."""
         processes = request.get("scale")
-        if not isinstance(processes, int) or isinstance(processes, bool):
-            reason = "this is no request that its launcher knows."
-        else:
-            reason = self._refusal_reason(processes, supervision)
-        if reason:
+        if "secret" in request and self.job.secret is not None:  # only its own user can ask
+            caller.send(secret=self.job.secret.hex())
+        elif "secret" in request:
+            reason = "its servers are on this machine, and their key is in a file there."
             caller.send(refused=reason)
-            caller.close()
+        elif not isinstance(processes, int) or isinstance(processes, bool):
+            caller.send(refused="this is no request that its launcher knows.")
+        elif reason := self._refusal_reason(processes, supervision):
+            caller.send(refused=reason)
+        else:
+            self.requested = processes
+            self._caller = caller
+            caller.send(stopping=len(supervision.ranks.all))
+            supervision.stop()
             return
-        self.requested = processes
-        self._caller = caller
-        caller.send(stopping=len(supervision.ranks.all))
-        supervision.stop()
+        caller.close()
 
-    def is_ready(self, supervision: Supervision) -> bool:
-        """Return True if all ranks have stopped for the request, and the run can continue.
+    def _may_rescale(self, supervision: Supervision) -> bool:
+        """Return True if ranks have stopped for `shoal scale`; print that and set the number.
 
-        It cannot if a rank has failed, if a signal ended the run, or if the run is complete.
+        The run cannot go on if a rank has failed, a signal ended the run, or it is complete.
         """
         is_complete = set(supervision.codes.values()) == {0}
-        return (
-            self.requested is not None
-            and supervision.stop_signal is None
-            and supervision.cause is None
-            and not is_complete
-        )
-
-    def saved_step(self) -> int | None:
-        """Return the step for the answer; None without a request.
-
-        Ask before the ranks start: a job on several hosts asks these, and what its ranks say
-        meanwhile is lost.
-        """
-        return None if self.requested is None else self.job.saved_step()
-
-    def confirm(self, step: int | None) -> None:
-        """Answer that the requested number of ranks has started from a step."""
-        self._answer(processes=self.requested, step=step)
-
-    def cancel(self) -> None:
-        """Answer that the run has ended."""
-        self._answer(refused="it has ended before it could go on.")
+        has_failed = supervision.stop_signal is not None or supervision.cause is not None
+        if self.requested is None or is_complete or has_failed:
+            return False
+        previous, self.processes = self.processes, self.requested
+        start = self._describe_start(self.job.saved_step())
+        print_note(f"{previous} stopped for `shoal scale`; {start}")
+        return True
 
     def _answer(self, **message: Any) -> None:
+        """Answer the request that the run works on, if there is one."""
         if self._caller is not None:
             self._caller.send(**message)
             self._caller.close()
-        self.requested = None
-        self._caller = None
+        self.requested = self._caller = None
 
     def _refusal_reason(self, processes: int, supervision: Supervision) -> str:
         """Return why the run cannot have so many ranks now; empty where it can."""
@@ -385,3 +298,9 @@ class Scaling:
         if processes == world:
             return f"it has {world} processes already."
         return " ".join(self.job.problems(processes))
+
+
+def _has_lost_rank(supervision: Supervision) -> bool:
+    """Return True if the root cause is a loss, and nobody has asked the run to stop."""
+    cause = supervision.cause
+    return cause is not None and cause.is_loss and supervision.stop_signal is None

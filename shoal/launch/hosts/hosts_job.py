@@ -31,7 +31,7 @@ from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
-from shoal.launch.restarting import ResumableJob, Work, run_with_restarts
+from shoal.launch.restarting import LocalJob, Work, run_with_restarts
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 SERVER_HOST = "shoal.parameter_server.server_host"
@@ -100,7 +100,7 @@ def server_target(index: int, hosts: int) -> tuple[str, Sequence[Any]]:
     return "shoal.launch.rank:module", [SERVER_HOST, [str(index), str(hosts)]]
 
 
-class HostsJob(ResumableJob):
+class HostsJob(LocalJob):
     """The work of ranks on several hosts.
 
     Args:
