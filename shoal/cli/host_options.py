@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,35 +69,30 @@ def read(options: argparse.Namespace) -> HostsOptions | None:
     return found
 
 
-def with_servers(found: HostsOptions, line: StrategyLine | None) -> HostsOptions:
-    """Return the options with the replicas of the servers, where these have hosts of their own.
-
-    Raises:
-        UsageError: the strategies have no servers, or fewer than such hosts.
-    """
+def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
+    """Raise UsageError if hosts are for servers, and the strategies have none, or fewer."""
     from shoal.strategies.options import ServerOptions
 
-    hosts = found.with_servers
-    if not hosts:
-        return found
-    listed = f"--server-hosts {','.join(map(str, hosts))}"
+    named = hosts.with_servers
+    if not named:
+        return
+    listed = f"--server-hosts {','.join(map(str, named))}"
     if line is None:
         raise UsageError(
             f"{listed}: only the script knows its strategy. Say it too: "
-            f"--strategy server={len(hosts)}"
+            f"--strategy server={len(named)}"
         )
     chosen = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
     if not chosen:
         raise UsageError(
             f"{listed}: strategy {line} has no parameter servers. Use --strategy "
-            f"server={len(hosts)}, or leave --server-hosts out"
+            f"server={len(named)}, or leave --server-hosts out"
         )
-    if chosen[0].servers < len(hosts):
+    if chosen[0].servers < len(named):
         raise UsageError(
             f"{listed}: server={chosen[0].servers} leaves hosts without a server. Use "
-            f"server={len(hosts)} or more, or name fewer hosts"
+            f"server={len(named)} or more, or name fewer hosts"
         )
-    return replace(found, replicas=chosen[0].replicas)
 
 
 def _check_none_given(options: argparse.Namespace) -> None:

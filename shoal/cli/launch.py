@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     if hosts is not None:
-        hosts = host_options.with_servers(hosts, line)
+        host_options.check_servers(hosts, line)
         return _run_on_hosts(options, script, hosts, environment)
     return run_script(
         script.file,

@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
     if problems := _problems(settings, line, world):
         raise ConfigError(problems)
     if hosts is not None:
-        hosts = host_options.with_servers(hosts, line)
+        host_options.check_servers(hosts, line)
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)

@@ -77,7 +77,7 @@ def test_servers_run_on_hosts_of_their_own_and_nowhere_else(tmp_path: Path, netw
             assert code == 0, stderr
             assert places(hosts) == [("node3", 4), ("node4", 4)]
             hosts.cut(hosts.nodes[2])
-            until(lambda: "replicas on other hosts take over" in next_line(process.stderr))
+            until(lambda: "the run goes on if replicas hold" in next_line(process.stderr))
             until(lambda: places(hosts) == [("node4", 4)])
             command.signal(signal.SIGTERM)
             code, _, stderr = command.end()

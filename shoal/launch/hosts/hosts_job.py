@@ -25,7 +25,7 @@ from shoal.launch.hosts.host_checks import (
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, ServerHosts, placed
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
@@ -50,7 +50,6 @@ class HostsOptions:
         variables: environment variables that are carried to all hosts.
         address: at which all ranks meet, on the first host; None finds it.
         min_hosts: a run goes on without lost hosts while it has so many of ranks; None for all.
-        replicas: servers of each shard, on so many hosts of servers if there are.
     """
 
     hosts: Sequence[SshHost]
@@ -58,7 +57,6 @@ class HostsOptions:
     variables: Mapping[str, str] = field(default_factory=dict)
     address: str | None = None
     min_hosts: int | None = None
-    replicas: int = 1
 
     @property
     def processes(self) -> int:
@@ -206,8 +204,7 @@ class HostsJob(LocalJob):
         ]
         self.connections.session.start(starts, clock_s())
         limit_s = limit_of_ranks(work.environment)
-        servers = ServerHosts(serving, min(self.options.replicas, len(serving)))
-        return RemoteRanks(self.connections, placement, limit_s, servers)
+        return RemoteRanks(self.connections, placement, limit_s, serving)
 
     def available(self, processes: int, signals: socket) -> int:
         """Connect to lost hosts again. Return how many ranks can go on; 0 for none.

@@ -58,27 +58,6 @@ def placed(slots: Mapping[int, int], processes: int) -> list[HostRanks]:
     return placement
 
 
-@dataclass(frozen=True)
-class ServerHosts:
-    """The hosts that have parameter servers and no rank.
-
-    Args:
-        numbers: of the hosts.
-        replicas: servers of each shard, on hosts that follow each other in `numbers`.
-    """
-
-    numbers: Sequence[int] = ()
-    replicas: int = 1
-
-    def lose_a_shard(self, lost: Collection[int]) -> bool:
-        """Return whether all servers of a shard were on lost hosts; each host begins a shard."""
-        followers = [*self.numbers, *self.numbers]
-        return any(
-            all(host in lost for host in followers[first : first + self.replicas])
-            for first in range(len(self.numbers))
-        )
-
-
 class RemoteRank:
     """One rank on another host."""
 
@@ -103,7 +82,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         connections: the ranks have been started on it.
         placement: the ranks of each host, by rank.
         hang_limit_s: as in RankSet.
-        servers: the hosts of servers, which end with the ranks.
+        servers: numbers of the hosts that have servers and no rank, and end with the ranks.
     """
 
     def __init__(
@@ -111,7 +90,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         connections: HostConnections,
         placement: Sequence[HostRanks],
         hang_limit_s: float = 0.0,
-        servers: ServerHosts = ServerHosts(),
+        servers: Collection[int] = (),
     ) -> None:
         self.connections = connections
         self.placement = placement
@@ -181,7 +160,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         A host that does not answer is waited for until the lease of its agent is over.
         """
         session = self.connections.session
-        hosts = [*(share.host for share in self.placement), *self.servers.numbers]
+        hosts = [*(share.host for share in self.placement), *self.servers]
         for host in hosts:
             session.kill(host)
         while (clear_s := max(map(session.clear_at_s, hosts))) > (now_s := clock_s()):
@@ -201,7 +180,7 @@ class RemoteRanks(RankSet[RemoteRank]):
             if event.message["do"] not in ("ended", "failed"):
                 return []
             found = _rank_event(event.message)
-            if event.host in self.servers.numbers:
+            if event.host in self.servers:
                 return self._on_servers(event.host, found)
             if found.rank not in ranks:
                 raise ValueError(f"rank {found.rank} is none of this host")
@@ -216,7 +195,7 @@ class RemoteRanks(RankSet[RemoteRank]):
         errors = self.connections.drop(host)
         said = f" (ssh says: {errors})" if errors else ""
         reason = f"the host does not answer any more, {reason}{said}"
-        if host in self.servers.numbers:
+        if host in self.servers:
             return self._on_servers(host, Failure(0, f"is lost: {reason}", is_loss=True))
         lost = [rank for rank in self.alive if rank.host == host]
         for rank in lost:
@@ -227,7 +206,10 @@ class RemoteRanks(RankSet[RemoteRank]):
         return [Failure(lost[0].number, f"is lost{others}: {reason}", is_loss=True)]
 
     def _on_servers(self, host: int, found: RankExited | Failure) -> list[RankEvent]:
-        """Return the failure of servers without which the run cannot go on; tell any other loss."""
+        """Return the failure of a program of servers; tell the loss of a host.
+
+        Ranks find out themselves whether replicas hold what it held: with none they are lost too.
+        """
         if isinstance(found, RankExited):
             if found.code == 0:  # the ranks' store has ended, which is for its own host to tell
                 return []
@@ -240,11 +222,8 @@ class RemoteRanks(RankSet[RemoteRank]):
         )
         if not found.is_loss:
             return [found]
-        if not self.servers.lose_a_shard(self._lost_servers):
-            print_note(f"{found.summary(0)}; replicas on other hosts take over")
-            return []
-        cure = "nobody else holds what they held. With replicas=2 a run survives the loss of a host"
-        return [replace(found, headline=f"{found.headline}; {cure}")]
+        print_note(f"{found.summary(0)}; the run goes on if replicas hold what it held")
+        return []
 
 
 def _rank_event(message: Message) -> RankExited | Failure:
