@@ -28,7 +28,7 @@ from shoal.train.build import build, describe, init_run, steps_of_epochs, take_s
 from shoal.train.console import Progress
 from shoal.train.log import Log
 from shoal.train.record import Record
-from shoal.train.run_directory import check_shared, claim_for_all, make_again, remove_if_refused
+from shoal.train.run_directory import check_shared, claim_for_all, make_again
 from shoal.train.run_saver import SaveInterval, State, load_newest, open_fast_saver, open_saver
 from shoal.train.training_state import TrainingState
 
@@ -39,9 +39,7 @@ def train(job: Job) -> None:
     Raises: SystemExit: with status 75, after SIGTERM and a save; the same command goes on.
     """
     training = Training(job)
-    mesh = training.run.mesh
-    removal = remove_if_refused(training.directory, training.state, mesh.rank)
-    with removal, claim_for_all(job, mesh):
+    with claim_for_all(job, training.run.mesh):
         training.resume()
         training.run_all()
 

@@ -20,7 +20,6 @@ import fcntl
 import hashlib
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -30,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from shoal.config import differences, read, to_yaml
 from shoal.config.job import Job
-from shoal.errors import ConfigError, StrategyRefused
+from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write, existing_directory
 from shoal.platform.ownership import (
     open_own,
@@ -43,7 +42,6 @@ from shoal.train.console import warn
 if TYPE_CHECKING:  # run directories are looked at without torch
     from shoal.comm.mesh import Mesh
     from shoal.train.log import Log
-    from shoal.train.training_state import TrainingState
 
 
 CONFIG = "config.yaml"
@@ -142,26 +140,6 @@ def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
     if text := mesh.broadcast_str("\n".join(problems)):
         raise ConfigError(text.split("\n"))
     return claim
-
-
-@contextmanager
-def remove_if_refused(directory: Path, state: TrainingState, rank: int) -> Iterator[None]:
-    """Remove a new run directory, and parents made for it, if the strategy is refused.
-
-    A pipeline is planned with the first batch, when the directory and its log are there already.
-    A directory that was there before stays as it is, and so does one with results of a step. Enter
-    this context before the directory is made.
-    """
-    new = [path for path in (directory, *directory.parents) if not path.exists()]
-    try:
-        yield
-    except StrategyRefused:
-        if directory in new and state.step == 0 and rank == 0:
-            shutil.rmtree(directory, ignore_errors=True)
-            for parent in new[1:]:
-                if parent.is_dir() and not any(parent.iterdir()):
-                    parent.rmdir()
-        raise
 
 
 def job_of(directory: Path) -> Job:

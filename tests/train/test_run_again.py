@@ -9,7 +9,7 @@ import tiny_jobs
 from tiny_jobs import MLP, WORKERS, contents, everything, tiny
 
 from shoal.config.job import Job
-from shoal.errors import ConfigError, StrategyRefused
+from shoal.errors import ConfigError
 from shoal.testing import world
 from shoal.train.loop import train
 from shoal.train.run_directory import check_usable, lock, probe_in
@@ -46,21 +46,6 @@ def test_another_experiment_in_a_directory_is_refused_with_its_differences(
     ):
         tiny_jobs.trains(tiny(tmp_path / "run", MLP, optimizer__lr=0.2))
     assert contents(tmp_path / "run") == before
-
-
-def test_a_strategy_that_is_refused_at_the_first_batch_leaves_no_directory(tmp_path: Path) -> None:
-    job = tiny(tmp_path / "new" / "run", MLP, strategy="pipeline=2,cuts=layers.99")
-    there = tiny(tmp_path / "there", MLP, strategy="pipeline=2,cuts=layers.99")
-    (tmp_path / "there").mkdir()
-    assert world.run(2, refused, job, there) == [True, True]
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-
-
-def refused(*jobs: Job) -> bool:
-    for job in jobs:
-        with pytest.raises(StrategyRefused, match=r"layers\.99"):
-            train(job)
-    return True
 
 
 def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
