@@ -13,39 +13,21 @@ import json
 import logging
 import threading
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import FIRST_SERVER, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.events import TransferDone
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport
 
+if TYPE_CHECKING:
+    from shoal.parameter_server.node.node_server import ServerNode
+
 HEARTBEATS_PER_LEASE = 8
 log = logging.getLogger("shoal.server")
-
-
-class MembershipHandler(Protocol):
-    """Receiver of a membership's events. They come in threads of the membership."""
-
-    def on_view(self, view: View) -> None:
-        """Handle a view of this server's shard, once this server is a member."""
-
-    def on_placement(self, placement: Placement) -> None:
-        """Handle a placement."""
-
-    def on_lease_renewed(self) -> None:
-        """Handle the answer to a heartbeat."""
-
-    def on_removed(self) -> None:
-        """Handle the end of the membership: the coordinator has dropped this server."""
-
-    def status(self) -> dict[str, Any]:
-        """Return the status report that goes with each heartbeat, for `shoal servers list`."""
-        ...
 
 
 class Membership:
@@ -84,7 +66,7 @@ class Membership:
         self._lease_end_s = 0.0
         self._watcher: ClusterWatcher
 
-    def start(self, handler: MembershipHandler) -> None:
+    def start(self, handler: ServerNode) -> None:
         """Connect to the coordinator, and inform `handler` from now on."""
         self._handler = handler
         self._watcher = ClusterWatcher(

@@ -231,7 +231,7 @@ class ServerNode:
                 # Another server may be the primary by now: an answer could contradict its own.
                 self.deferred_replies.append(message)
 
-    # Callbacks of the membership: a MembershipHandler
+    # Callbacks of the membership, in its threads
 
     def on_view(self, view: View) -> None:
         """Take the role that the view gives this server."""
