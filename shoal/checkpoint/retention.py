@@ -50,30 +50,15 @@ class Retention:
             if LEFTOVER_NAME.fullmatch(entry):
                 remove(self._directory / entry)
 
-    def is_clean(self, name: str, best: str | None) -> bool:
-        """Return True if nothing of [7] and [8] remains to be done. Opens no checkpoint."""
-        marked = pointed_at(self._directory / "best")
-        best_is_right = marked == best or best not in saved_names(self._directory)
-        hints_are_right = (
-            pointed_at(self._directory / "latest") == name
-            and best_is_right
-            and self._unmarked_best is None
-        )
-        leftovers = [
-            entry for entry in os.listdir(self._directory) if LEFTOVER_NAME.fullmatch(entry)
-        ]
-        return (
-            hints_are_right
-            and not leftovers
-            and set(saved_names(self._directory)[self._keep :]) <= {marked}
-        )
-
     def _expired(self) -> list[str]:
         """Return names older than the newest `keep` checkpoints that verify, without the best."""
         best = pointed_at(self._directory / "best")
+        names = saved_names(self._directory)
+        if set(names[self._keep :]) <= {best}:  # so no checkpoint has to be read
+            return []
         good = 0
         old = []
-        for name in saved_names(self._directory):
+        for name in names:
             if good == self._keep:
                 old.append(name)
             elif not self.problems(name):

@@ -185,14 +185,7 @@ class Checkpoints:
         name = name_of(step)
         marked = None if best is None else name_of(best)
         failed = f"not all was done that belongs to the save of step {step}"
-        self._try_to_clean_up(
-            failed,
-            lambda: (
-                None
-                if self._retention.is_clean(name, marked)
-                else self._retention.clean_up(name, marked)
-            ),
-        )
+        self._try_to_clean_up(failed, lambda: self._retention.clean_up(name, marked))
 
     def _try_to_clean_up(self, failed: str, action: Callable[[], None]) -> None:
         """Run `action` on rank 0. Collective. Raise CleanupFailed, which begins with `failed`."""
