@@ -78,7 +78,7 @@ def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "server=1"]
+    "strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100,bucket_mb=0.0001", "server=1"]
 )
 def test_a_gradient_in_two_pieces_is_refused(strategy: str) -> None:
     with pytest.raises(

@@ -1,9 +1,8 @@
-"""Cost of ddp: all gradients of every rank are averaged, in one of three layouts.
+"""Cost of ddp: all gradients of every rank are averaged, in one of two layouts.
 
-single message   gradients, copied to a message     sent after the backward pass
-                 that stays and is stepped
 torch's engine   buckets for the whole run          sent while the backward pass goes on
-own buckets      gradients + messages as large      sent beside it; in a pipeline, after it
+own buckets      gradients + messages as large      sent beside it; after it for a small model, and
+                                                    in a pipeline
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from dataclasses import replace
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB
-from shoal.strategies.base import TOTALS_LENGTH
-from shoal.strategies.ddp.layout_choice import SMALL_MIB, LayoutName
+from shoal.strategies.ddp.layout_choice import SMALL_MIB
 from shoal.strategies.options import DdpOptions
 
 FIRST_BUCKET_BYTES = 1 * MIB
@@ -31,24 +29,17 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
         raise StrategyRefused(f"compress={options.compress}: its cost in time is not modelled.")
     if step.layout.data == 1:
         return step
-    layout = _layout(options, step)
-    if layout is LayoutName.SINGLE:
-        size = total(step.parameters_of_rank(0)) + 4 * (TOTALS_LENGTH + len(step.model.parameters))
-        sent = (SentMessage("all_reduce", size),)
-        step = replace(step, gradients_stay=True, after_passes={0: sent})
-        if step.accumulate > 1:  # gradients of earlier micro-batches are there all the time
-            return replace(step, always_held={0: size})
-        return _with_gradients_beside(step)
-    if layout is LayoutName.ENGINE:
-        limits = (FIRST_BUCKET_BYTES, options.bucket_mb * MIB)
+    bound = (options.bucket_mb * MIB,)
+    is_divided = len(step.rows) > 1 or step.layout.tensor > 1
+    is_small = not is_divided and _is_small(options, step)
+    if not is_divided and not is_small:  # torch's engine
+        limits = (FIRST_BUCKET_BYTES, *bound)
         # Micro-batches before the last accumulate gradients of their own beside the buckets.
         apart = total(step.parameters_of_rank(0)) if step.accumulate > 1 else 0.0
         step = replace(step, gradients_stay=True, always_held={0: apart})
         return _with_buckets(step, limits, messages_are_copies=False)
-    bound = (options.bucket_mb * MIB,)
-    if len(step.rows) == 1:
+    if len(step.rows) == 1 and not is_small:
         return _with_buckets(step, bound, messages_are_copies=True)
-    # Gradients of a pipeline are complete after all passes.
     messages = {
         rank: tuple(
             SentMessage("all_reduce", size)
@@ -60,30 +51,11 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
     return replace(step, after_passes=messages, after_held=copies)
 
 
-def _layout(options: DdpOptions, step: StepCost) -> LayoutName:
-    """Return the layout, by the rules of `layout_choice` that follow from sizes."""
-    if len(step.rows) > 1 or step.layout.tensor > 1:
-        return LayoutName.BUCKETS
+def _is_small(options: DdpOptions, step: StepCost) -> bool:
+    """Return True for gradients that are sent after the backward pass, as `layout_choice` says."""
     size = total(step.parameters_of_rank(0))
     fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
-    if step.device == "cpu" and fits and options.allreduce == "backend":
-        return LayoutName.SINGLE
-    return LayoutName.ENGINE
-
-
-def _with_gradients_beside(step: StepCost) -> StepCost:
-    """Let gradients grow in the backward pass beside the message to which they are copied."""
-    segments = list(step.segments)
-    grown = 0.0
-    for index in range(len(segments) - 1, -1, -1):
-        segment = segments[index]
-        own = sum(map(_sent, segment.parameters))
-        segments[index] = segment._replace(
-            held_backward=segment.held_backward + grown,
-            held_after=segment.held_after + grown + own,
-        )
-        grown += own
-    return replace(step, segments=tuple(segments))
+    return step.device == "cpu" and fits and options.allreduce == "backend"
 
 
 def _with_buckets(step: StepCost, limits: Sequence[float], messages_are_copies: bool) -> StepCost:

@@ -1,12 +1,11 @@
 """A step of data parallel training: passes on each rank, then means of gradients over ranks.
 
-      layout (when)                                                 reduce function (how)
-      SingleMessage       one message after the backward pass       RankOrderMean
-      OverlappedBuckets   buckets while the backward pass goes on   RankOrderMean, CompressedMean
-      TorchEngine         torch's DistributedDataParallel           RankOrderMean, NamedMean
+      layout (when)                                                    reduce function (how)
+      OwnBuckets     buckets beside the backward pass, or after it     RankOrderMean, CompressedMean
+      TorchEngine    torch's DistributedDataParallel                   RankOrderMean, NamedMean
 
-Every layout sends the totals of a step with the gradients, so the global loss costs no message of
-its own. `layout_choice.py` chooses the layout and the function of a run.
+Both layouts send the totals of a step with the gradients, so the global loss costs no
+synchronisation. `layout_choice.py` chooses the layout and the function of a run.
 """
 
 from __future__ import annotations
@@ -20,16 +19,34 @@ from shoal.strategies.ddp.reduce_functions import ReduceFunction
 from shoal.strategies.local_step import scaled_for_mean
 
 
-class GradientLayout(ABC):
-    """Decides which gradients are sent in one message, and when. Equal on all ranks."""
+class GradientReducer(ABC):
+    """Averages gradients over the ranks of the data axis, by one reduce function.
 
-    def __init__(self, model: LocalModel) -> None:
+    A subclass decides which gradients are sent in one message, and when; equally on all ranks.
+    """
+
+    def __init__(self, model: LocalModel, reduce: ReduceFunction, num_ranks: int) -> None:
         self.model = model
+        self.reduce = reduce
+        self.num_ranks = num_ranks
 
     @property
     def forward(self) -> Forward:
         """Forward function of the reduced model: a micro-batch and its loss."""
         return self.model.forward
+
+    def forward_backward(self, forward: Forward, batch: LocalBatch) -> StepResult:
+        """Compute both passes of one micro-batch. Collective.
+
+        After the last one of a step, gradients and totals are means over ranks. `scaled_for_mean`
+        makes them global means and sums.
+        """
+        if batch.previous_totals is None:
+            self.start_step()
+        local = self.run(forward, scaled_for_mean(batch, self.num_ranks))
+        if not batch.is_last_microbatch:
+            return local
+        return local._replace(step_totals=self.finish_step(local.step_totals))
 
     @abstractmethod
     def start_step(self) -> None:
@@ -39,12 +56,12 @@ class GradientLayout(ABC):
         numbers of micro-batches; each rank calls this once in a step.
         """
 
+    @abstractmethod
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute both passes of a micro-batch. The last one may start to reduce.
 
         Returns: totals of this rank.
         """
-        return self.model.run(forward, batch)
 
     @abstractmethod
     def finish_step(self, totals: Tensor) -> Tensor:
@@ -58,33 +75,5 @@ class GradientLayout(ABC):
         """
 
     def close(self) -> None:
-        """Release threads and engines that hold a process group, if there are any."""
-        return
-
-
-class GradientReducer:
-    """Averages gradients over the ranks of the data axis, by one layout and one reduce function."""
-
-    def __init__(self, layout: GradientLayout, reduce: ReduceFunction, num_ranks: int) -> None:
-        self.layout = layout
-        self.reduce = reduce
-        self.num_ranks = num_ranks
-        self.forward = layout.forward
-
-    def forward_backward(self, forward: Forward, batch: LocalBatch) -> StepResult:
-        """Compute both passes of one micro-batch. Collective.
-
-        After the last one of a step, gradients and totals are means over ranks. `scaled_for_mean`
-        makes them global means and sums.
-        """
-        if batch.previous_totals is None:
-            self.layout.start_step()
-        local = self.layout.run(forward, scaled_for_mean(batch, self.num_ranks))
-        if not batch.is_last_microbatch:
-            return local
-        return local._replace(step_totals=self.layout.finish_step(local.step_totals))
-
-    def close(self) -> None:
-        """Release process groups, and all objects that hold one."""
-        self.layout.close()
+        """Release threads, process groups, and all objects that hold one."""
         self.reduce.close()

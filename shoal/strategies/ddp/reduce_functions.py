@@ -61,6 +61,14 @@ class ReduceFunction(ABC):
     summary_lines: tuple[str, ...] = ()
     strategy_state: StrategyState = STATELESS
 
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the axis; None for all ranks."""
+        return self.axis.group
+
     @abstractmethod
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         """Replace `message` by its mean over ranks. Collective.
@@ -95,16 +103,16 @@ class ReduceFunction(ABC):
         """
         return
 
-    @abstractmethod
     def close(self) -> None:
         """Release process groups."""
+        self.axis = replace(self.axis, group=None)
 
 
 class RankOrderMean(ReduceFunction):
     """The exact mean. On the CPU values are summed in the order of ranks."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+        super().__init__(axis)
         self.blocks = needs_order(axis)
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
@@ -120,9 +128,6 @@ class RankOrderMean(ReduceFunction):
         # more than that, it is there to look.
         if self.blocks or (self.axis.device.type == "cpu" and sums_in_order(ddp.process_group)):
             use_ordered_mean(ddp, self.axis, errors, look)
-
-    def close(self) -> None:
-        self.axis = replace(self.axis, group=None)
 
 
 class NamedMean(ReduceFunction):
@@ -140,6 +145,7 @@ class NamedMean(ReduceFunction):
     blocks = True
 
     def __init__(self, name: str, axis: Axis) -> None:
+        super().__init__(axis)
         hosts_of_groups = hosts_of(axis)
         hosts = next(each for each in hosts_of_groups if dist.get_rank() in sum(each, ()))
         # New groups, so that messages during the backward pass cannot mix with others.
@@ -154,7 +160,6 @@ class NamedMean(ReduceFunction):
             )
         else:
             self._sum = partial(PAIRWISE[name], pairs=PairwiseLink(group))
-        self._size = axis.size
         over = f"{axis.size} ranks on {len(hosts)} host{'s' * (len(hosts) > 1)}"
         self.summary_lines = (f"all-reduce: {name}, over {over}",)
         if (name == "ring" and axis.size > 2) or (name == "hierarchical" and len(hosts) > 2):
@@ -164,11 +169,12 @@ class NamedMean(ReduceFunction):
         assert self._sum is not None
         flat = message.reshape(-1)
         self._sum(flat)
-        flat.div_(self._size)
+        flat.div_(self.axis.size)
         if flat.data_ptr() != message.data_ptr():  # `reshape` has made a copy
             message.copy_(flat.view_as(message))
 
     def close(self) -> None:
+        super().close()
         self._sum = None
 
 
@@ -181,24 +187,21 @@ class CompressedMean(ReduceFunction):
     blocks = True
 
     def __init__(self, compression: CompressedReducer, axis: Axis, summary: str) -> None:
+        super().__init__(axis)
         self.compression = compression
         self.summary_lines = (summary,)
         self.strategy_state = (
             ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
         )
-        self._group: dist.ProcessGroup | None = axis.group
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:
-            self.compression.mean(message, members, self._group)
+            self.compression.mean(message, members, self.group)
         else:
-            rank_order_mean(message, self._group)
+            rank_order_mean(message, self.group)
 
     def finish_step(self, names: Collection[str]) -> None:
         self.compression.keep(names)
-
-    def close(self) -> None:
-        self._group = None
 
 
 class ErrorFeedbackState(StrategyState):

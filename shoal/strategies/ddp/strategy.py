@@ -9,11 +9,11 @@ Gradients are averaged over ranks.
 
       strategy.py            the strategy and its checks
       layout_choice.py       the choice of a layout and a reduce function, with reasons
-      gradient_reducer.py    a step, the same for all layouts
-      single_message.py, overlapped_buckets.py, torch_engine.py    layouts: when gradients are sent
+      gradient_reducer.py    a step, the same for both layouts
+      own_buckets.py, torch_engine.py    layouts: when gradients are sent
       reduce_functions.py    the means
 
-Three rules hold in every layout:
+Three rules hold in both layouts:
 
 [1] *Totals travel with the gradients.* Messages of gradients carry the loss sum, the count and the
     measures of a step too. The global loss costs no collective and no synchronisation.

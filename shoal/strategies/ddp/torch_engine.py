@@ -33,13 +33,13 @@ from shoal.strategies.base import (
     StepResult,
 )
 from shoal.strategies.buffer_versions import changed_since, snapshot
-from shoal.strategies.ddp.gradient_reducer import GradientLayout
+from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import ReduceFunction
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
 
 
-class TorchEngine(GradientLayout):
+class TorchEngine(GradientReducer):
     """Averages the first step's gradients itself, and all others with DistributedDataParallel."""
 
     def __init__(
@@ -49,10 +49,9 @@ class TorchEngine(GradientLayout):
         options: DdpOptions,
         reduce: ReduceFunction,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, reduce, axis.size)
         self._axis = axis
         self._options = options
-        self._reduce = reduce
         self._carrier = TotalsCarrier(model, axis.device)
         self._buffers_before = snapshot(model.module)
         self._check = AccumulatedOnceCheck(model.trainable_params)
@@ -85,6 +84,7 @@ class TorchEngine(GradientLayout):
     def close(self) -> None:
         self._check.close()
         self._ddp = None
+        super().close()
 
     def _through_engine(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch through the engine, which prepares for its backward pass."""
@@ -106,7 +106,7 @@ class TorchEngine(GradientLayout):
         find_unused = self._options.unused or not all_used
         ddp = self._build(find_unused, sync_buffers=ranks_changing > 0)
         self._carrier.engine_searches = find_unused
-        self._reduce.register_hook(ddp, self._errors, self._look_at)
+        self.reduce.register_hook(ddp, self._errors, self._look_at)
         return ddp
 
     def _look_at(self, bucket: Tensor) -> None:
@@ -116,12 +116,12 @@ class TorchEngine(GradientLayout):
     def _average(self, parameter: Tensor) -> None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        if parameter.grad.is_sparse and self._reduce.blocks:
+        if parameter.grad.is_sparse and self.reduce.blocks:
             raise StrategyRefused(
                 "a gradient is sparse, and none of the model's embeddings has sparse=True, so it "
                 "was not expected. Use nn.Embedding(..., sparse=True), or a dense gradient."
             )
-        self._reduce.mean(parameter.grad)
+        self.reduce.mean(parameter.grad)
 
     def _build(self, find_unused: bool, sync_buffers: bool) -> DistributedDataParallel:
         signature = inspect.signature(DistributedDataParallel.__init__).parameters

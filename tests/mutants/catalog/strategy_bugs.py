@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.comm import mappings
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
-from shoal.strategies.ddp.single_message import SingleMessage
+from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.tensor import vocabulary
@@ -55,18 +55,19 @@ class DDPWeighsTwice(Replaced):
 
 
 @planted(
-    "Shoal's ddp leaves the last parameter of its message as it is",
+    "Shoal's ddp leaves the last parameter of its buckets as it is",
     module="head",
     cause="missing reduction",
 )
 class DDPLeavesOneOut(Replaced):
-    owner, function = SingleMessage, "finish_step"
+    owner, function = OwnBuckets, "finish_step"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
         def finish_step(layout: Any, totals: Tensor) -> Tensor:
-            own = layout._parameters[-1].grad.clone()
+            last = layout.buckets[0].parameters[0]  # buckets have them in reverse order
+            own = last.grad.clone()
             summed: Tensor = right(layout, totals)
-            layout._parameters[-1].grad = own
+            last.grad = own
             return summed
 
         return finish_step
@@ -78,17 +79,16 @@ class DDPLeavesOneOut(Replaced):
     cause=("wrong gradient", "missing gradient"),
 )
 class DDPSendsEarlier(Replaced):
-    owner, function = SingleMessage, "_fill"
+    owner, function = Bucket, "pack"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
-        sent: list[Tensor] = []
+        packed: list[Tensor] = []
 
-        def fill(layout: Any, totals: Tensor) -> None:
-            right(layout, totals)
-            sent.append(layout._gradients.clone())
-            layout._gradients.copy_(sent[max(0, len(sent) - 2)])
+        def pack(bucket: Any) -> Tensor:
+            packed.append(right(bucket))
+            return packed[max(0, len(packed) - 2)].clone()
 
-        return fill
+        return pack
 
 
 @planted(

@@ -11,7 +11,7 @@ from torch import nn
 from shoal.comm.axis import Axis
 from shoal.strategies import options
 from shoal.strategies.base import LocalModel, PassTraits
-from shoal.strategies.ddp.layout_choice import LayoutName, choose_layout
+from shoal.strategies.ddp.layout_choice import takes_torchs_engine
 from shoal.strategies.single import single_device
 
 SMALL = nn.Linear(8, 8)
@@ -21,53 +21,48 @@ WAVES = nn.ParameterList([nn.Parameter(torch.zeros(4, dtype=torch.complex64))])
 MIXED = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
 
 
-def layout(
+def has_engine(
     model: nn.Module | LocalModel, ranks: int = 2, device: str = "cpu", **asked: object
-) -> LayoutName:
+) -> bool:
     part = model if isinstance(model, LocalModel) else single_device(model)
     axis = Axis(0, ranks, torch.device(device))
-    return choose_layout(options.DdpOptions(**asked), part, axis)  # type: ignore[arg-type]
+    return takes_torchs_engine(options.DdpOptions(**asked), part, axis)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_small_model_has_a_single_message(ranks: int) -> None:
-    assert layout(SMALL, ranks) is LayoutName.SINGLE
+@pytest.mark.parametrize("model", [SMALL, WAVES, MIXED])
+def test_a_small_model_has_buckets_of_our_own(model: nn.Module, ranks: int) -> None:
+    assert not has_engine(model, ranks)
 
 
-@pytest.mark.parametrize("model", [LARGE, WAVES, MIXED])
-def test_a_large_model_and_what_is_not_of_one_plain_type_have_the_engine(model: nn.Module) -> None:
-    assert layout(model) is LayoutName.ENGINE
+def test_a_large_model_has_torchs_engine() -> None:
+    assert has_engine(LARGE)
 
 
 def test_what_is_larger_than_a_bucket_has_the_engine() -> None:
-    assert layout(SMALL, bucket_mb=0.0001) is LayoutName.ENGINE
+    assert has_engine(SMALL, bucket_mb=0.0001)
 
 
 def test_a_model_on_a_gpu_has_the_engine() -> None:
-    assert layout(SMALL, device="cuda") is LayoutName.ENGINE
+    assert has_engine(SMALL, device="cuda")
 
 
 def test_a_named_algorithm_has_the_engine_however_small_the_model() -> None:
-    assert layout(SMALL, allreduce="ring") is LayoutName.ENGINE
+    assert has_engine(SMALL, allreduce="ring")
 
 
-def test_compressed_gradients_have_buckets_however_small_the_model() -> None:
-    assert layout(SMALL, compress="bf16") is LayoutName.BUCKETS
+@pytest.mark.parametrize("model", [SMALL, LARGE])
+def test_compressed_gradients_have_buckets_of_our_own(model: nn.Module) -> None:
+    assert not has_engine(model, compress="bf16")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [(2, LayoutName.ENGINE), (3, LayoutName.BUCKETS)],
-)
-def test_sparse_gradients_have_buckets_where_their_sum_has_several_orders(
-    ranks: int,
-    expected: LayoutName,
+@pytest.mark.parametrize(("ranks", "engine"), [(2, True), (3, False)])
+def test_sparse_gradients_have_our_buckets_where_their_sum_has_several_orders(
+    ranks: int, engine: bool
 ) -> None:
-    assert layout(ROWS, ranks) is expected
+    assert has_engine(ROWS, ranks) is engine
 
 
-def test_a_stage_of_a_pipeline_has_buckets() -> None:
-    assert (
-        layout(replace(single_device(SMALL), pass_traits=PassTraits(complete_after_run=True)))
-        is LayoutName.BUCKETS
-    )
+def test_a_stage_of_a_pipeline_has_buckets_of_our_own() -> None:
+    traits = PassTraits(complete_after_run=True)
+    assert not has_engine(replace(single_device(LARGE), pass_traits=traits))

@@ -1,4 +1,4 @@
-"""A small model's gradients go in one message after the backward pass."""
+"""A small model's gradients are sent in buckets of our own, after the backward pass."""
 
 import gc
 
@@ -14,9 +14,8 @@ from shoal.comm.axis import Axis
 from shoal.comm.deterministic import rank_order_mean
 from shoal.run.supervised import supervised
 from shoal.strategies.base import COUNT, LOSS_SUM, LocalBatch, Step
-from shoal.strategies.ddp.gradient_reducer import GradientReducer
+from shoal.strategies.ddp.own_buckets import OwnBuckets, bucketize_backward
 from shoal.strategies.ddp.reduce_functions import RankOrderMean
-from shoal.strategies.ddp.single_message import SingleMessage
 from shoal.strategies.single import single_device
 from shoal.testing import world
 from shoal.verification import verify_job
@@ -50,7 +49,7 @@ def _model(kind: str) -> tuple[nn.Module, Tensor]:
 
 
 def _steps_by_hand(kind: str) -> None:
-    """Compute two steps. The second one uses the buffers of the first."""
+    """Compute two steps, of several buckets each."""
     model, x = _model(kind)
     y, ranks = torch.arange(6) % 2, dist.get_world_size()
     loss = F.cross_entropy(model(x), y)
@@ -65,8 +64,8 @@ def _steps_by_hand(kind: str) -> None:
         expected[name] = average if used else None
     part = single_device(model)
     axis = Axis(dist.get_rank(), ranks, torch.device("cpu"))
-    reduce = RankOrderMean(axis)
-    reducer = GradientReducer(SingleMessage(part, axis, reduce), reduce, ranks)
+    buckets = bucketize_backward(part.trainable_params, bucket_mb=0.0005)
+    reducer = OwnBuckets(part, axis, buckets, RankOrderMean(axis), overlaps=False)
     for _ in range(2):
         model.zero_grad()
         step = Step(supervised(F.cross_entropy, model), 6 * ranks)

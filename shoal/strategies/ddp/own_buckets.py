@@ -1,0 +1,281 @@
+"""Buckets of Shoal's own: gradients of small models, of shards and of stages; compressed ones.
+
+      small model, pipeline   backward ▓▓▓▓▓▓▓▓▓▓ ── bucket 1 ── bucket 2 and totals
+
+      else                    backward ▓▓▓▓▓▓▓▓▓▓           parameters in reverse order; a bucket is
+                              └ bucket 1 ┐ └ bucket 2 ┐     sent once its gradients are there and
+                                              totals        all buckets before it have been sent
+
+For up to a few MiB on the CPU hooks in the backward pass would cost more time than they save. A
+pipeline accumulates a gradient in several passes, and all of them come first.
+
+The last message has the totals and the flags; on a GPU the flags go over the CPU. A flag says that
+this rank has a gradient. This message is never compressed. After the backward pass of a small model
+it has the last bucket too. A parameter that no rank has used keeps
+`.grad = None`. Each rank of a tensor group sends its shards along a data axis of its own. Buckets
+depend on the model alone, so a resumed run sends the same messages as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.comm.assembly import as_shard
+from shoal.comm.axis import Axis
+from shoal.comm.buckets import bucketize
+from shoal.comm.compression.base import BucketEntry
+from shoal.comm.norm import to_local
+from shoal.platform.tensors import MIB, dense
+from shoal.platform.torch_private.kernels import foreach_copy_
+from shoal.strategies.base import (
+    NONFINITE,
+    TOTALS_LENGTH,
+    Forward,
+    LocalBatch,
+    LocalModel,
+    StepResult,
+    no_op,
+)
+from shoal.strategies.buffer_versions import BufferSync
+from shoal.strategies.ddp.gradient_reducer import GradientReducer
+from shoal.strategies.ddp.reduce_functions import RankOrderMean, ReduceFunction
+from shoal.strategies.grad_checks import AccumulatedOnceCheck
+
+Wait = Callable[[], object]
+"""Waits for a mean that is not finished."""
+NO_GRADIENTS = torch.empty(0, dtype=torch.float64)
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients are sent in one message.
+
+    Args: parameters: by name. A DTensor counts with its shard on this rank.
+
+    Attributes:
+        members: their names and shapes on this rank.
+        num_missing: parameters that have no gradient yet in this backward pass.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.parameters = [*parameters.values()]
+        self.members = [BucketEntry(name, to_local(p).shape) for name, p in parameters.items()]
+        self.num_missing = len(parameters)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parameters[0].dtype
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the message."""
+        return sum(member.count for member in self.members)
+
+    def pack(self) -> Tensor:
+        """Return the gradients one after the other, zeros for missing ones."""
+        return torch.cat([_flat_gradient(parameter) for parameter in self.parameters])
+
+    def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
+        """Copy means to the gradients, and return the names of the parameters that have one.
+
+        Args: used: for each parameter, True if any rank had a gradient. Else it gets None.
+        """
+        names: list[str] = []
+        gradients: list[Tensor] = []
+        found: list[Tensor] = []
+        pieces = means.split([member.count for member in self.members])
+        for member, parameter, piece in zip(self.members, self.parameters, pieces, strict=True):
+            if not next(used):
+                parameter.grad = None
+                continue
+            names.append(member.name)
+            if parameter.grad is None:
+                empty = torch.empty_like(to_local(parameter))
+                own: Tensor = parameter
+                parameter.grad = as_shard(empty, own) if isinstance(own, DTensor) else empty
+            gradients.append(to_local(parameter.grad))
+            found.append(piece.view(member.shape))
+        if gradients:
+            foreach_copy_(gradients, found)
+        return names
+
+
+def bucketize_backward(parameters: Mapping[str, nn.Parameter], bucket_mb: float) -> list[Bucket]:
+    """Return buckets in the reverse order of parameters, in which most gradients arrive.
+
+    Args: bucket_mb: size of a bucket in MiB. A larger parameter has a bucket of its own.
+    """
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    groups = bucketize(reversed([*parameters.values()]), int(bucket_mb * MIB))
+    return [Bucket({names[id(parameter)]: parameter for parameter in group}) for group in groups]
+
+
+def _flat_gradient(parameter: nn.Parameter) -> Tensor:
+    """Return a parameter's gradient, (numel,), or zeros. Makes a sparse gradient dense."""
+    if parameter.grad is None:
+        return torch.zeros_like(to_local(parameter)).reshape(-1)
+    if parameter.grad.is_sparse:
+        parameter.grad = dense(parameter.grad)
+    return to_local(parameter.grad).reshape(-1)
+
+
+class OwnBuckets(GradientReducer):
+    """Averages gradients in buckets, beside the backward pass or after it.
+
+    Messages start in the same order on all ranks:
+
+          reduce function         device    runs
+          backend's all-reduce    any       asynchronously
+          any other               CPU       in one thread
+          any other               GPU       in the caller's thread; kernel launches do not block
+
+    Args:
+        axis: ranks that average their gradients, and take the first rank's buffers.
+        buckets: buckets of all parameters, in the order in which they are sent.
+        reduce: averages over the same ranks; in a group of its own if messages overlap with others.
+        overlaps: buckets are sent while the backward pass goes on; else after it.
+    """
+
+    def __init__(
+        self,
+        model: LocalModel,
+        axis: Axis,
+        buckets: Sequence[Bucket],
+        reduce: ReduceFunction,
+        overlaps: bool,
+    ) -> None:
+        super().__init__(model, reduce, axis.size)
+        self.buckets = buckets
+        self._axis = axis
+        self._overlaps = overlaps
+        self._buffers = BufferSync(model.module, axis)
+        self._totals_ride = (
+            not overlaps
+            and axis.device.type == "cpu"
+            and isinstance(reduce, RankOrderMean)
+            and bool(buckets)
+            and buckets[-1].dtype in (torch.float32, torch.float64)
+        )
+        self._is_last_batch = False
+        self._sent: list[tuple[Tensor, Wait]] = []
+        self._check = AccumulatedOnceCheck(model.trainable_params) if overlaps else None
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket))
+            for bucket in (buckets if overlaps else ())
+            for parameter in bucket.parameters
+        ]
+        self._thread: ThreadPoolExecutor | None = None
+        if overlaps and reduce.blocks and axis.device.type == "cpu":
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="bucket-mean")
+
+    def start_step(self) -> None:
+        for _, wait in self._sent:
+            wait()
+        self._sent.clear()
+        self.reduce.finish_step(())
+        self._buffers.broadcast()
+
+    def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
+        """Compute one micro-batch, or all micro-batches that a pipeline makes of it."""
+        self._is_last_batch = batch.is_last_microbatch
+        for bucket in self.buckets:
+            bucket.num_missing = len(bucket.parameters)
+        with nullcontext() if self._check is None else self._check.during():
+            return self.model.run(forward, batch)
+
+    def finish_step(self, totals: Tensor) -> Tensor:
+        flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
+        flags.append(self._buffers.changed())
+        while len(self._sent) < len(self.buckets) - self._totals_ride:
+            self._send_next()
+        last = self._next_message() if self._totals_ride else NO_GRADIENTS.to(totals.device)
+        if self.model.finite_check.found:
+            totals = totals.clone()
+            totals[NONFINITE] = 1.0
+        means, (*used, changed) = self._exchange_totals(last, totals, flags)
+        self._buffers.record_change(changed)
+        remaining = iter(used)
+        names: list[str] = []
+        for bucket, (message, wait) in zip(self.buckets, self._sent, strict=True):
+            wait()
+            names += bucket.unpack(message, remaining)
+        self._sent.clear()
+        self.reduce.finish_step(names)
+        return means.to(totals.dtype)
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._check is not None:
+            self._check.close()
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._axis = replace(self._axis, group=None)
+        super().close()
+
+    def _exchange_totals(
+        self, last: Tensor, totals: Tensor, flags: Sequence[bool]
+    ) -> tuple[Tensor, list[bool]]:
+        """Return the mean of the totals, and for each flag if any rank has set it. Collective.
+
+        Args: last: gradients that are sent with them, and averaged too.
+        """
+        to_host = self._axis.host_device != totals.device
+        # Nobody may wait for a GPU to read flags, so they go over the CPU.
+        own = last.new_tensor([] if to_host else flags)
+        message = torch.cat((last, totals.to(last.dtype), own))
+        self._start_mean(message)()
+        gradients, means, found = message.split([len(last), TOTALS_LENGTH, len(own)])
+        if self._totals_ride:
+            self._sent.append((gradients, no_op))
+        used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
+        return means, [share > 0 for share in used]
+
+    def _on_grad_ready(self, bucket: Bucket, _: Tensor) -> None:
+        bucket.num_missing -= 1
+        if not self._is_last_batch:
+            return
+        while (
+            len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].num_missing <= 0
+        ):
+            self._send_next()
+
+    def _send_next(self) -> None:
+        """Start the mean of the next bucket. Collective."""
+        bucket = self.buckets[len(self._sent)]
+        message = self._next_message()
+        self._sent.append((message, self._start_mean(message, bucket.members)))
+
+    def _next_message(self) -> Tensor:
+        """Return the gradients of the next bucket. Those that are not finite are found here."""
+        bucket = self.buckets[len(self._sent)]
+        check = self.model.finite_check
+        check.has_looked = True
+        pairs = zip(bucket.members, bucket.parameters, strict=True)
+        check.look({member.name: parameter.grad for member, parameter in pairs})
+        return bucket.pack()
+
+    def _start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> Wait:
+        """Start to replace `message` by its mean over ranks; return what waits for it. Collective.
+
+        Args: members: parameters whose gradients the message holds. Empty for a message of other
+            values, which is averaged without compression.
+        """
+        if self._thread is not None:
+            return self._thread.submit(self.reduce.mean, message, members).result
+        if self.reduce.blocks or not self._overlaps:
+            self.reduce.mean(message, members)
+            return no_op
+        message.div_(self.num_ranks)
+        work = dist.all_reduce(message, group=self.reduce.group, async_op=True)
+        assert work is not None
+        wait: Wait = work.wait
+        return wait
