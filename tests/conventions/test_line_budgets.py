@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
-    "shoal/checkpoint": 1_710,
-    "shoal/cli": 2_830,
+    "shoal/checkpoint": 1_690,
+    "shoal/cli": 2_800,
     "shoal/comm": 3_120,
     "shoal/config": 1_860,
     "shoal/costs": 2_040,
@@ -22,22 +22,22 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/loggers": 550,
     "shoal/models": 880,
     "shoal/optim": 250,
-    "shoal/parameter_server": 7_350,
+    "shoal/parameter_server": 7_290,
     "shoal/planner": 2_690,
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
     "shoal/run": 9_720,
     "shoal/shm_backend": 2_780,
-    "shoal/strategies": 16_990,
+    "shoal/strategies": 16_780,
     "shoal/testing": 240,
     "shoal/trace": 820,
-    "shoal/train": 3_340,
+    "shoal/train": 3_260,
     "shoal/trial": 2_990,
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_500,
-    "benchmarks": 12_320,
+    "tests": 66_450,
+    "benchmarks": 12_210,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
