@@ -50,6 +50,11 @@ MIXES = (
     "them from run.gather(tensor). Or, to train the mean of the ranks' means, say so: "
     'run.backward(loss, reduction="ranks").'
 )
+WRITTEN = (
+    "note: ranks differ in {names}, and did not before the first step. What compute_loss writes "
+    "there is of one rank's samples, and so is what the script prints or decides by it. "
+    'shoal.all_reduce(value, op="sum") gives that of all ranks.'
+)
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
 
@@ -69,6 +74,7 @@ class StepTrials:
         self._news = BatchNews()
         self._has_news = False
         self._own_numbers: dict[str, ReachedNumber] = {}
+        self._first_digests: dict[object, dict[str, str]] = {}
         self._noted: set[object] = set()
         self._tried_models: set[nn.Module] = set()
 
@@ -82,7 +88,10 @@ class StepTrials:
             sizes.check_shared(data)
             if not batch.step.sizes_known and data.size > 1:
                 sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
-        self.tried[code_of(batch.step.compute_loss)] = 1
+        code = code_of(batch.step.compute_loss)
+        self.tried[code] = 1
+        if data.size > 1:
+            self._first_digests[code] = _digests(self._reached(batch))
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
 
@@ -102,20 +111,26 @@ class StepTrials:
         is_power = step & (step - 1) == 0
         self._has_news |= self._news.found_in([batch.args, batch.kwargs])
         is_tried_again = is_power and step.bit_length() % 4 == 1  # 16, 256, 4096, ...
-        if is_tried_again or step == 2:  # the loop has had one step to change its numbers in
-            self._own_numbers = self._numbers_of_ranks(batch)
+        written: list[str] = []
+        if is_tried_again or step == 2:  # the script has had one step to change its numbers in
+            own, first = self._numbers_of_ranks(batch), self._first_digests.get(code, {})
+            self._own_numbers = {name: number for name, number in own.items() if number.is_real}
+            written = [name for name, number in own.items() if first.get(name) != number.digest()]
+        is_read = ""
         self._has_news |= is_tried_again or bool(self._own_numbers)
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
                 self._has_news = False
                 with self._guards.phase:
                     verdict = self._judged(batch, batch.num_samples)
+                is_read = verdict.own_numbers
                 if verdict.ends_a_run:
                     raise UsageError(verdict.text())
                 if verdict.computes_with_own_values:
                     self._note(verdict)
         elif is_power:
-            self._try_together(batch)
+            is_read = self._try_together(batch)
+        self._note_written([name for name in written if name not in is_read.split(" and ")])
 
     def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
         """Return the numbers of the script that the loss reaches and that differ on data ranks.
@@ -125,12 +140,21 @@ class StepTrials:
         data = self._prepared.mesh.data
         if data.size == 1 or not self._prepared.local_model().strategy_state.is_synchronous:
             return {}
-        loss, models = batch.step.compute_loss, self._prepared.models
-        numbers = reached_numbers(loss, models, batch.num_samples)
-        own = {name: number.digest() for name, number in numbers.items()}
+        numbers = self._reached(batch)
+        own = _digests(numbers)
         others = [json.loads(text) for text in data.all_gather_str(json.dumps(own))]
         # A tensor may have as many rows as the samples of some rank, which leaves it out.
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
+
+    def _reached(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
+        return reached_numbers(batch.step.compute_loss, self._prepared.models, batch.num_samples)
+
+    def _note_written(self, written: list[str]) -> None:
+        """Announce numbers that differ between ranks, and that were others in the first step."""
+        if written and WRITTEN not in self._noted:
+            self._noted.add(WRITTEN)
+            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+            self._announce(WRITTEN.format(names=", ".join(written[:3]) + more))
 
     def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
         """Try models that a loop has called for a loss, each the first time. Collective.
@@ -156,8 +180,10 @@ class StepTrials:
             if objection:
                 raise UsageError(objection)
 
-    def _try_together(self, batch: LocalBatch) -> None:
+    def _try_together(self, batch: LocalBatch) -> str:
         """Try a loss again if the batch of any rank has had news since the last time. Collective.
+
+        Returns: names of the numbers that differ on ranks and that the loss reads.
 
         Raises: UsageError: on all ranks.
         """
@@ -165,15 +191,17 @@ class StepTrials:
         is_pipeline = mesh.pipeline.size > 1
         wants = self._news.has_padding if is_pipeline else self._has_news
         if not mesh.all_reduce_max(torch.tensor(float(wants), device=mesh.host_device)):
-            return
+            return ""
         self._has_news = False
         if not is_pipeline:
             verdict = self._try(batch)
             is_told = verdict.ends_a_run or verdict.computes_with_own_values
             self._tell(verdict if is_told else LossVerdict(LossKind.MEAN))
-        elif PADDING not in self._noted:
+            return verdict.own_numbers
+        if PADDING not in self._noted:
             self._noted.add(PADDING)
             self._announce(PADDING)
+        return ""
 
     @property
     def _has_parts(self) -> bool:
@@ -285,3 +313,7 @@ def is_divided(model: LocalModel) -> bool:
         isinstance(module, BatchNormBase) and module.running_mean is None
         for module in model.module.modules()
     )
+
+
+def _digests(numbers: dict[str, ReachedNumber]) -> dict[str, str]:
+    return {name: number.digest() for name, number in numbers.items()}

@@ -1,4 +1,4 @@
-"""Numbers that a loss reads from the script: floats and small tensors, by their names.
+"""Numbers of the script that a loss can read or write: Python's and small tensors, by their names.
 
     k = 0.0                                 a number of the script, which the loop changes
 
@@ -32,14 +32,21 @@ Entry = tuple[str, Any, Callable[[Any], object]]
 
 
 class ReachedNumber(NamedTuple):
-    """A float, or a tensor of floats, that a function can read."""
+    """A number, or a small tensor, that a function can read."""
 
     value: Any
     replace: Callable[[Any], object]
 
     def digest(self) -> str:
         """Return a text that is the same where the value is."""
-        return repr(self.value if isinstance(self.value, float) else int(tensor_digest(self.value)))
+        is_tensor = isinstance(self.value, Tensor)
+        return repr(int(tensor_digest(self.value)) if is_tensor else self.value)
+
+    @property
+    def is_real(self) -> bool:
+        """Return True for floats, which a slightly different value may stand for."""
+        is_tensor = isinstance(self.value, Tensor)
+        return self.value.is_floating_point() if is_tensor else isinstance(self.value, float)
 
     def change(self) -> None:
         """Put another value in its place."""
@@ -59,7 +66,7 @@ def reached_numbers(
 
     def visit(entry: Entry, depth: int) -> None:
         name, value, replace = entry
-        if isinstance(value, float):
+        if isinstance(value, (int, float)):
             found[name] = ReachedNumber(value, replace)
             return
         if id(value) in seen or depth == 0 or isinstance(value, LEFT_ALONE):
@@ -79,7 +86,7 @@ def reached_numbers(
 def _is_constant(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
-        and tensor.is_floating_point()
+        and not tensor.is_complex()
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"

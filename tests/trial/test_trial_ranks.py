@@ -204,7 +204,7 @@ class Balance:
 
 def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
     """Train by a loss with a weight, which the loop sets by this rank's losses, and with a table
-    of as many rows as one rank has samples. Returns notes.
+    of as many rows as one rank has samples. The loss counts on all ranks alike. Returns notes.
     """
     torch.manual_seed(0)
     notes: list[str] = []
@@ -213,9 +213,11 @@ def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
     x = run.share(torch.randn(9, 6).double())
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
     balance, hidden, table = Balance(), torch.zeros(6, 3), torch.ones(4, 6).double()
+    calls = 0
 
     def loss(x: Tensor) -> Tensor:
-        nonlocal hidden
+        nonlocal hidden, calls
+        calls += 1
         hidden = model(x).detach()
         balance.seen = model(x).square().mean().detach()
         weight = balance.k if is_read else 1.0
@@ -232,12 +234,17 @@ def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_number_that_the_loop_computes_from_own_losses_gets_a_note(strategy: str) -> None:
     notes, _ = world.run(2, weight_of_own_losses, strategy, True)
+    read, written = notes
+    assert "ranks differ in balance.k, with which compute_loss computes" in read
+    assert "ranks differ in balance.seen, and did not before the first step" in written
+
+
+def test_a_number_that_a_loss_writes_and_does_not_read_is_told_to_be_of_one_rank() -> None:
+    notes, others = world.run(2, weight_of_own_losses, "ddp", False)
+    assert not others
     assert len(notes) == 1
-    assert "ranks differ in balance.k, with which compute_loss computes" in notes[0]
-
-
-def test_numbers_that_a_loss_writes_and_does_not_read_get_no_note() -> None:
-    assert not any(world.run(2, weight_of_own_losses, "ddp", False))
+    assert "ranks differ in balance.k, balance.seen, and did not" in notes[0]
+    assert "shoal.all_reduce" in notes[0]
 
 
 class OwnLoss(nn.Module):
