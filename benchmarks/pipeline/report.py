@@ -10,13 +10,15 @@ from benchmarks.pipeline.picture import draw
 from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-WAITING = ("stages that wait", "ranks", "micro-batches", "formula", "measured", "ratio", "held")
+MICROBATCHES = (1, 4, 8, 16)
+WAITING = ("stages that wait", "ranks", *(f"{m} micro-batches" for m in MICROBATCHES))
 REAL = ("a GPT of eight blocks", "micro-batches", "formula", "waiting, rank by rank", "step")
 
 
 def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
-    tables = [table(WAITING, [waiting_row(case) for case in result["waiting"]])]
+    layouts = dict.fromkeys((case["schedule"], case["ranks"]) for case in result["waiting"])
+    tables = [table(WAITING, [waiting_row(*each, result["waiting"]) for each in layouts])]
     if result["real"]:
         tables.append(table(REAL, [real_row(case) for case in result["real"]]))
     text = "\n\n".join([*tables, told(result["circumstances"])])
@@ -25,24 +27,18 @@ def main() -> None:
     print(text)
 
 
-def waiting_row(case: dict[str, Any]) -> list[str]:
-    """One case; a table that is not as short as the formula says has its own share beside it.
+def waiting_row(schedule: str, ranks: int, cases: list[dict[str, Any]]) -> list[str]:
+    """Return the idle share by the formula, and that of the rank that is idle for longest.
 
-    So has a rank that holds other activations than those of its table.
+    A table that is not as short as the formula says has its own share behind it.
     """
-    ideal, by_table = case["formula"], max(case["table"])
-    low, high = min(case["idle"]), max(case["idle"])
-    held, in_flight = " ".join(map(str, case["held"])), " ".join(map(str, case["in_flight"]))
-    return [
-        f"`{case['schedule']}`",
-        str(case["ranks"]),
-        str(case["microbatches"]),
-        f"{100 * ideal:.2f} %"
-        + ("" if abs(by_table - ideal) < 1e-9 else f", table {100 * by_table:.2f} %"),
-        f"{100 * low:.2f} to {100 * high:.2f} %",
-        f"{high / ideal:.3f}",
-        held if held == in_flight else f"{held}, table {in_flight}",
-    ]
+    cells = {}
+    for case in cases:
+        if (case["schedule"], case["ranks"]) == (schedule, ranks):
+            ideal, by_table, idle = case["formula"], max(case["table"]), max(case["idle"])
+            own = "" if abs(by_table - ideal) < 1e-9 else f" (table {100 * by_table:.2f})"
+            cells[case["microbatches"]] = f"{100 * ideal:.2f}{own}: {100 * idle:.2f}"
+    return [f"`{schedule}`", str(ranks), *(cells.get(m, "") for m in MICROBATCHES)]
 
 
 def real_row(case: dict[str, Any]) -> list[str]:

@@ -153,7 +153,7 @@ def _order(times: Sequence[Compared]) -> tuple[int, int]:
 
 
 def _rows(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    head = ["case", "predicted", "measured", "error", "spread", "peak", "error of it"]
+    head = ["case; ms, MiB", "predicted", "measured", "error", "spread", "peak", "error of it"]
     rows = []
     for case in cases:
         prediction, found = case
@@ -166,13 +166,13 @@ def _rows(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
             spread = f"{max(rounds) / min(rounds) - 1:.0%}"
             cells[:4] = _ms(time.predicted), _ms(time.measured), f"{time.error:+.0%}", spread
         if memory is not None:
-            cells[4:] = f"{memory.measured / MIB:.2f} MiB", f"{memory.error:+.1%}"
+            cells[4:] = f"{memory.measured / MIB:.2f}", f"{memory.error:+.1%}"
         rows.append([_label(prediction), *cells])
     return table(head, rows)
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.1f} ms"
+    return f"{1e3 * seconds:.1f}"
 
 
 def _left_out(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
