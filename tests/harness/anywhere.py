@@ -163,10 +163,9 @@ def run(setting: Setting) -> str:
         return ""
     left = done.stdout.count("left behind: ")
     failed = counts["failed"] + counts["error"] + left
-    folders = ", ".join(setting.folders) or "all"
     day = date.today().isoformat()
     return (
-        f"| {setting.what} | {folders} | {counts['passed']:,} | {failed} | {counts['skipped']} "
+        f"| {setting.what} | {counts['passed']:,} | {failed} | {counts['skipped']} "
         f"| {processor()}, {day} |"
     )
 
