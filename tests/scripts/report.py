@@ -30,7 +30,7 @@ from tests.scripts.runner import (
     Layout,
     judge_all,
 )
-from tests.scripts.script import NEEDS, Script, catalog, lines_changed, pretrained
+from tests.scripts.script import Script, catalog, lines_changed, pretrained
 
 RECORD = Path(__file__).parents[2] / "docs" / "scripts.json"
 AT_ONCE = 20
@@ -51,13 +51,11 @@ a cure. Any other cell would be a defect: numbers that differ silently, or an er
 
 The table has the layouts in which scripts are not exact, with the number of the message below.
 `local=2` and `diloco=2`, which are never exact, stand there only where they are refused.
-Behind a name stand what is unusual about the script and what it follows; *unchanged* ones leave out
-what Shoal must know, so a refusal is their aim. Every cell, its error
-and its whole message are in [scripts.json](scripts.json). Layouts: {layouts}.
+In brackets stands what a script follows; *unchanged* ones leave out what Shoal must know, so a
+refusal is their aim. Every cell, its error and its whole message are in
+[scripts.json](scripts.json). Layouts: {layouts}.
 
 {table}
-
-What is unusual about a script: {needs}.
 
 ## Notes and messages
 
@@ -129,7 +127,7 @@ def page(cells: Mapping[Key, Cell]) -> str:
     groups: dict[str, list[str]] = {}
     for name, script in scripts.items():
         exceptions = _exceptions(name, cells, texts) or "exact everywhere"
-        groups.setdefault(exceptions, []).append(f"`{name}` {script.needs} ({script.follows})")
+        groups.setdefault(exceptions, []).append(f"`{name}` ({script.follows})")
     rows = [f"| {not_exact} | {'; '.join(named)} |" for not_exact, named in groups.items()]
     counts = Counter(cell.verdict for key, cell in cells.items() if key[0] in scripts)
     return PAGE.format(
@@ -138,7 +136,6 @@ def page(cells: Mapping[Key, Cell]) -> str:
         summary=", ".join(f"{count} {word}" for word, count in counts.most_common()),
         layouts=", ".join(f"`{_short(layout)}`" for layout in LAYOUTS),
         table="\n".join(["| not exact | scripts |", "|---|---|", *rows]),
-        needs="; ".join(f"{letter} {meaning}" for letter, meaning in NEEDS.items()),
         notes="\n".join(f"{number}. {text}" for number, text in enumerate(texts.values(), start=1)),
         versions=(
             f"Python {platform.python_version()}, torch {torch.__version__}, "
