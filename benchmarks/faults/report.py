@@ -1,4 +1,4 @@
-"""Turns result.json into the table of docs/faults.md. Measures nothing."""
+"""Turns result.json into the tables of docs/faults.md. Measures nothing."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def main() -> None:
     result = json.loads((HERE / "result.json").read_text())
     trials = result["trials"]
     held = sum(trial["held"] for trial in trials)
+    promises: dict[str, list[list[str]]] = {}
+    for kind in KINDS:
+        promises.setdefault(kind.promise, []).append(_row(trials, kind))
     text = [
-        table(["fault", "promise", *PLACES], [_row(trials, kind) for kind in KINDS]),
+        *(table([f"promise: {promise}", *PLACES], rows) for promise, rows in promises.items()),
         f"{held} of {len(trials)} trials held. A cell: trials that held / trials; the longest time "
         "in seconds from the fault until it was told, and until the next step was done. Empty: not "
         f"measured, or not possible there. The limit of hangs was {LIMIT_S:g} s.",
@@ -44,7 +47,7 @@ def _row(trials: list[dict[str, Any]], kind: Kind) -> list[str]:
         if failed := dict.fromkeys(t["strategy"] for t in found if not t["held"]):
             words.append(f"failed under {', '.join(failed)}")
         cells.append("; ".join(words))
-    return [kind.name, kind.promise, *cells]
+    return [kind.name, *cells]
 
 
 if __name__ == "__main__":
