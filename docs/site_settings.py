@@ -36,17 +36,19 @@ def settings_table() -> str:
 
 
 def distribuuuu_table() -> str:
-    """Return a table in Markdown: every key of distribuuuu, and our setting for it."""
+    """Return the keys of distribuuuu with our settings for them: a list, and a table with notes."""
+    alike = [f"`{key}` `{row.setting}`" for key, row in KEYS.items() if key not in NOTES]
     rows = (
         (
             f"`{key}`",
-            f"`{row.setting}`" if row.setting else "none",
+            f"`{KEYS[key].setting}`" if KEYS[key].setting else "none",
             # Placeholders, because a note contains the values of a command line.
-            NOTES.get(key, "").format(value="VALUE", ours="OURS", ranks="RANKS"),
+            note.format(value="VALUE", ours="OURS", ranks="RANKS"),
         )
-        for key, row in KEYS.items()
+        for key, note in NOTES.items()
     )
-    return _table(("key", "setting here", "KEY VALUE ..."), rows)
+    noted = _table(("key", "setting here", "KEY VALUE ..."), rows)
+    return f"Taken as they are: {', '.join(alike)}.\n\n{noted}"
 
 
 def _limits(setting: Setting) -> str:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-MIB = 2**20
 CORES = json.loads((HERE / "machine.json").read_text())["cores"]
 
 
@@ -153,21 +152,18 @@ def _order(times: Sequence[Compared]) -> tuple[int, int]:
 
 
 def _rows(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> str:
-    head = ["case; ms, MiB", "predicted", "measured", "error", "spread", "peak", "error of it"]
+    head = ["case", "predicted, ms", "measured", "error", "error of the peak of memory"]
     rows = []
     for case in cases:
-        prediction, found = case
         time, memory = _time(case), _memory(case)
         if time is None and memory is None:
             continue
-        rounds = _rounds(found, "cpu_sum_s")
-        cells = ["-"] * 6
+        cells = ["-"] * 4
         if time is not None:
-            spread = f"{max(rounds) / min(rounds) - 1:.0%}"
-            cells[:4] = _ms(time.predicted), _ms(time.measured), f"{time.error:+.0%}", spread
+            cells[:3] = _ms(time.predicted), _ms(time.measured), f"{time.error:+.0%}"
         if memory is not None:
-            cells[4:] = f"{memory.measured / MIB:.2f}", f"{memory.error:+.1%}"
-        rows.append([_label(prediction), *cells])
+            cells[3] = f"{memory.error:+.1%}"
+        rows.append([_label(case[0]), *cells])
     return table(head, rows)
 
 

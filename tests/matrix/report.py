@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from string import ascii_lowercase
+from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -195,7 +196,7 @@ def _exceptions(row: Mapping[str, Cell], reasons: dict[str, str]) -> str:
             continue
         numbers = []
         for text in cell.reasons:
-            reason = re.split(r"[.;] |\n", text)[0].rstrip(".")
+            reason = shorten(re.split(r"[.;] |\n", text)[0].rstrip("."), 110, placeholder=" ...")
             kind = re.sub(r"\d+", "", reason)
             reasons.setdefault(kind, reason)
             numbers.append(str([*reasons].index(kind) + 1))

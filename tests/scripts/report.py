@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import median_low
+from textwrap import shorten
 
 import torch
 
@@ -184,7 +185,7 @@ def _number(cell: Cell, texts: dict[str, str]) -> str:
     if cell.verdict == EXACT:
         return EXACT
     text = re.sub(r"^\w+: | \(\w+\.py:\d+\)| in \w+\.py:\d+", "", brief(cell.text))
-    first = re.split(r"[.;] (?=\w)", text)[0].rstrip(".")
+    first = shorten(re.split(r"[.;] (?=\w)", text)[0].rstrip("."), 110, placeholder=" ...")
     texts.setdefault(text[-45:], f"{cell.verdict}: {first}.")
     return str([*texts].index(text[-45:]) + 1)
 
