@@ -33,8 +33,6 @@ def main() -> None:
         _enough(bare, result["setting"], factor),
         "### A step of 4 workers that computes meanwhile: seconds",
         _beside(plain),
-        "### A whole training",
-        _training(result["training"]),
         told(result["circumstances"]),
     ]
     text = "\n\n".join(blocks)
@@ -163,19 +161,6 @@ def _beside(found: list[Point]) -> str:
         cells = [_one(row, "servers", n, best_s) for n in counts]
         rows.append([f"{compute_s:g} s", *cells, _one(row, "ring", 0, best_s)])
     return table(["compute", *[f"{n} server{'s' * (n > 1)}" for n in counts], "ring (Gloo)"], rows)
-
-
-def _training(training: dict[str, Any]) -> str:
-    same = "the same weights, to the last bit" if training["same bits"] else "**other weights**"
-    seconds = [
-        f"{training[where]['seconds']:.0f} s on {where}" for where in ("three hosts", "one host")
-    ]
-    return (
-        f"`shoal train digits {training['options']}`, started on three hosts by `RANK`, "
-        "`WORLD_SIZE` and "
-        f"`MASTER_ADDR`, and on one by `-n 3`: {same} ({' and '.join(seconds)}, imports and "
-        f"an evaluation after each epoch included)."
-    )
 
 
 def _number(found: int | None) -> str:
