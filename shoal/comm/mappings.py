@@ -15,6 +15,8 @@ be no multiple of the number of ranks. The last slices are then shorter, or empt
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,16 +30,45 @@ from shoal.comm.equal_chunks import all_gather
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+Map = Callable[[Tensor], Tensor]
+
+
+def conjugate(x: Tensor, forward: Map, backward: Map, first: Map | None = None) -> Tensor:
+    """Return `forward(x)`, a linear function of which `backward` is the backward pass.
+
+    Each is the backward pass of the other, so gradients of gradients are right too.
+
+    Args: first: called in the place of `forward`, once; it may write into `x`.
+    """
+    output: Tensor = _Conjugate.apply(x, forward, backward, first)
+    return output
+
+
+class _Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Map, backward: Map, first: Map | None) -> Tensor:
+        ctx.maps = backward, forward
+        return (first or forward)(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return conjugate(gradient, *ctx.maps), None, None, None
+
+
 def copy_to_region(x: Tensor, axis: Axis) -> Tensor:
     """Return `x`, as the input of a region of which each rank computes a part."""
-    output: Tensor = _CopyToRegion.apply(x, axis)
-    return output
+    return conjugate(x, Tensor.detach, partial(_sum, axis))
 
 
 def reduce_from_region(x: Tensor, axis: Axis) -> Tensor:
-    """Sum `x` over the axis. `x` itself is overwritten if it is contiguous."""
-    output: Tensor = _ReduceFromRegion.apply(x, axis)
-    return output
+    """Sum `x` over the axis. `x` itself is overwritten if it is contiguous.
+
+    The result has its memory, but autograd does not see a view, so later operations may write into
+    it.
+    """
+    return conjugate(
+        x, partial(_sum, axis), Tensor.detach, lambda x: axis.all_reduce(x.detach().contiguous())
+    )
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, length: int | None = None) -> Tensor:
@@ -46,8 +77,9 @@ def gather_from_region(x: Tensor, axis: Axis, dim: int, length: int | None = Non
     Args: length: of the result, whose `local_slice` is `x`; None if all have the same length.
     """
     length = axis.size * x.shape[dim] if length is None else length
-    output: Tensor = _GatherFromRegion.apply(x, axis, dim, length)
-    return output
+    return conjugate(
+        x, lambda x: all_gather_dim(x, axis, dim, length), lambda x: _own_slice(x, axis, dim)
+    )
 
 
 def slice_to_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -55,8 +87,10 @@ def slice_to_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
     The slice may be a copy. Collective in the backward pass.
     """
-    output: Tensor = _SliceToRegion.apply(x, axis, dim)
-    return output
+    length = x.shape[dim]
+    return conjugate(
+        x, lambda x: _own_slice(x, axis, dim), lambda x: all_gather_dim(x, axis, dim, length)
+    )
 
 
 def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -71,52 +105,12 @@ def local_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return x.narrow(dim, start, min(size, length - start))
 
 
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        # Both functions are each other's backward pass, so that gradients of gradients are right.
-        full = gradient.clone(memory_format=torch.contiguous_format)
-        return reduce_from_region(full, ctx.axis), None
+def _sum(axis: Axis, x: Tensor) -> Tensor:
+    return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-class _ReduceFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        # The result has the memory of `x`, but autograd does not see a view, so later operations
-        # may write into it.
-        return axis.all_reduce(x.detach().contiguous())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return copy_to_region(gradient, ctx.axis) if torch.is_grad_enabled() else gradient, None
-
-
-class _GatherFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather_dim(x, axis, dim, length)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return slice_to_region(gradient, ctx.axis, ctx.dim), None, None, None
-
-
-class _SliceToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.length = axis, dim, x.shape[dim]
-        return local_slice(x, axis, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gather_from_region(gradient, ctx.axis, ctx.dim, ctx.length), None, None
+def _own_slice(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return local_slice(x, axis, dim).contiguous()
 
 
 def all_gather_dim(x: Tensor, axis: Axis, dim: int, length: int) -> Tensor:

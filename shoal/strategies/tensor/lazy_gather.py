@@ -311,7 +311,7 @@ def check_first_derivative() -> None:
     if torch.is_grad_enabled():
         raise StrategyRefused(
             "tensor: compute_loss differentiates a gradient (create_graph=True), through a layer "
-            "in slices that knows first derivatives only: a fused matrix, logits, or tokens. Leave "
+            "in slices that knows first derivatives only: of logits, or of tokens. Leave "
             "out sequence, keep the layer whole by the strategy's option `whole`, or use ddp."
         )
 

@@ -42,11 +42,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
-from shoal.comm.mappings import reduce_from_region
+from shoal.comm.mappings import conjugate, reduce_from_region
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.strategies.tensor.candidates import CONVOLUTIONS
 from shoal.strategies.tensor.dropout_rng import dropout_factors
-from shoal.strategies.tensor.lazy_gather import check_first_derivative
 from shoal.strategies.tensor.region import (
     Region,
     local_part,
@@ -167,24 +166,12 @@ def regroup_qkv(stored: Tensor, axis: Axis, parts: int) -> Tensor:
         stored: (rows/T, ...), this rank's shard of all parts as they are stored.
         parts: matrices in one, 3 for query, key and value.
     """
-    used: Tensor = _Regroup.apply(stored, axis, parts)
-    return used
-
-
-class _Regroup(torch.autograd.Function):
-    """Exchange rows forward; exchange their gradients the other way backward."""
-
-    @staticmethod
-    def forward(ctx: Any, stored: Tensor, axis: Axis, parts: int) -> Tensor:
-        ctx.axis, ctx.parts = axis, parts
-        storing, using = _ranks_of_rows(len(stored) * axis.size, axis.size, parts)
-        return _exchange_rows(stored, storing, using, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        storing, using = _ranks_of_rows(len(gradient) * ctx.axis.size, ctx.axis.size, ctx.parts)
-        return _exchange_rows(gradient, using, storing, ctx.axis), None, None
+    storing, using = _ranks_of_rows(len(stored) * axis.size, axis.size, parts)
+    return conjugate(
+        stored,
+        lambda rows: _exchange_rows(rows, storing, using, axis),
+        lambda rows: _exchange_rows(rows, using, storing, axis),
+    )
 
 
 def _ranks_of_rows(num_rows: int, num_ranks: int, parts: int) -> tuple[Tensor, Tensor]:

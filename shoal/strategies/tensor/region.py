@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import (
     all_gather_dim,
+    conjugate,
     copy_to_region,
     reduce_scatter_dim,
 )
@@ -172,14 +173,20 @@ def to_column_input(x: Tensor, axis: Axis) -> ColumnInput:
     if x.written:
         return ColumnInput(copy_to_region(x.full_tensor, axis))
     layout = _Layout(axis, x.shard_dim, x.shape[x.shard_dim], x.memory_order)
-    return ColumnInput(_AllGather.apply(x.local, layout), x.local, RegatherInBackward(layout))
+    # Each rank has a part of the gradient.
+    full = conjugate(x.local, layout.gathered, lambda g: reduce_scatter_dim(g, axis, layout.dim))
+    return ColumnInput(full, x.local, RegatherInBackward(layout))
 
 
 def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return the sum over ranks of `partial`, sequence parallel along `dim`. Collective."""
-    dim = dim % partial.dim()
-    local = _ReduceScatter.apply(partial, axis, dim)
-    return SequenceParallelTensor.from_local(local, axis, dim, partial.shape[dim])
+    dim, length = dim % partial.dim(), partial.shape[dim]
+    local = conjugate(
+        partial,
+        lambda x: reduce_scatter_dim(x, axis, dim),
+        lambda x: all_gather_dim(x, axis, dim, length),
+    )
+    return SequenceParallelTensor.from_local(local, axis, dim, length)
 
 
 def local_shard(tensor: Tensor | None) -> Any:
@@ -248,34 +255,6 @@ class RegatherInBackward:
         self.remaining = (self.remaining or self.readers) - 1
         self.full = full if self.remaining else None
         return full
-
-
-class _AllGather(torch.autograd.Function):
-    """All-gather forward, reduce-scatter backward: each rank has a part of the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, layout: _Layout) -> Tensor:
-        ctx.layout = layout
-        return layout.gathered(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        return reduce_scatter_dim(gradient, ctx.layout.axis, ctx.layout.dim), None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    """Reduce-scatter forward, all-gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim, ctx.length = axis, dim, partial.shape[dim]
-        return reduce_scatter_dim(partial, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        check_first_derivative()
-        return all_gather_dim(gradient, ctx.axis, ctx.dim, ctx.length), None, None
 
 
 class _LinearOfGathered(torch.autograd.Function):

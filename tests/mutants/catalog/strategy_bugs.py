@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from shoal.comm import mappings
+from shoal.comm.mappings import conjugate
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
 from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.ties import Ties
-from shoal.strategies.tensor import vocabulary
+from shoal.strategies.tensor import region, vocabulary
 from shoal.strategies.zero import sharded_step
 from tests.mutants.catalog.shoal_bugs import WithShoal
 from tests.mutants.loop import TOKENS, WIDTH, Tagger
@@ -129,13 +129,13 @@ class EvenTagger(Tagger):
 )
 class TensorInputHalved(Replaced):
     strategy = "tensor=2"
-    owner, function = mappings._CopyToRegion, "backward"
+    owner, function = region, "copy_to_region"
 
     def build(self) -> nn.Module:
         return EvenTagger()
 
     def wrong(self, right: Callable[..., Any]) -> Any:
-        return staticmethod(lambda ctx, gradient: (right(ctx, gradient)[0] / 2, None))
+        return lambda x, axis: conjugate(right(x, axis), Tensor.detach, lambda g: g / 2)
 
 
 @planted(
