@@ -42,6 +42,29 @@ class StageRun(NamedTuple):
     result: Any
 
 
+class StageCall(NamedTuple):
+    """The user's function with the arguments of one micro-batch.
+
+    Attributes:
+        key: what determines the shapes of all values; see `shape_key`.
+        seed: of its random numbers; the same for all stages.
+    """
+
+    function: Callable[[], Any]
+    key: Hashable
+    seed: int
+
+    @classmethod
+    def of(cls, model: nn.Module, micro: LocalBatch, seed: int) -> StageCall:
+        """Return the call of a micro-batch, for a training step."""
+        function = micro.function
+        return cls(
+            partial(function, *micro.args, **micro.kwargs),
+            (code_key(function), shape_key(model, (micro.args, micro.kwargs))),
+            seed,
+        )
+
+
 class DividedModel:
     """A model with the stages of its units.
 
@@ -130,41 +153,52 @@ class DividedModel:
                 found.append(getattr(self.units.model.get_submodule(owner), name))
         return list({id(parameter): parameter for parameter in found}.values())
 
-    def crossing(self, function: Callable[[], Any], key: Hashable, seed: int) -> Crossing:
-        """Return what crosses the cuts: from a dry run, or from an earlier one of the same key.
+    def plan(self, calls: Sequence[StageCall], axis: Axis) -> list[Crossing]:
+        """Find what crosses the cuts, for each call. Collective if one needs a dry run.
 
-        Args: key: what determines the shapes of all values; see `shape_key`.
+        Args: axis: the pipeline axis.
+
+        Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
+        """
+
+        def crossings() -> list[Crossing]:
+            return [self.crossing(call) for call in calls]
+
+        if all(call.key in self._crossings for call in calls):
+            return crossings()
+        found: list[Crossing] = agreed(axis, crossings)
+        digests = axis.all_gather_str(json.dumps([digest(crossing) for crossing in found]))
+        for rank, other in enumerate(digests):
+            if other != digests[0]:
+                raise StrategyRefused(
+                    f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
+                    "function, for the same batch. It must not depend on the rank, the time or "
+                    "random numbers other than those of torch."
+                )
+        return found
+
+    def crossing(self, call: StageCall) -> Crossing:
+        """Return what crosses the cuts: from a dry run, or from an earlier one of the same key.
 
         Raises: WalkRefusal: the function cannot be divided.
         """
-        known = self._crossings.get(key)
+        known = self._crossings.get(call.key)
         if known is not None:
             return known
         dry = DryRun(self.units, self.forms, self.stage_map)
-        with self.units.watched(), seeded(seed, self.units.device):
+        with self.units.watched(), seeded(call.seed, self.units.device):
             before = torch.get_rng_state()
             with host_draws_refused():
-                found = dry.run(function)
+                found = dry.run(call.function)
             is_constant = _draws_nothing(before, dry.num_seeds)
             if is_constant and len(self._crossings) < MAX_CROSSINGS:
-                self._crossings[key] = found
+                self._crossings[call.key] = found
         return found
 
-    def knows(self, key: Hashable) -> bool:
-        """Return whether `crossing` needs no dry run."""
-        return key in self._crossings
-
     def run_stage(
-        self,
-        stage: int,
-        function: Callable[[], Any],
-        crossing: Crossing,
-        received: Sequence[Tensor],
-        seed: int,
+        self, stage: int, call: StageCall, crossing: Crossing, received: Sequence[Tensor]
     ) -> StageRun:
         """Run one stage of the function.
-
-        Args: seed: of the random numbers of this micro-batch; the same for all stages.
 
         Raises: WalkRefusal: the function does something else than in the dry run.
         """
@@ -173,10 +207,10 @@ class DividedModel:
             with (
                 self.units.watched(),
                 self.units.observed_by(walk),
-                seeded(seed, self.units.device),
+                seeded(call.seed, self.units.device),
                 walk,
             ):
-                result = function()
+                result = call.function()
                 walk.end()
         except StageDone:
             return StageRun(walk.values_to_send(), None)
@@ -232,73 +266,3 @@ def _draws_nothing(before: Tensor, num_seeds: int) -> bool:
     for _ in range(num_seeds):
         draw_seed()
     return torch.equal(after, torch.get_rng_state())
-
-
-class StageCall(NamedTuple):
-    """The user's function with the arguments of one micro-batch.
-
-    Attributes:
-        key: what determines the shapes of all values.
-        seed: of its random numbers.
-    """
-
-    function: Callable[[], Any]
-    key: Hashable
-    seed: int
-
-    @classmethod
-    def of(cls, model: nn.Module, micro: LocalBatch, seed: int) -> StageCall:
-        """Return the call of a micro-batch, for a training step."""
-        function = micro.function
-        return cls(
-            partial(function, *micro.args, **micro.kwargs),
-            (code_key(function), shape_key(model, (micro.args, micro.kwargs))),
-            seed,
-        )
-
-
-class PlannedCall(NamedTuple):
-    """A call of which it is known what crosses the cuts."""
-
-    call: StageCall
-    crossing: Crossing
-
-
-class CallPlanner:
-    """Finds what crosses the cuts of a model, together with the other ranks of a pipeline.
-
-    Args:
-        divided: the user's model.
-        axis: the pipeline axis.
-    """
-
-    def __init__(self, divided: DividedModel, axis: Axis) -> None:
-        self.divided = divided
-        self.axis = axis
-
-    def plan(self, calls: Sequence[StageCall]) -> list[PlannedCall]:
-        """Find what crosses the cuts, for each call. Collective if one needs a dry run.
-
-        Raises: StrategyRefused: the function cannot be divided, or ranks have gone other ways.
-        """
-
-        def crossings() -> list[Crossing]:
-            return [self.divided.crossing(call.function, call.key, call.seed) for call in calls]
-
-        if all(self.divided.knows(call.key) for call in calls):
-            found = crossings()
-        else:
-            found = agreed(self.axis, crossings)
-            self._compare_over_pipeline(found)
-        return [PlannedCall(*pair) for pair in zip(calls, found, strict=True)]
-
-    def _compare_over_pipeline(self, crossings: Sequence[Crossing]) -> None:
-        own = json.dumps([digest(crossing) for crossing in crossings])
-        digests = self.axis.all_gather_str(own)
-        for rank, other in enumerate(digests):
-            if other != digests[0]:
-                raise StrategyRefused(
-                    f"pipeline: ranks 0 and {rank} of a pipeline take other ways through the "
-                    "function, for the same batch. It must not depend on the rank, the time or "
-                    "random numbers other than those of torch."
-                )

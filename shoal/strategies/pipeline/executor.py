@@ -41,9 +41,7 @@ from shoal.strategies.loss_terms import Summed
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.pipeline.absent import refusals_as_errors
 from shoal.strategies.pipeline.division import (
-    CallPlanner,
     DividedModel,
-    PlannedCall,
     StageCall,
     StageRun,
     code_key,
@@ -65,6 +63,7 @@ from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refus
 from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.strategies.pipeline.stage_module import StageModule
 from shoal.strategies.pipeline.ties import Ties
+from shoal.strategies.pipeline.units import Crossing
 from shoal.trace.recorder import Recorder
 
 SUM_COUNT_INDEX = TOTALS_LENGTH
@@ -106,13 +105,12 @@ class PipelineExecutor:
         self.last_stage = table.num_stages - 1
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
-        self._planned: PlannedCall | None = None
-        self.planner = CallPlanner(divided, axis)
+        self._planned: tuple[StageCall, Crossing] | None = None
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
         assert self._planned is not None, "`run` plans each micro-batch"
-        found = self._run_stage(batch.stage, self._planned, batch.values)
+        found = self._run_stage(batch.stage, *self._planned, batch.values)
         if batch.stage == self.last_stage:
             return weighted_loss(found.result, batch)
         zero = torch.zeros((), device=self.axis.device)
@@ -136,12 +134,12 @@ class PipelineExecutor:
             StageCall.of(self.model, micro, derive_seed(seed, index) % 2**31)
             for index, micro in enumerate(microbatches)
         ]
-        planned = self.planner.plan(calls)
+        crossings = self.divided.plan(calls, self.axis)
         outputs: list[ForwardOutput] = []
 
         def compute(stage: int, microbatch: int, values: tuple[Tensor, ...]) -> StageOutput:
             micro = microbatches[microbatch]
-            self._planned = planned[microbatch]
+            self._planned = calls[microbatch], crossings[microbatch]
             output = forward(micro._replace(stage=stage, values=values))
             if stage != self.last_stage:
                 return StageOutput(output.values)
@@ -149,7 +147,7 @@ class PipelineExecutor:
             outputs.append(output._replace(loss=output.step_totals))
             return StageOutput(output.values, output.loss)
 
-        comm = StageComm(self.link, self.table, lambda microbatch: planned[microbatch].call.key)
+        comm = StageComm(self.link, self.table, lambda microbatch: calls[microbatch].key)
         engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
         # Checkpoints in the user's code call units again in a backward pass.
         with self.divided.units.watched(), refusals_as_errors(), host_draws_refused():
@@ -171,15 +169,15 @@ class PipelineExecutor:
                 ("evaluation", code_key(function), shape_key(self.model, (args, kwargs))),
                 self._common_seed(),
             )
-            [planned] = self.planner.plan([call])
+            [crossing] = self.divided.plan([call], self.axis)
             with refusals_as_errors(), host_draws_refused():
-                result = self._run_stages(planned)
+                result = self._run_stages(call, crossing)
             return self._broadcast(result)
 
-    def _run_stage(self, stage: int, planned: PlannedCall, values: Sequence[Tensor]) -> StageRun:
-        call, crossing = planned
-        run = partial(self.divided.run_stage, stage, call.function, crossing, values, call.seed)
-        found: StageRun = self.home(run)
+    def _run_stage(
+        self, stage: int, call: StageCall, crossing: Crossing, values: Sequence[Tensor]
+    ) -> StageRun:
+        found: StageRun = self.home(partial(self.divided.run_stage, stage, call, crossing, values))
         return found
 
     def _common_seed(self) -> int:
@@ -192,22 +190,18 @@ class PipelineExecutor:
         self.axis.broadcast_tensor(seed)
         return int(seed)
 
-    def _run_stages(self, planned: PlannedCall) -> Any:
+    def _run_stages(self, call: StageCall, crossing: Crossing) -> Any:
         """Send the batch in one piece through all stages. Return the result on the rank of the
         last stage, None on others.
         """
-        comm = StageComm(
-            self.link,
-            _as_single_microbatch(self.table),
-            lambda _: planned.call.key,
-            backward=False,
-        )
+        forward_only = _as_single_microbatch(self.table)
+        comm = StageComm(self.link, forward_only, lambda _: call.key, backward=False)
         result = None
         for stage in self.stages:
             action = Action("F", stage, 0)
             message = message_before(self.table, action)
             values = comm.recv_forward(message)[0] if message else []
-            found = self._run_stage(stage, planned, values)
+            found = self._run_stage(stage, call, crossing, values)
             result = found.result
             sent = message_after(self.table, action)
             if sent is not None:

@@ -12,7 +12,7 @@ from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
-from shoal.strategies.pipeline.division import DividedModel, shape_key
+from shoal.strategies.pipeline.division import DividedModel, StageCall, shape_key
 from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
 from shoal.strategies.pipeline.plan import parameter_users, plan
 
@@ -85,11 +85,12 @@ def difference(
     model.zero_grad()
     values: tuple[Tensor, ...] = ()
     result: Any = None
-    names = made.crossing(lambda: function(*args), shape_key(model, args), 1)
+    stage_call = StageCall(lambda: function(*args), shape_key(model, args), 1)
+    names = made.crossing(stage_call)
     if crossing is not None:
         crossing += names.makers
     for stage in range(num_stages):
-        values, result = made.run_stage(stage, lambda: function(*args), names, values, 1)
+        values, result = made.run_stage(stage, stage_call, names, values)
     result.backward()
     differences = [abs(float(result.detach()) - float(loss.detach())) / abs(float(loss.detach()))]
     for name, parameter in model.named_parameters():

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.pipeline.absent import WalkRefusal
+from shoal.strategies.pipeline.division import StageCall
 from shoal.strategies.pipeline.plan import balanced
 from shoal.strategies.pipeline.stage_module import collect, unused
 from shoal.strategies.pipeline.units import find_units
@@ -164,12 +165,11 @@ def test_what_is_drawn_does_not_depend_on_the_number_of_stages() -> None:
     for num_stages in (1, 2, 3):
         made = divided(model, squares(model), (x,), num_stages)
         for seed in (0, 5):
-            crossing = made.crossing(lambda: squares(model)(x), ("", num_stages), seed)
+            call = StageCall(lambda: squares(model)(x), ("", num_stages), seed)
+            crossing = made.crossing(call)
             values: tuple[Tensor, ...] = ()
             for stage in range(num_stages):
-                values, loss = made.run_stage(
-                    stage, lambda: squares(model)(x), crossing, values, seed
-                )
+                values, loss = made.run_stage(stage, call, crossing, values)
             losses.add((seed, float(loss.detach())))
     assert len(losses) == 2
 
