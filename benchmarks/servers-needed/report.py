@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report_page import fill, table, told
-from shoal.costs.server_count import ring_is_beaten_by, saturation
+from shoal.costs.server_count import ring_beside, saturation, servers_beside
 
 from . import picture
 from .fit import Point, deviation, efficiency, enough, points
@@ -116,6 +116,18 @@ def _deviations(plain: list[Point], fitted: list[Point], factor: float) -> str:
     )
 
 
+def _ring_is_beaten_by(workers: int, parts: int, efficiency: float) -> int | None:
+    """Return the fewest servers that exchange faster than a ring, which uses its links to the full.
+
+    None where none do, up to as many servers as workers.
+    """
+    for servers in range(1, workers + 1):
+        exchange = servers_beside(1, 1, workers, servers, parts / servers) / efficiency
+        if exchange < ring_beside(1, 1, workers, parts):
+            return servers
+    return None
+
+
 def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
     rows = []
     for workers in sorted({point.workers for point in bare}):
@@ -123,7 +135,7 @@ def _enough(bare: list[Point], setting: dict[str, Any], factor: float) -> str:
         rings = [point.step_s for point in bare if point.workers == workers and point.by == "ring"]
         ahead = [point.servers for point in mine if rings and point.step_s < rings[0]]
         said = (
-            ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor)
+            _ring_is_beaten_by(workers, round(setting["size_mib"] / setting["part_mib"]), factor)
             if rings
             else None
         )

@@ -86,18 +86,6 @@ def saturation(workers: int, worker_rate: float, server_rate: float) -> int:
     return math.ceil(workers * worker_rate / server_rate)
 
 
-def ring_is_beaten_by(workers: int, parts: int, efficiency: float) -> int | None:
-    """Return the fewest servers that exchange faster than a ring, which uses its links to the full.
-
-    None where none do, up to as many servers as workers.
-    """
-    for servers in range(1, workers + 1):
-        exchange = servers_beside(1, 1, workers, servers, parts / servers) / efficiency
-        if exchange < ring_beside(1, 1, workers, parts):
-            return servers
-    return None
-
-
 def hidden_from(
     size_bytes: float, rate: float, workers: int, compute_s: float, server_rate: float = 0.0
 ) -> int | None:

@@ -20,11 +20,6 @@ def test_as_many_servers_as_workers_saturate_equal_links() -> None:
     assert server_count.saturation(3, 2.0, 4.0) == 2
 
 
-def test_a_ring_of_two_is_never_beaten() -> None:
-    assert server_count.ring_is_beaten_by(2, 24, 1.0) is None
-    assert server_count.ring_is_beaten_by(4, 24, 1.0) == 4
-
-
 def test_with_many_parts_servers_take_half_of_a_rings_time() -> None:
     m = 100
     servers = server_count.servers_beside(1.0, 1.0, m, m, parts=1e9)
