@@ -84,8 +84,14 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
         for peer, entry in enumerate(records)
         if peer != rank and entry.host_id == record.host_id
     ]
-    attached = _attach_peers(records, neighbours)  # [2]
-    problem = problem or _attach_problem(rank, records, neighbours, attached)
+    attached: dict[int, AttachedSegment] = {}
+    for peer in neighbours:  # [2]
+        segment = attach(records[peer].memory)
+        if segment is not None:
+            attached[peer] = segment
+        elif not problem:
+            path = f"/proc/{records[peer].pid}/fd"
+            problem = f"rank {rank} cannot open the memory of rank {peer} ({path})"
     answers = _all_gather(store, "reached", rank, size, problem)  # [3]
     problems = [_checked_problem(peer, answer) for peer, answer in enumerate(answers)]
     if memory is not None:
@@ -158,28 +164,6 @@ def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
         "Either ranks run different versions of Shoal, or a stranger writes into the store; "
         "docs/security.md tells who can."
     )
-
-
-def _attach_peers(
-    records: Sequence[_RendezvousRecord], neighbours: Sequence[int]
-) -> dict[int, AttachedSegment]:
-    """Return the segments that can be attached, by rank."""
-    segments = {peer: attach(records[peer].memory) for peer in neighbours}
-    return {peer: segment for peer, segment in segments.items() if segment is not None}
-
-
-def _attach_problem(
-    rank: int,
-    records: Sequence[_RendezvousRecord],
-    neighbours: Sequence[int],
-    attached: Mapping[int, AttachedSegment],
-) -> str:
-    """Return a sentence about the first segment that is not attached; empty if all are."""
-    missing = next((peer for peer in neighbours if peer not in attached), None)
-    if missing is None:
-        return ""
-    path = f"/proc/{records[missing].pid}/fd"
-    return f"rank {rank} cannot open the memory of rank {missing} ({path})"
 
 
 def host_id() -> str:
