@@ -11,27 +11,19 @@ A layout decides when they are called.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.algorithms import hierarchical, ring, tree
 from shoal.comm.algorithms.hierarchical import hosts_of, new_host_group
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis, new_group
 from shoal.comm.compression.base import BucketEntry, CompressedReducer
-from shoal.comm.deterministic import (
-    mean,
-    needs_order,
-    rank_order_mean,
-    register_overlapped_reduce,
-    sums_in_order,
-    use_ordered_mean,
-)
+from shoal.comm.deterministic import mean, needs_order, rank_order_mean
 from shoal.strategies.state import STATELESS, StrategyState
 
 WORLD_CHANGED_MESSAGE = (
@@ -77,25 +69,6 @@ class ReduceFunction(ABC):
             a message of other values.
         """
 
-    def register_hook(
-        self,
-        ddp: DistributedDataParallel,
-        errors: list[Exception],
-        look: Callable[[Tensor], object],
-    ) -> None:
-        """Register this function as the communication hook of `ddp`. Collective over the world.
-
-        Args:
-            errors: receives the errors of buckets; to be checked after each backward pass.
-            look: is given each bucket of this rank before it is sent, where a hook sends it.
-        """
-
-        def look_and_reduce(bucket: Tensor) -> None:
-            look(bucket)
-            self.mean(bucket)
-
-        register_overlapped_reduce(ddp, look_and_reduce, errors)
-
     def finish_step(self, names: Collection[str]) -> None:
         """End a step in which the parameters `names` got a mean.
 
@@ -117,17 +90,6 @@ class RankOrderMean(ReduceFunction):
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         mean(message, self.axis)
-
-    def register_hook(
-        self,
-        ddp: DistributedDataParallel,
-        errors: list[Exception],
-        look: Callable[[Tensor], object],
-    ) -> None:
-        # Without a hook the engine's own all-reduce gives the same values. Where the hook costs no
-        # more than that, it is there to look.
-        if self.blocks or (self.axis.device.type == "cpu" and sums_in_order(ddp.process_group)):
-            use_ordered_mean(ddp, self.axis, errors, look)
 
 
 class NamedMean(ReduceFunction):

@@ -21,6 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.axis import Axis
+from shoal.comm.deterministic import (
+    register_overlapped_reduce,
+    sums_in_order,
+    use_ordered_mean,
+)
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import accumulation_dtype
 from shoal.platform.torch_private.c10d import check_reducer_finalized
@@ -34,7 +39,7 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.buffer_versions import changed_since, snapshot
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
-from shoal.strategies.ddp.reduce_functions import ReduceFunction
+from shoal.strategies.ddp.reduce_functions import NamedMean, ReduceFunction
 from shoal.strategies.grad_checks import AccumulatedOnceCheck
 from shoal.strategies.options import DdpOptions
 
@@ -106,8 +111,23 @@ class TorchEngine(GradientReducer):
         find_unused = self._options.unused or not all_used
         ddp = self._build(find_unused, sync_buffers=ranks_changing > 0)
         self._carrier.engine_searches = find_unused
-        self.reduce.register_hook(ddp, self._errors, self._look_at)
+        self._register_hook(ddp)
         return ddp
+
+    def _register_hook(self, ddp: DistributedDataParallel) -> None:
+        """Let the engine average its buckets by our function. Collective over the world."""
+
+        def look_and_reduce(bucket: Tensor) -> None:
+            self._look_at(bucket)
+            self.reduce.mean(bucket)
+
+        on_cpu = self._axis.device.type == "cpu"
+        if isinstance(self.reduce, NamedMean):
+            register_overlapped_reduce(ddp, look_and_reduce, self._errors)
+        elif self.reduce.blocks or (on_cpu and sums_in_order(ddp.process_group)):
+            # Elsewhere the engine's own all-reduce gives the same values. Where the hook costs no
+            # more than that, it is there to look.
+            use_ordered_mean(ddp, self._axis, self._errors, self._look_at)
 
     def _look_at(self, bucket: Tensor) -> None:
         """Look for gradients of this rank that are not finite, before they are sent."""
