@@ -18,12 +18,11 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
@@ -83,7 +82,7 @@ class DrawGlobally(Strategy):
             with stream.step():
                 return model.run(outer, batch)
 
-        state = StateWithStream(model.strategy_state, stream)
+        state = cast("StrategyState", StateWithStream(model.strategy_state, stream))
         return replace(model, forward=forward, run=run, strategy_state=state)
 
 
@@ -159,45 +158,27 @@ class GlobalStream:
             torch.cuda.set_rng_state(states[1], self.axis.device)
 
 
-class StateWithStream(StrategyState):
+class StateWithStream:
     """The state of another strategy, and that of the global stream."""
 
     def __init__(self, inner: StrategyState, stream: GlobalStream) -> None:
-        self.inner = inner
-        self.stream = stream
-        self.remote_optimizer = inner.remote_optimizer
-        self.has_rank_local_optimizer = inner.has_rank_local_optimizer
-        self.is_synchronous = inner.is_synchronous
-        self.in_gradient_units = inner.in_gradient_units
+        self._inner = inner
+        self._stream = stream
 
-    def synchronize(self) -> bool:
-        return self.inner.synchronize()
+    def __getattr__(self, name: str) -> Any:
+        """Return all else as the other strategy has it."""
+        return getattr(self._inner, name)
 
     def state_dict(self) -> dict[str, Tensor]:
-        states = {f"{STATE}{index}": state for index, state in enumerate(self.stream.state)}
-        return self.inner.state_dict() | states
-
-    def rank_state_dict(self) -> dict[str, Tensor]:
-        return self.inner.rank_state_dict()
+        states = {f"{STATE}{index}": state for index, state in enumerate(self._stream.state)}
+        return self._inner.state_dict() | states
 
     def load_state_dict(
         self, state: Mapping[str, Tensor], private: Mapping[str, Tensor]
     ) -> list[str]:
-        names = [f"{STATE}{index}" for index in range(len(self.stream.state))]
-        lost = self.inner.load_state_dict(state, private)
+        names = [f"{STATE}{index}" for index in range(len(self._stream.state))]
+        lost = self._inner.load_state_dict(state, private)
         if all(name in state for name in names):
-            self.stream.state = tuple(state[name].cpu() for name in names)
+            self._stream.state = tuple(state[name].cpu() for name in names)
             return lost
         return [*lost, 'draws="global" begins its random numbers anew: the checkpoint has none']
-
-    def wait(self) -> None:
-        self.inner.wait()
-
-    def report(self) -> list[str]:
-        return self.inner.report()
-
-    def pull_state(self, optimizer: Optimizer) -> None:
-        self.inner.pull_state(optimizer)
-
-    def push_state(self, optimizer: Optimizer) -> None:
-        self.inner.push_state(optimizer)
