@@ -66,12 +66,6 @@ from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.pipeline.units import Crossing
 from shoal.trace.recorder import Recorder
 
-SUM_COUNT_INDEX = TOTALS_LENGTH
-"""Index of one more number in the sum over the pipeline: `is_sum_and_count` of the loss."""
-EXTRAS_INDEX = TOTALS_LENGTH + 1
-"""Index of another one: there are values beside the loss."""
-NUM_FLAGS = 2
-
 
 class PipelineExecutor:
     """One rank of a pipeline.
@@ -228,27 +222,18 @@ class PipelineExecutor:
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
         """Return the last stage's totals and extras and all stop requests, on every rank.
 
-        The sum is in float64: (TOTALS_LENGTH + NUM_FLAGS,). Other ranks add zeros. From a GPU the
-        flags, which the host needs at once, go over the CPU.
+        The sum is in float64. Other ranks add zeros. The flags, which the host needs at once, are
+        summed on the CPU.
         """
-        totals = torch.zeros(
-            TOTALS_LENGTH + NUM_FLAGS, dtype=torch.float64, device=self.axis.device
-        )
+        totals = torch.zeros(TOTALS_LENGTH, dtype=torch.float64, device=self.axis.device)
         extras = tuple(output.extra for output in outputs if output.extra is not None)
         for output in outputs:
-            totals[:TOTALS_LENGTH] += output.step_totals
+            totals += output.step_totals
         is_sum = any(output.is_sum_and_count for output in outputs)
-        flags = [is_sum, bool(extras)]
         totals[STOP] = batch.stop_requested * batch.grad_weight
-        if self.axis.host_device == totals.device:
-            totals[SUM_COUNT_INDEX], totals[EXTRAS_INDEX] = flags
-            totals = self.axis.all_reduce(totals)
-            found = totals[TOTALS_LENGTH:].tolist()
-        else:
-            totals = self.axis.all_reduce(totals)
-            found = self.axis.sum_of_host_numbers(flags)
-        is_sum_and_count, has_extras = map(bool, found)
-        sums = totals[:TOTALS_LENGTH].to(self.dtype)
+        flags = self.axis.sum_of_host_numbers([is_sum, bool(extras)])
+        is_sum_and_count, has_extras = map(bool, flags)
+        sums = self.axis.all_reduce(totals).to(self.dtype)
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals
         if has_extras:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,14 +67,15 @@ def call_on_meta(
     Raises: WalkRefusal: the function needs values.
     """
     label = getattr(func, "__name__", "")
-    stand_ins = _StandIns(label)
+    arguments: dict[int, Tensor] = {}  # id of a meta tensor -> the argument for which it stands
     held = (x for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta)
     device_of_results = next((x.device for x in held), device)
     target = written_target(label, args, kwargs)
     func, args, kwargs = _without_values(func, label, args, kwargs)
     try:
         with torch.no_grad():
-            out = func(*tree_map(stand_ins.of, args), **tree_map(stand_ins.of, kwargs))
+            args, kwargs = tree_map(partial(_stand_in, arguments, label), (args, kwargs))
+            out = func(*args, **kwargs)
     except Exception as error:  # whatever a kernel raises where it has no values
         raise WalkRefusal(
             f"pipeline: {label}() of a value that another rank computes needs the value itself: "
@@ -83,8 +85,9 @@ def call_on_meta(
     def to_absent(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        argument = stand_ins.absent_argument(value)
-        return make_absent(value, device_of_results) if argument is None else argument
+        argument = arguments.get(id(value))
+        is_returned = argument is not None and absent_of(argument) is not None
+        return argument if is_returned else make_absent(value, device_of_results)
 
     if target is not None and absent_of(target) is None:  # written into a real tensor
         if not target.is_meta:
@@ -93,27 +96,16 @@ def call_on_meta(
     return tree_map(to_absent, out)
 
 
-class _StandIns:
-    """Meta tensors in the place of the arguments of one call."""
-
-    def __init__(self, label: str) -> None:
-        self._moves = label in ("to", "type")
-        self._arguments: dict[int, Tensor] = {}  # id of a meta tensor -> the argument
-
-    def of(self, value: Any) -> Any:
-        """Return the meta tensor for a tensor, and "meta" for a device."""
-        if isinstance(value, Tensor):
-            absent = absent_of(value)
-            meta = _meta_of(value) if absent is None else absent.meta
-            self._arguments[id(meta)] = value
-            return meta
-        is_name = self._moves and isinstance(value, str) and value.split(":")[0] in _DEVICE_TYPES
-        return torch.device("meta") if isinstance(value, torch.device) or is_name else value
-
-    def absent_argument(self, result: Tensor) -> Tensor | None:
-        """Return the absent argument that a function has returned itself; None for a new tensor."""
-        argument = self._arguments.get(id(result))
-        return None if argument is None or absent_of(argument) is None else argument
+def _stand_in(arguments: dict[int, Tensor], label: str, value: Any) -> Any:
+    """Return the meta tensor for a tensor, which is noted in `arguments`; "meta" for a device."""
+    if isinstance(value, Tensor):
+        absent = absent_of(value)
+        meta = _meta_of(value) if absent is None else absent.meta
+        arguments[id(meta)] = value
+        return meta
+    may_be_name = label in ("to", "type") and isinstance(value, str)
+    is_name = may_be_name and value.split(":")[0] in _DEVICE_TYPES
+    return torch.device("meta") if isinstance(value, torch.device) or is_name else value
 
 
 def _meta_of(value: Tensor) -> Tensor:
