@@ -49,19 +49,14 @@ class FiniteCheck:
         self.names.clear()
         self.losses.clear()
 
-    def look(self, gradients: Mapping[str, Tensor | None], joined: Tensor | None = None) -> bool:
-        """Look at gradients of this rank before they are sent. Return True if one was not finite.
-
-        Args: joined: all of them in one tensor, where there is one.
-        """
+    def look(self, gradients: Mapping[str, Tensor | None]) -> None:
+        """Look at gradients of this rank before they are sent."""
         if not self.enabled:
-            return False
-        present = [gradient for gradient in gradients.values() if gradient is not None]
-        if not seem_finite(present if joined is None else [joined]):
+            return
+        if not seem_finite(gradient for gradient in gradients.values() if gradient is not None):
             names = nonfinite_names(gradients)
             self.found = self.found or bool(names)
             self.names += names
-        return self.found
 
 
 def seem_finite(tensors: Iterable[Tensor]) -> bool:
