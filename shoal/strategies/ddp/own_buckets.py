@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -48,7 +47,7 @@ from shoal.strategies.base import (
 from shoal.strategies.buffer_versions import BufferSync
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
 from shoal.strategies.ddp.reduce_functions import RankOrderMean, ReduceFunction
-from shoal.strategies.grad_checks import AccumulatedOnceCheck
+from shoal.strategies.grad_checks import accumulated_twice_error
 
 Wait = Callable[[], object]
 """Waits for a mean that is not finished."""
@@ -62,13 +61,13 @@ class Bucket:
 
     Attributes:
         members: their names and shapes on this rank.
-        num_missing: parameters that have no gradient yet in this backward pass.
+        missing: names of those that have no gradient yet in this backward pass.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = [*parameters.values()]
         self.members = [BucketEntry(name, to_local(p).shape) for name, p in parameters.items()]
-        self.num_missing = len(parameters)
+        self.missing: set[str] = set()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -161,16 +160,16 @@ class OwnBuckets(GradientReducer):
             not overlaps
             and axis.device.type == "cpu"
             and isinstance(reduce, RankOrderMean)
-            and bool(buckets)
-            and buckets[-1].dtype in (torch.float32, torch.float64)
+            and {bucket.dtype for bucket in buckets} in ({torch.float32}, {torch.float64})
         )
-        self._is_last_batch = False
+        self._is_last_pass: bool | None = None  # None outside of passes: hooks do nothing
         self._sent: list[tuple[Tensor, Wait]] = []
-        self._check = AccumulatedOnceCheck(model.trainable_params) if overlaps else None
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_grad_ready, bucket))
+            parameter.register_post_accumulate_grad_hook(
+                partial(self._on_grad_ready, bucket, member.name)
+            )
             for bucket in (buckets if overlaps else ())
-            for parameter in bucket.parameters
+            for member, parameter in zip(bucket.members, bucket.parameters, strict=True)
         ]
         self._thread: ThreadPoolExecutor | None = None
         if overlaps and reduce.blocks and axis.device.type == "cpu":
@@ -185,11 +184,13 @@ class OwnBuckets(GradientReducer):
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute one micro-batch, or all micro-batches that a pipeline makes of it."""
-        self._is_last_batch = batch.is_last_microbatch
-        for bucket in self.buckets:
-            bucket.num_missing = len(bucket.parameters)
-        with nullcontext() if self._check is None else self._check.during():
+        for bucket in self.buckets if self._overlaps else ():
+            bucket.missing = {member.name for member in bucket.members}
+        self._is_last_pass = batch.is_last_microbatch
+        try:
             return self.model.run(forward, batch)
+        finally:
+            self._is_last_pass = None
 
     def finish_step(self, totals: Tensor) -> Tensor:
         flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
@@ -214,8 +215,6 @@ class OwnBuckets(GradientReducer):
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._check is not None:
-            self._check.close()
         if self._thread is not None:
             self._thread.shutdown()
         self._axis = replace(self._axis, group=None)
@@ -239,14 +238,18 @@ class OwnBuckets(GradientReducer):
         used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
         return means, [share > 0 for share in used]
 
-    def _on_grad_ready(self, bucket: Bucket, _: Tensor) -> None:
-        bucket.num_missing -= 1
-        if not self._is_last_batch:
+    def _on_grad_ready(self, bucket: Bucket, name: str, _: Tensor) -> None:
+        if self._is_last_pass is None:
             return
-        while (
-            len(self._sent) < len(self.buckets) and self.buckets[len(self._sent)].num_missing <= 0
-        ):
+        if name not in bucket.missing:
+            raise accumulated_twice_error(name)
+        bucket.missing.remove(name)
+        while self._is_last_pass and not self._next_is_missing():
             self._send_next()
+
+    def _next_is_missing(self) -> bool:
+        """Return True if no bucket is left, or the next one still misses gradients."""
+        return len(self._sent) == len(self.buckets) or bool(self.buckets[len(self._sent)].missing)
 
     def _send_next(self) -> None:
         """Start the mean of the next bucket. Collective."""
@@ -259,7 +262,7 @@ class OwnBuckets(GradientReducer):
         bucket = self.buckets[len(self._sent)]
         check = self.model.finite_check
         check.has_looked = True
-        pairs = zip(bucket.members, bucket.parameters, strict=True)
+        pairs = zip(reversed(bucket.members), reversed(bucket.parameters), strict=True)
         check.look({member.name: parameter.grad for member, parameter in pairs})
         return bucket.pack()
 
