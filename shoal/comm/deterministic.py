@@ -117,7 +117,7 @@ def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
 def register_overlapped_reduce(
     ddp: DistributedDataParallel, mean: Callable[[Tensor], object], failures: list[Exception]
 ) -> None:
-    """Let `ddp` average its buckets by `mean`, one after the other in one thread.
+    """Let `ddp` average its buckets on the CPU by `mean`, one after the other in one thread.
 
     Args:
         mean: averages a tensor over ranks, in place. It needs a process group of its own, because
@@ -131,10 +131,7 @@ def register_overlapped_reduce(
 
     def hook(_: None, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
-        buffer = bucket.buffer()
-        # A thread has a stream of its own; on another one the bucket may not be written yet.
-        stream = torch.cuda.current_stream(buffer.device) if buffer.is_cuda else None
-        worker.submit(_reduce, buffer, stream, mean, done, failures)
+        worker.submit(_reduce, bucket.buffer(), mean, done, failures)
         return done
 
     ddp.register_comm_hook(None, hook)
@@ -142,14 +139,12 @@ def register_overlapped_reduce(
 
 def _reduce(
     buffer: Tensor,
-    stream: torch.cuda.Stream | None,
     mean: Callable[[Tensor], object],
     done: torch.futures.Future[Tensor],
     failures: list[Exception],
 ) -> None:
     try:
-        with torch.cuda.stream(stream):  # None changes nothing
-            mean(buffer)
+        mean(buffer)
     except Exception as error:  # noqa: BLE001 - the backward pass must not wait for ever
         failures.append(error)
     done.set_result(buffer)
