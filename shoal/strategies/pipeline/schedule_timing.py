@@ -13,7 +13,7 @@ rank 1   ·f0f1b0──b1── · ·      one column for the time of a forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -32,22 +32,17 @@ class Slot(NamedTuple):
     action: Action
 
 
-def timeline(
-    table: ScheduleTable, cost: Callable[[Action], float] | None = None
-) -> list[list[Slot]]:
-    """Return for each rank its actions with their times.
+def timeline(table: ScheduleTable) -> list[list[Slot]]:
+    """Return for each rank its actions with their times, as long as `COSTS` says.
 
     Each action starts as soon as its rank is free and its dependencies are done.
-
-    Args: cost: the duration of an action, in any unit; None for `COSTS` of its kind.
     """
-    cost = cost or (lambda action: COSTS[action.kind])
     ends: list[float] = []
     slots: list[list[Slot]] = [[] for _ in table.rows]
     for rank, action, needs, _ in table.order:
         free = slots[rank][-1].end if slots[rank] else 0.0
         start = max([free, *(ends[index] for index in needs)])
-        ends.append(start + cost(action))
+        ends.append(start + COSTS[action.kind])
         slots[rank].append(Slot(start, ends[-1], action))
     return slots
 

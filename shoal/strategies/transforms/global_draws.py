@@ -14,20 +14,18 @@ ranks anyway, and go on from step to step.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import GlobalDraws, Rows, digest_of_generators
-from shoal.data.seeds import derive_seed
+from shoal.data.seeds import HostGenerators, derive_seed, preserve_rng_state
 from shoal.errors import StrategyRefused, UsageError
 from shoal.strategies.base import (
     Forward,
@@ -95,8 +93,8 @@ class GlobalStream:
     def __init__(self, axis: Axis, seed: int) -> None:
         self.axis = axis
         self._draws = GlobalDraws(Rows(0, 1, 1))
-        self._others: tuple[Any, Any] = random.getstate(), np.random.get_state()
-        with self._generators_of_rank():
+        self._others = HostGenerators.now()
+        with preserve_rng_state([axis.device], beyond_torch=False):
             torch.manual_seed(seed)
             self.state = self._generator_states()
 
@@ -106,8 +104,8 @@ class GlobalStream:
 
         Raises: UsageError: ranks have drawn different numbers.
         """
-        self._others = random.getstate(), np.random.get_state()
-        with self._generators_of_rank():
+        self._others = HostGenerators.now()
+        with preserve_rng_state([self.axis.device], beyond_torch=False):
             with self._draws:
                 yield
             self._check_equal()
@@ -124,8 +122,7 @@ class GlobalStream:
         first, count = (batch.first_row, batch.num_samples) if batch.num_samples else (0, 1)
         self._draws.begin(Rows(first, count, total))
         self._load(self.state)
-        random.setstate(self._others[0])
-        np.random.set_state(self._others[1])
+        self._others.restore()
 
     def _check_equal(self) -> None:
         """Raise UsageError, on all ranks, if their generators differ. Collective."""
@@ -137,15 +134,6 @@ class GlobalStream:
                 "tensor without samples may have had the size of a rank's share, or code draws on "
                 'some ranks only. Draw one row for each sample, or use draws="rank".'
             )
-
-    @contextmanager
-    def _generators_of_rank(self) -> Iterator[None]:
-        """Put the states of the generators back after the block."""
-        saved = self._generator_states()
-        try:
-            yield
-        finally:
-            self._load(saved)
 
     def _generator_states(self) -> tuple[Tensor, ...]:
         device = self.axis.device
