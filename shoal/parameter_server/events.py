@@ -103,15 +103,21 @@ class ReplicateUpdate(NamedTuple):
     settings: Settings
 
 
-class InstallSnapshot(NamedTuple):
-    """A partition with its optimizer state, for a new backup."""
+class PartitionCopy(NamedTuple):
+    """A partition with its optimizer state, for a new backup or for another shard."""
 
-    backup: int
     part: int
     clock: int
     values: Tensor
     state: list[dict[str, Any]]
     steps_by_worker: dict[int, int]
+
+
+class InstallSnapshot(NamedTuple):
+    """A partition as the primary has it, for a new backup."""
+
+    backup: int
+    content: PartitionCopy
 
 
 class LoadDone(NamedTuple):
@@ -132,16 +138,6 @@ class InSync(NamedTuple):
     """Report that a backup has acknowledged all its snapshots."""
 
     backup: int
-
-
-class PartitionTransfer(NamedTuple):
-    """A partition with its optimizer state, for another shard."""
-
-    part: int
-    clock: int
-    values: Tensor
-    state: list[dict[str, Any]]
-    steps_by_worker: dict[int, int]
 
 
 class TransferDone(NamedTuple):

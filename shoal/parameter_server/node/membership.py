@@ -21,10 +21,9 @@ from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.events import TransferDone
 from shoal.parameter_server.transport.connection import Connection, Header
-from shoal.parameter_server.transport.settings import Transport
 
 if TYPE_CHECKING:
-    from shoal.parameter_server.node.node_server import ServerNode
+    from shoal.parameter_server.node.node_server import ServerConfig, ServerNode
 
 HEARTBEATS_PER_LEASE = 8
 log = logging.getLogger("shoal.server")
@@ -34,48 +33,36 @@ class Membership:
     """One server's membership of its shard.
 
     Args:
-        server: the server's number.
-        shard: the shard's number.
         address: where the server listens.
-        coordinator: where the coordinator listens.
-        transport: settings of the job.
-        lease_s: how long this server may be silent before another takes over.
+        node: gets the events of the membership, in its threads.
 
     Attributes:
         view: the newest view that names this server.
     """
 
-    def __init__(
-        self,
-        server: int,
-        shard: int,
-        address: Address,
-        coordinator: Address,
-        transport: Transport,
-        lease_s: float,
-    ) -> None:
-        self.server = server
-        self.shard = shard
-        self.transport = transport
-        self.lease_s = lease_s
-        self.view = View(shard)
+    def __init__(self, config: ServerConfig, address: Address, node: ServerNode) -> None:
+        self.server = config.server
+        self.shard = config.shard
+        self.transport = config.transport
+        self.lease_s = config.settings.lease_s
+        self.view = View(config.shard)
         self._address = address
-        self._coordinator = coordinator
+        self._coordinator = config.coordinator
+        self._handler = node
         self._joined = threading.Event()
         self._heartbeats_sent_s: dict[int, float] = {}
         self._lease_end_s = 0.0
         self._watcher: ClusterWatcher
 
-    def start(self, handler: ServerNode) -> None:
-        """Connect to the coordinator, and inform `handler` from now on."""
-        self._handler = handler
+    def start(self) -> None:
+        """Connect to the coordinator, and inform the node from now on."""
         self._watcher = ClusterWatcher(
             FIRST_SERVER + self.server,
             self._coordinator,
             self.transport,
             first=self._send_join,
             changed=self._on_view,
-            placed=handler.on_placement,
+            placed=self._handler.on_placement,
             answered=self._on_answer,
         )
         self._watcher.begin()

@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack_part
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_copy, unpack_copy
 from shoal.parameter_server.coordinator.placement import Move, Placement
-from shoal.parameter_server.events import Outgoing, PartitionTransfer
-from shoal.parameter_server.node.membership import Membership
-from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.partitioning import Partition
+from shoal.parameter_server.events import Outgoing
 from shoal.parameter_server.transport.connection import Header
+
+if TYPE_CHECKING:
+    from shoal.parameter_server.node.node_server import ServerNode
 
 
 class SentTransfer(NamedTuple):
@@ -35,41 +34,29 @@ class SentTransfer(NamedTuple):
 class Migration:
     """One server's side of the migrations from and to its shard.
 
-    Args:
-        shard_id: the number of the server's shard.
-        lock: of the server; it is held while the shard is used.
-        free: frees the memory of a partition.
-        lease_s: a transfer without effect is sent again after twice this time.
+    Args: node: whose lock is held while its shard is used.
     """
 
-    def __init__(
-        self,
-        shard_id: int,
-        shard: Shard,
-        membership: Membership,
-        lock: threading.Lock,
-        free: Callable[[Partition], None],
-        lease_s: float,
-    ) -> None:
-        self._shard_id = shard_id
-        self._shard = shard
-        self._membership = membership
-        self._lock = lock
-        self._free = free
-        self._lease_s = lease_s
-        self._placement_changed = threading.Condition(lock)
+    def __init__(self, node: ServerNode) -> None:
+        self._node = node
+        self._shard = node.shard
+        self._membership = node.membership
+        # A transfer without effect is sent again after twice this time.
+        self._lease_s = node.config.settings.lease_s
+        self._placement_changed = threading.Condition(node.lock)
         self._placement: Placement | None = None
         self._sent: dict[int, SentTransfer] = {}
         self._removed: dict[int, dict[int, int]] = {}
 
     def on_placement(self, placement: Placement) -> None:
         """Answer for the partitions that this shard owns now, and send those that leave it."""
-        with self._lock:
+        with self._node.lock:
             self._placement = placement
             self._placement_changed.notify_all()
-            owned = placement.owned_by(self._shard_id)
+            shard = self._node.config.shard
+            owned = placement.owned_by(shard)
             leaving = owned & set(placement.moving)
-            arriving = placement.arriving_at(self._shard_id)
+            arriving = placement.arriving_at(shard)
             self._removed |= self._shard.set_ownership(owned, leaving, arriving)
             self.free_removed()
         self.send_departing()
@@ -89,10 +76,9 @@ class Migration:
 
         The coordinator decides whether that server was still allowed to send it.
         """
-        values, state, done = unpack_part(payload)
         if not self._membership.is_primary or header.partition not in self._shard.parts:
             return []
-        transfer = PartitionTransfer(header.partition, header.step, values, state, done)
+        transfer = unpack_copy(header.partition, header.step, payload)
         return self._shard.import_partition(transfer, header.epoch, sender - FIRST_SERVER)
 
     # As the old owner
@@ -104,7 +90,7 @@ class Migration:
                 del self._removed[partition]
             elif not self._membership.is_primary or self._shard.all_workers_read(done):
                 del self._removed[partition]
-                self._free(self._shard.parts[partition])
+                self._node.free_partition(self._shard.parts[partition])
 
     def send_departing(self) -> None:
         """As the primary, send each leaving partition to its new shard, again if it is overdue."""
@@ -141,19 +127,16 @@ class Migration:
         if peer is None:
             return
         for partition in partitions:
-            with self._lock:
+            with self._node.lock:
                 placement = self._placement
                 transfer = self._shard.export_partition(partition)
                 # The migration may have been cancelled or finished in the meantime.
                 if transfer is None or placement is None or partition not in placement.moving:
                     continue
                 start_version = placement.moving[partition].start_version
-                payload = pack_partition(
-                    transfer.values, list(transfer.state), transfer.steps_by_worker
-                )
                 peer.post(
                     Op.TRANSFER,
-                    payload,
+                    pack_copy(transfer),
                     partition=partition,
                     step=transfer.clock,
                     epoch=start_version,

@@ -99,44 +99,21 @@ class ServerNode:
         self.acceptor = Acceptor(
             listener, f"server {config.server}", config.transport, config.server
         )
-        self.membership = Membership(
-            config.server,
-            config.shard,
-            address_of(listener),
-            config.coordinator,
-            config.transport,
-            settings.lease_s,
-        )
-        self.replication = Replication(
-            self.shard, self.membership, self.buffers, self.lock, self.send
-        )
-        self.migration = Migration(
-            config.shard,
-            self.shard,
-            self.membership,
-            self.lock,
-            self._free_partition,
-            settings.lease_s,
-        )
-        self.workers = WorkerRequests(
-            config.server,
-            self.shard,
-            self.buffers,
-            self.shared_values,
-            self.figures,
-            self.migration.free_removed,
-        )
+        self.membership = Membership(config, address_of(listener), self)
+        self.replication = Replication(self)
+        self.migration = Migration(self)
+        self.workers = WorkerRequests(self)
 
     def run(self) -> None:
         """Accept connections until this server is closed."""
-        self.membership.start(self)
+        self.membership.start()
         self.acceptor.accept(self._serve_connection)
 
     def close(self) -> None:
         """Accept no more connections; `run` returns."""
         self.acceptor.close()
 
-    def _free_partition(self, layout: Partition) -> None:
+    def free_partition(self, layout: Partition) -> None:
         """Free the memory of a partition that this server no longer needs."""
         self.buffers.forget(layout.number)
         self.shared_values.discard(layout)

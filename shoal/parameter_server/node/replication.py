@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import WireError
-from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack, unpack_part
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_copy, unpack, unpack_copy
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.events import (
     Acknowledged,
@@ -26,10 +25,10 @@ from shoal.parameter_server.events import (
     ProtocolViolation,
     ReplicateUpdate,
 )
-from shoal.parameter_server.node.membership import Membership
-from shoal.parameter_server.node.server_memory import ReceiveBuffers
-from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.transport.connection import Connection, Header
+
+if TYPE_CHECKING:
+    from shoal.parameter_server.node.node_server import ServerNode
 
 log = logging.getLogger("shoal.server")
 
@@ -37,25 +36,13 @@ log = logging.getLogger("shoal.server")
 class Replication:
     """One server's side of the replication, as primary or as backup.
 
-    Args:
-        buffers: into which updates are received.
-        lock: of the server; it is held while the shard is used.
-        send: sends the shard's messages. The lock is held.
+    Args: node: whose lock is held while its shard is used.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        membership: Membership,
-        buffers: ReceiveBuffers,
-        lock: threading.Lock,
-        send: Callable[[Iterable[Outgoing]], None],
-    ) -> None:
-        self._shard = shard
-        self._membership = membership
-        self._buffers = buffers
-        self._lock = lock
-        self._send = send
+    def __init__(self, node: ServerNode) -> None:
+        self._node = node
+        self._shard = node.shard
+        self._membership = node.membership
         self._backups: dict[int, Connection] = {}
 
     # As the primary
@@ -66,7 +53,7 @@ class Replication:
         for backup in expected - set(view.members):
             if backup in self._backups:
                 self._backups.pop(backup).close()
-            self._send(self._shard.remove_backup(backup))
+            self._node.send(self._shard.remove_backup(backup))
         for backup in set(view.backups) - set(self._shard.backups.clocks):
             self._shard.await_backup(backup)
 
@@ -80,12 +67,12 @@ class Replication:
                 continue
             peer = self._membership.connect_to(backup, view.addresses.get(backup))
             if peer is not None:
-                with self._lock:
+                with self._node.lock:
                     self._backups[backup] = peer
                     threading.Thread(
                         target=self._receive_acks, args=(backup, peer), daemon=True
                     ).start()
-                    self._send(self._shard.add_backup(backup, in_sync=backup in view.backups))
+                    self._node.send(self._shard.add_backup(backup, in_sync=backup in view.backups))
 
     def replicate(self, message: ReplicateUpdate | InstallSnapshot) -> None:
         """Send an update or a snapshot to a backup, under the epoch of this server's view.
@@ -97,9 +84,9 @@ class Replication:
             return
         epoch = self._membership.view.epoch
         if isinstance(message, InstallSnapshot):
-            payload = pack_partition(message.values, list(message.state), message.steps_by_worker)
+            copy = message.content
             connection.post(
-                Op.SNAPSHOT, payload, partition=message.part, step=message.clock, epoch=epoch
+                Op.SNAPSHOT, pack_copy(copy), partition=copy.part, step=copy.clock, epoch=epoch
             )
             return
         update = message.update
@@ -124,8 +111,8 @@ class Replication:
                     continue
                 # It has all updates of the partition before `header.step`; the flag is that of a
                 # snapshot.
-                with self._lock:
-                    self._send(
+                with self._node.lock:
+                    self._node.send(
                         self._shard.on_ack(
                             backup, header.partition, header.step, bool(header.flags)
                         )
@@ -176,12 +163,10 @@ class Replication:
     ) -> list[Outgoing]:
         partition, clock = header.partition, header.step
         if header.op == Op.SNAPSHOT:
-            values, state, done = unpack_part(payload)
-            snapshot = InstallSnapshot(0, partition, clock, values, state, done)
-            return self._shard.install_snapshot(snapshot)
+            return self._shard.install_snapshot(unpack_copy(partition, clock, payload))
         if header.op == Op.REPLICATE:
             fields = unpack(memoryview(meta))
-            gradient = self._buffers.update(primary, header)
+            gradient = self._node.buffers.update(primary, header)
             grad_mask = bytes.fromhex(fields["present"])
             update = GradientUpdate(fields["worker"], fields["step"], gradient, grad_mask)
             message = ReplicateUpdate(0, partition, clock, update, fields["settings"])

@@ -5,7 +5,7 @@
                                                 nothing of which a worker was informed. `AckTracker`
                                                 keeps the answers until then.
 
-    shard a ── PartitionTransfer ──> shard b    While a partition is in transit, nobody answers
+    shard a ── PartitionCopy ──> shard b    While a partition is in transit, nobody answers
                                                 requests for it. Workers resend their pending
                                                 requests to the new owner.
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from shoal.parameter_server.events import (
     InSync,
     NotOwner,
     Outgoing,
-    PartitionTransfer,
+    PartitionCopy,
     ProtocolViolation,
     ReplicateUpdate,
     TransferDone,
@@ -217,12 +217,18 @@ class ShardReplica:
         self.pushed = {key: push for key, push in self.pushed.items() if key[1] != partition}
         self.queries = [query for query in self.queries if query.part != partition]
 
-    def _copied(self, partition: int) -> tuple[int, Tensor, list[dict[str, Any]], dict[int, int]]:
-        """Return clock, values, optimizer state and steps: a message must not change later."""
+    def _copied(self, partition: int) -> PartitionCopy:
+        """Return a copy for a message, which must not change later."""
         state = self.held[partition]
-        done = dict(self.done[partition])
         states = [cloned(segment_state) for segment_state in state.state()]
-        return state.clock, state.values.clone(), states, done
+        done = dict(self.done[partition])
+        return PartitionCopy(partition, state.clock, state.values.clone(), states, done)
+
+    def _install(self, copy: PartitionCopy) -> None:
+        """Replace a partition by a copy of it."""
+        state = self._allocate(copy.part)
+        state.load(copy.values, list(copy.state), copy.clock)
+        self._reset_requests(copy.part, copy.steps_by_worker)
 
     def _count_steps(self, partition: int, worker: int, step: int) -> None:
         """Record that a partition includes a step: of one worker, or of all where it is -1."""
@@ -255,17 +261,17 @@ class ShardReplica:
                 del table[partition]
         return removed
 
-    def export_partition(self, partition: int) -> PartitionTransfer | None:
-        """Return the transfer message of a leaving partition; None if it is not here.
+    def export_partition(self, partition: int) -> PartitionCopy | None:
+        """Return a copy of a leaving partition; None if it is not here.
 
         The partition cannot change any more, so a repeated transfer has the same content."""
         if partition not in self.leaving or partition not in self.held:
             return None
         self._reset_requests(partition, self.done[partition])
-        return PartitionTransfer(partition, *self._copied(partition))
+        return self._copied(partition)
 
     def import_partition(
-        self, transfer: PartitionTransfer, start_version: int, source: int
+        self, transfer: PartitionCopy, start_version: int, source: int
     ) -> list[Outgoing]:
         """Load a partition that arrives from another shard.
 
@@ -278,12 +284,10 @@ class ShardReplica:
         """
         if self.arriving.get(transfer.part) != start_version:
             return []
-        state = self._allocate(transfer.part)
-        state.load(transfer.values, list(transfer.state), transfer.clock)
-        self._reset_requests(transfer.part, transfer.steps_by_worker)
+        self._install(transfer)
         snapshots = self._fill_backups(transfer.part)
         transfer_done = TransferDone(transfer.part, start_version, source)
-        return [*snapshots, *self.backups.defer(transfer.part, state.clock, [transfer_done])]
+        return [*snapshots, *self.backups.defer(transfer.part, transfer.clock, [transfer_done])]
 
     # Replication, as the primary
 
@@ -330,16 +334,14 @@ class ShardReplica:
     def _snapshot_for(self, backup: int, partition: int) -> InstallSnapshot:
         """Make a snapshot. Its acknowledgement counts, and none of an older update does."""
         self.backups.expect_snapshot(backup, partition)
-        return InstallSnapshot(backup, partition, *self._copied(partition))
+        return InstallSnapshot(backup, self._copied(partition))
 
     # Replication, as a backup
 
-    def install_snapshot(self, snapshot: InstallSnapshot) -> list[Outgoing]:
+    def install_snapshot(self, content: PartitionCopy) -> list[Outgoing]:
         """Replace a partition by the primary's snapshot of it."""
-        state = self._allocate(snapshot.part)
-        state.load(snapshot.values, list(snapshot.state), snapshot.clock)
-        self._reset_requests(snapshot.part, snapshot.steps_by_worker)
-        return [Acknowledged(snapshot.part, snapshot.clock)]
+        self._install(content)
+        return [Acknowledged(content.part, content.clock)]
 
     def apply_replicated(self, message: ReplicateUpdate) -> list[Outgoing]:
         """Apply the update that the primary has applied, exactly once.

@@ -13,8 +13,8 @@ GradNormResponse, GradResponse, LoadDone ──> NORM, GRADIENT, LOAD
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import (
@@ -35,9 +35,10 @@ from shoal.parameter_server.events import (
     ProtocolViolation,
     PullResponse,
 )
-from shoal.parameter_server.node.server_memory import ReceiveBuffers, SharedValues
-from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
+
+if TYPE_CHECKING:
+    from shoal.parameter_server.node.node_server import ServerNode
 
 _STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
 _STOP_MARGIN_STEPS = 3
@@ -47,30 +48,13 @@ _STOP_MARGIN_STEPS = 3
 class WorkerRequests:
     """Connections and requests of one server's workers. The caller holds the server's lock.
 
-    Args:
-        server: the server's number, which marks its part of the event log.
-        figures: returns the server's figures, for STATS.
-        on_step: is called after each step request, when a worker has read all values.
-
     Attributes:
         sent_bytes: payload bytes of all answers to workers.
     """
 
-    def __init__(
-        self,
-        server: int,
-        shard: Shard,
-        buffers: ReceiveBuffers,
-        shared_values: SharedValues,
-        figures: Callable[[], dict[str, Any]],
-        on_step: Callable[[], None],
-    ) -> None:
-        self._server = server
-        self._shard = shard
-        self._buffers = buffers
-        self._shared_values = shared_values
-        self._figures = figures
-        self._on_step = on_step
+    def __init__(self, node: ServerNode) -> None:
+        self._node = node
+        self._shard = node.shard
         self._peers: dict[int, Connection] = {}
         self._sharing: set[int] = set()  # workers that read values in this server's memory
         self._stop_at = 0  # steps after which all workers stop; 0 before anyone has asked for it
@@ -116,7 +100,7 @@ class WorkerRequests:
         self, worker: int, header: Header, payload: memoryview, meta: bytes
     ) -> Iterable[Outgoing]:
         part = self._shard.require_partition(header.partition).part
-        gradient = self._buffers.pushed(worker, header, payload)
+        gradient = self._node.buffers.pushed(worker, header, payload)
         # The frame before it has the mask, unless every segment has a gradient.
         grad_mask = meta or b"\1" * len(part.segments)
         sparse = bool(header.flags & BLOCKS)
@@ -128,7 +112,8 @@ class WorkerRequests:
         match header.op:
             case Op.STEP:
                 messages = shard.request_step(worker, step, unpack_order(payload))
-                self._on_step()
+                # Before its step request a worker has read all values.
+                self._node.migration.free_removed()
                 return messages
             case Op.NORM | Op.GRADIENT:
                 as_tensor = header.op == Op.GRADIENT
@@ -156,7 +141,7 @@ class WorkerRequests:
                 packed = pack_partition(state.values, list(state.state()), shard.done[partition])
                 peer.post(Op.STATE, packed, partition=partition, step=state.clock)
             case Op.STATS:
-                peer.post(Op.STATS, json.dumps(self._figures()).encode(), partition=partition)
+                peer.post(Op.STATS, json.dumps(self._node.figures()).encode(), partition=partition)
             case Op.RECORD:
                 shard.record()
             case Op.HISTORY:
@@ -176,8 +161,8 @@ class WorkerRequests:
         if not description:
             self._sharing.add(worker)
             return
-        can_read = self._buffers.attach_worker_memory(worker, description)
-        answer = self._shared_values.memory.description if can_read else {}
+        can_read = self._node.buffers.attach_worker_memory(worker, description)
+        answer = self._node.shared_values.memory.description if can_read else {}
         peer.post(Op.USE_SHARED_MEMORY, json.dumps(answer).encode())
 
     def _history(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -186,10 +171,10 @@ class WorkerRequests:
         It follows the events that the worker has. It is the first chunk if the worker's came from
         another server: that one's log has gone with it.
         """
-        first = int(request["first"]) if request.get("server") == self._server else 0
+        first = int(request["first"]) if request.get("server") == self._node.config.server else 0
         log = self._shard.history
         number, events, more = (0, [], False) if log is None else log.chunk(first)
-        return {"server": self._server, "first": number, "events": events, "more": more}
+        return {"server": self._node.config.server, "first": number, "events": events, "more": more}
 
     # Answers
 

@@ -15,7 +15,7 @@ from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.events import (
     InstallSnapshot,
-    PartitionTransfer,
+    PartitionCopy,
     ReplicateUpdate,
     StepRequest,
 )
@@ -116,7 +116,7 @@ class Server:
 class Parcel(NamedTuple):
     """A partition on its way between two shards."""
 
-    given: PartitionTransfer
+    given: PartitionCopy
     since: int
     giver: int
     target: int

@@ -174,7 +174,7 @@ class SimulatedServers:
         backup, queue = self.chance.choice(queues)
         update, to = queue.popleft(), self.servers[backup].shard
         out = (
-            to.install_snapshot(update)
+            to.install_snapshot(update.content)
             if isinstance(update, InstallSnapshot)
             else to.apply_replicated(update)
         )
