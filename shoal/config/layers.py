@@ -56,16 +56,6 @@ FOREIGN_NAMES = {
     "dropout": "model.options.dropout",
 }
 
-REMOVED = {
-    "checkpoint.copies": "all hosts must share the run directory",
-    "checkpoint.second_place": "a last save waits for room; see checkpoint.last_save_wait_s",
-    "optimizer.in_backward": "it lowered no peak: strategy zero2 shards gradients, recompute frees "
-    "activations, and optimizer.name AdamW8bit has smaller moments",
-    "train.warm_start": "train on less data first, and go on from it by --weights",
-    "snapshot": "set checkpoint.fast_dir, such as /dev/shm, and checkpoint.fast_every_steps",
-}
-"""Settings and sections that earlier versions had, and what to do instead."""
-
 
 @dataclass(frozen=True)
 class SourcedValue:
@@ -297,13 +287,8 @@ def _emptied(layer: Layer, lower: Layer) -> list[str]:
 def unknown(name: str) -> str:
     """Return `NAME is not known; did you mean 'X'?`, or the names in its section.
 
-    Of a setting that was removed it says what to do instead.
-
     X may also be a setting that resembles only the last word of the name.
     """
-    for removed, cure in REMOVED.items():
-        if name == removed or name.startswith(f"{removed}."):
-            return f"{name} was removed; {cure}"
     section, _, last = name.rpartition(".")
     spellings = _spellings()
     # A last word that fits is better evidence than a whole name that looks alike.

@@ -24,10 +24,6 @@ from cli_calls import TINY, in_a_world_of_two, shoal
             "strategy 'ddp,compress=zip': compression 'zip' is not known",
         ),
         (
-            ("--optimizer.in_backward", "true", "-n", 2),
-            "optimizer.in_backward was removed; it lowered no peak: strategy zero2",
-        ),
-        (
             ("--optimizer.name", "Adafactor", "--strategy", "zero3", "-n", 2),
             "Adafactor needs whole parameters",
         ),

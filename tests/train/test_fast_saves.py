@@ -103,7 +103,6 @@ def test_a_directory_that_was_made_anew_or_copied_has_no_saves_of_another_run(
     ("words", "expected"),
     [
         (["--checkpoint.fast_every_steps", "0", "-n", "2"], "must be greater than 0"),
-        (["--snapshot.every", "5", "-n", "2"], "was removed; set checkpoint.fast_dir"),
         (["--checkpoint.fast_dir", "/dev/shm", "-n", "2", "--record"], "keeps no record of pushes"),
     ],
 )
