@@ -209,15 +209,26 @@ def _least_loaded(loads: Mapping[int, int]) -> int:
     return min(loads, key=lambda server: (loads[server], server))
 
 
-def offsets(parts: Iterable[Partition]) -> tuple[dict[int, int], int]:
-    """Lay out partitions in a server's memory.
+def offsets(parts: Sequence[Partition]) -> tuple[dict[int, int], int]:
+    """Lay out partitions in memory.
+
+    Those of one group and dtype lie end to end. So a parameter that spans several partitions is
+    contiguous, too.
 
     Returns:
         number -> offset in bytes, and the length of all together.
     """
+    sizes: dict[tuple[int, torch.dtype], int] = {}
+    for part in parts:
+        kind = part.group, part.dtype
+        sizes[kind] = sizes.get(kind, 0) + part.size_bytes
+    next_offsets = {}
     end = 0
+    for kind, size_bytes in sizes.items():
+        next_offsets[kind] = end
+        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     starts = {}
     for part in parts:
-        starts[part.number] = end
-        end += -(-part.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        starts[part.number] = next_offsets[part.group, part.dtype]
+        next_offsets[part.group, part.dtype] += part.size_bytes
     return starts, end

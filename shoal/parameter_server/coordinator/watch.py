@@ -83,12 +83,6 @@ class ClusterWatcher:
         with self._updated:
             return list(self._views.values())
 
-    def placement(self, limit_s: float) -> Placement | None:
-        """Return the newest placement; None if none has come within `limit_s`."""
-        with self._updated:
-            self._updated.wait_for(lambda: self._placement is not None, limit_s)
-            return self._placement
-
     def post(self, op: Op, payload: bytes = b"", **fields: Any) -> None:
         """Send a frame to the coordinator. While it cannot be reached, the frame is dropped."""
         peer = self._peer

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ from shoal.parameter_server.worker.worker_messages import (
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import SERVERS
 from shoal.watchdog.progress_writer import now_ns, own_progress
+
+if TYPE_CHECKING:
+    from shoal.parameter_server.worker.socket_network import SocketNetwork
 
 RECOVER_S = 60.0
 """Limit of the time that a shard may be without a primary."""
@@ -79,25 +82,12 @@ class PushTrace:
             self._recorder.blocked(self._flights[partition], begun_ns)
 
 
-class WorkerNetwork(Protocol):
-    """Network that carries out the actions of a client's session."""
-
-    def start(self, owner: WorkerClient) -> None:
-        """Connect, and return when the shards are known. Raises ServerLost."""
-
-    def carry_out(self, actions: Iterable[SessionAction]) -> None:
-        """Carry out a session's actions and pass its events to the owner. The lock is held."""
-
-    def close(self, limit_s: float) -> None:
-        """Disconnect for good."""
-
-
 class WorkerClient:
     """One worker's requests to all shards. Use it from one thread at a time.
 
     Args:
         flat: this worker's memory.
-        network: sends the requests; the client starts it.
+        network: carries out the actions of the session; the client starts it.
         staleness: number of the slowest worker's steps that values may lack; None for any.
         trace: records pushes and arrivals of partitions.
 
@@ -111,7 +101,7 @@ class WorkerClient:
     def __init__(
         self,
         flat: FlatParams,
-        network: WorkerNetwork,
+        network: SocketNetwork,
         staleness: int | None = 0,
         trace: PushTrace | None = None,
     ) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.parameter_server.partitioning import ParamSlice, Partition
+from shoal.parameter_server.partitioning import ParamSlice, Partition, offsets
 from shoal.platform.torch_private.tensor_state import is_zerotensor
-from shoal.shm_backend.segment import ALIGNMENT_BYTES, SharedSegment
+from shoal.shm_backend.segment import SharedSegment
 
 COUNTERS = ("step", "mu_product", "eta", "mu")
 """Entries of torch's optimizers that have one value for a parameter of any shape. The state of a
@@ -41,7 +41,8 @@ class FlatParams:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], parts: Sequence[Partition]) -> None:
         self.parameters, self.parts = parameters, parts
-        at_bytes, size_bytes = _offsets(parts)
+        starts, size_bytes = offsets(parts)
+        at_bytes = [starts[part.number] for part in parts]
         self.lent = SharedSegment(size_bytes)
         self.lent_at = at_bytes
         own = SharedSegment(size_bytes)
@@ -122,28 +123,6 @@ class FlatParams:
             [_slice(flat_states[segment.name], segment) for segment in part.segments]
             for part in self.parts
         ]
-
-
-def _offsets(parts: Sequence[Partition]) -> tuple[list[int], int]:
-    """Return the offset of each partition and the total size, in bytes.
-
-    Partitions of one group and dtype lie end to end. So a parameter that spans several partitions
-    is contiguous, too.
-    """
-    sizes: dict[tuple[int, torch.dtype], int] = {}
-    for part in parts:
-        kind = part.group, part.dtype
-        sizes[kind] = sizes.get(kind, 0) + part.size_bytes
-    next_offsets = {}
-    end = 0
-    for kind, size_bytes in sizes.items():
-        next_offsets[kind] = end
-        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    at_bytes = []
-    for part in parts:
-        at_bytes.append(next_offsets[part.group, part.dtype])
-        next_offsets[part.group, part.dtype] += part.size_bytes
-    return at_bytes, end
 
 
 def _windows(

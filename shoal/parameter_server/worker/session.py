@@ -33,16 +33,14 @@ from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,
-    NoticeMessage,
     NotOwnerMessage,
     PushMessage,
     QueryAnswered,
-    QueryMessage,
+    RequestMessage,
     RetryLater,
     SessionAction,
     ShardFailed,
     ShardMessage,
-    StepMessage,
     ToShard,
     ValuesArrived,
     ValuesMessage,
@@ -60,7 +58,7 @@ class PartitionRequests:
     """
 
     push: PushMessage | None = None
-    queries: dict[Op, QueryMessage] = field(default_factory=dict)
+    queries: dict[Op, RequestMessage] = field(default_factory=dict)
 
     def unanswered(self, clock: int) -> list[ShardMessage]:
         """Return the unanswered requests, if values that include `clock` steps have arrived."""
@@ -94,8 +92,8 @@ class WorkerSession:
         self._connected: dict[int, int | None] = {}  # shard -> the server at the other end
         self._clocks = [0] * partitions
         self._requests = [PartitionRequests() for _ in range(partitions)]
-        self._shard_queries: dict[tuple[Op, int], QueryMessage] = {}
-        self._step_message: StepMessage | None = None
+        self._shard_queries: dict[tuple[Op, int], RequestMessage] = {}
+        self._step_message: RequestMessage | None = None
         self._recording = False
         # Shard -> the partition that its connection writes now, and whether these values count.
         self._incoming: dict[int, tuple[int, bool]] = {}
@@ -118,7 +116,7 @@ class WorkerSession:
 
     def request_step(self, payload: bytes) -> list[SessionAction]:
         """Request the step from all shards, later ones included. Every partition must be pushed."""
-        message = StepMessage(self.step, payload)
+        message = RequestMessage(Op.STEP, 0, self.step, payload)
         self._step_message = message
         self.step += 1
         return [ToShard(shard, message) for shard in self._connected]
@@ -127,7 +125,7 @@ class WorkerSession:
         """Query several partitions. The answer is `QueryAnswered`, or `ValuesArrived` for PULL."""
         actions: list[SessionAction] = []
         for partition, payload in payloads.items():
-            message = QueryMessage(op, partition, self.step, payload)
+            message = RequestMessage(op, partition, self.step, payload)
             self._requests[partition].queries[op] = message
             actions += self._to_owner(partition, [message])
         return actions
@@ -142,20 +140,20 @@ class WorkerSession:
         """Query the state of a shard itself."""
         if shard in self._views and self._views[shard].retired:
             return [QueryAnswered(op, shard, None)]
-        message = QueryMessage(op, shard, self.step, payload)
+        message = RequestMessage(op, shard, self.step, payload)
         self._shard_queries[op, shard] = message
         return [ToShard(shard, message)] if shard in self._connected else []
 
     def record(self) -> list[SessionAction]:
         """Let all shards log their events from now on; later shards get this message first."""
         self._recording = True
-        return [ToShard(shard, NoticeMessage(Op.RECORD)) for shard in self._connected]
+        return [ToShard(shard, RequestMessage(Op.RECORD)) for shard in self._connected]
 
     def request_stop(self) -> list[SessionAction]:
         """Let all workers stop after the same step. Repeat it: it may be lost with a server."""
         if self.stop_at or 0 not in self._connected:
             return []
-        return [ToShard(0, NoticeMessage(Op.STOP))]
+        return [ToShard(0, RequestMessage(Op.STOP))]
 
     def begin(self, step: int | None = None) -> None:
         """Treat the values in memory as those of this step, by default the present step."""
@@ -216,7 +214,7 @@ class WorkerSession:
             return [*actions, DisconnectShard(shard)]
         self._connected[shard] = view.primary
         if self._recording:
-            actions.append(ToShard(shard, NoticeMessage(Op.RECORD)))
+            actions.append(ToShard(shard, RequestMessage(Op.RECORD)))
         for partition in self.placement.owned_by(shard):
             actions += self._resend_all(partition)
         if self._step_message is not None:
@@ -329,4 +327,4 @@ class WorkerSession:
 
 
 def _op_of(message: ShardMessage) -> Op:
-    return message.op if isinstance(message, QueryMessage) else Op.PUSH
+    return message.op if isinstance(message, RequestMessage) else Op.PUSH

@@ -34,14 +34,12 @@ from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,
-    NoticeMessage,
     NotOwnerMessage,
     PushMessage,
-    QueryMessage,
+    RequestMessage,
     RetryLater,
     SessionAction,
     ShardMessage,
-    StepMessage,
     ToShard,
     ValuesMessage,
 )
@@ -124,6 +122,7 @@ class SocketNetwork:
         )
 
     def start(self, owner: WorkerClient) -> None:
+        """Connect, and return when the shards are known. Raises ServerLost."""
         self.owner = owner
         self.views.begin()
         if not self._is_placed.wait(RECOVER_S):
@@ -131,6 +130,7 @@ class SocketNetwork:
             raise ServerLost(f"the arbiter at {host}:{port} has said nothing for {RECOVER_S:g} s.")
 
     def carry_out(self, actions: Iterable[SessionAction]) -> None:
+        """Carry out a session's actions and pass its events to the owner. The lock is held."""
         for action in actions:
             match action:
                 case ToShard(shard, message):
@@ -196,12 +196,8 @@ class ShardConnection:
         match message:
             case PushMessage():
                 self._send_push(message)
-            case StepMessage(step, payload):
-                self._post(Op.STEP, payload, step=step)
-            case QueryMessage(op, about, step, payload):
+            case RequestMessage(op, about, step, payload):
                 self._post(op, payload, partition=about, step=step)
-            case NoticeMessage(op):
-                self._post(op)
 
     def hang_up(self) -> None:
         """Close the present connection; its thread notices and connects again."""

@@ -36,32 +36,19 @@ class PushMessage(NamedTuple):
     sparse: bool = False
 
 
-class StepMessage(NamedTuple):
-    """The request to take a step, as `pack_order` packs it."""
-
-    step: int
-    payload: bytes
-
-
-class QueryMessage(NamedTuple):
-    """A request that is answered under its own operation.
+class RequestMessage(NamedTuple):
+    """Any other message, which is answered under its own operation, or by values, or not at all.
 
     Attributes: about: a partition, or a shard for a query about the shard itself.
     """
 
     op: Op
-    about: int
-    step: int
-    payload: Payload
+    about: int = 0
+    step: int = 0
+    payload: Payload = b""
 
 
-class NoticeMessage(NamedTuple):
-    """A message without payload and without answer."""
-
-    op: Op
-
-
-ShardMessage = PushMessage | StepMessage | QueryMessage | NoticeMessage
+ShardMessage = PushMessage | RequestMessage
 
 
 # Messages from a shard to a worker

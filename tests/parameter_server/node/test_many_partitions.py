@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.codec import MAX_CONTROL_BYTES, Op
 from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
+from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
@@ -31,12 +33,13 @@ def test_a_worker_gets_the_owner_of_each_of_many_partitions(tmp_path: Path) -> N
     with listen(UNIX) as listener:
         coordinator = threading.Thread(target=CoordinatorServer(config, listener).run, daemon=True)
         coordinator.start()
-        with closing(ClusterWatcher(0, address_of(listener), transport)) as watcher:
+        placed: SimpleQueue[Placement] = SimpleQueue()
+        address = address_of(listener)
+        with closing(ClusterWatcher(0, address, transport, placed=placed.put)) as watcher:
             watcher.begin()
-            placement = watcher.placement(10)
+            placement = placed.get(timeout=10)
             watcher.post(Op.LEAVE)
         coordinator.join(10)
     assert not coordinator.is_alive()
-    assert placement is not None
     assert placement.owners == owners
     assert len(str(placement.to_json())) > MAX_CONTROL_BYTES

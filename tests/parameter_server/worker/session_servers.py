@@ -39,8 +39,7 @@ from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
     NotOwnerMessage,
     PushMessage,
-    QueryMessage,
-    StepMessage,
+    RequestMessage,
     ValuesMessage,
 )
 
@@ -90,16 +89,16 @@ class SimulatedServers:
             match message:
                 case PushMessage(partition, step, pushed, present):
                     self.say(server, shard.push(number, step, partition, pushed, present))
-                case StepMessage(step):
+                case RequestMessage(Op.STEP, _, step):
                     self.say(server, shard.request_step(number, step, order()))
-                case QueryMessage(Op.NORM, partition, step):
+                case RequestMessage(Op.NORM, partition, step):
                     self.say(server, shard.query_gradient(number, step, partition, as_tensor=False))
-                case QueryMessage(Op.STATS, about):
+                case RequestMessage(Op.STATS, about):
                     wire.to_worker.append(AnswerMessage(Op.STATS, about, memoryview(b"{}")))
                 case _:
                     raise AssertionError(message)
         except NotOwner as error:
-            op = message.op if isinstance(message, QueryMessage) else Op.PUSH
+            op = message.op if isinstance(message, RequestMessage) else Op.PUSH
             wire.to_worker.append(NotOwnerMessage(error.part, op))
 
     def say(self, server: Server, out: Iterable[Outgoing]) -> None:

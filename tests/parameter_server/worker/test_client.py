@@ -22,7 +22,7 @@ from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
     ConnectShard,
-    QueryMessage,
+    RequestMessage,
     SessionAction,
     ShardMessage,
     ToShard,
@@ -116,7 +116,7 @@ def test_a_shard_that_leaves_while_it_is_asked_ends_the_wait() -> None:
 def test_a_shard_that_says_nothing_is_waited_for_no_longer_than_told() -> None:
     client, network = connected(4)
     assert client.stats(limit_s=0.2) == []
-    assert network.sent[-1] == QueryMessage(Op.STATS, 0, 0, b"")
+    assert network.sent[-1] == RequestMessage(Op.STATS, 0, 0, b"")
 
 
 def test_a_wait_ends_when_a_shard_is_lost() -> None:

@@ -16,14 +16,12 @@ from shoal.parameter_server.worker.worker_messages import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,
-    NoticeMessage,
     PushMessage,
     QueryAnswered,
-    QueryMessage,
+    RequestMessage,
     SessionAction,
     ShardFailed,
     ShardMessage,
-    StepMessage,
     ToShard,
     ValuesArrived,
     ValuesMessage,
@@ -135,14 +133,14 @@ def test_a_lost_connection_is_made_up_for_by_everything_without_an_answer():
     messages = [
         action.message for action in session.connected(successor) if isinstance(action, ToShard)
     ]
-    assert messages[0] == NoticeMessage(Op.RECORD)
+    assert messages[0] == RequestMessage(Op.RECORD)
     assert isinstance(messages[1], PushMessage)
     assert messages[1].partition == 1
     assert messages[2:] == [
-        QueryMessage(Op.STATE, 1, 1, b""),
-        QueryMessage(Op.GRADIENT, 1, 1, b""),
-        StepMessage(0, b"step"),
-        QueryMessage(Op.STATS, 0, 1, b""),
+        RequestMessage(Op.STATE, 1, 1, b""),
+        RequestMessage(Op.GRADIENT, 1, 1, b""),
+        RequestMessage(Op.STEP, 0, 0, b"step"),
+        RequestMessage(Op.STATS, 0, 1, b""),
     ]
 
 
@@ -210,7 +208,7 @@ def test_the_first_shard_that_is_lost_is_the_failure():
 
 def test_all_workers_are_asked_to_stop_until_one_step_is_known():
     session = session_of(Placement(1, (0,)), 0)
-    stop: ShardMessage = NoticeMessage(Op.STOP)
+    stop: ShardMessage = RequestMessage(Op.STOP)
     assert session.request_stop() == [ToShard(0, stop)]
     session.request_step(b"")
     values = ValuesMessage(0, clock=1, oldest=1, stop_at=4)
