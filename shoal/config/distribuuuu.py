@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from shoal.config.fields import typed
-from shoal.config.layers import Layer, SourcedValue, find, flag_layer, load
+from shoal.config.layers import Layer, find, flag_layer, load
 from shoal.config.read import Settings, resolve
 from shoal.config.yaml_subset import LocatedValue, parse_flag, write
 from shoal.errors import ConfigError, did_you_mean
@@ -136,7 +136,7 @@ def translate(
     ours = _converted(values, ranks)
     layer = _translated(ours, given)
     name = "distribuuuu" if cfg is None else Path(cfg).stem
-    layer["name"] = SourcedValue(_located(name), str(cfg or "distribuuuu"))
+    layer["name"] = _located(name, str(cfg or "distribuuuu"))
     settings = resolve([layer, flag_layer(flags, problems)], problems)
     return settings, [*_notes(values, ours, given, ranks), SCHEDULE_NOTE]
 
@@ -150,7 +150,7 @@ def _from_file(cfg: str | Path, problems: list[str]) -> Layer:
         if isinstance(located.value, dict):  # a section: `TRAIN:` with `BATCH_SIZE:` in it
             items = {f"{key}.{name}": item for name, item in located.value.items()}
         for name, item in items.items():
-            _add(layer, name, SourcedValue(item, f"{file.name}:{item.line}"), problems)
+            _add(layer, name, item, problems)
     return layer
 
 
@@ -162,7 +162,7 @@ def _from_pairs(pairs: Sequence[str], problems: list[str]) -> Layer:
             text = f"[{text[1:-1]}]"  # distribuuuu accepts Python's tuples too
         origin = f"argument {key}"
         try:
-            _add(layer, key, SourcedValue(parse_flag(text, origin), origin), problems)
+            _add(layer, key, parse_flag(text, origin), problems)
         except ConfigError as error:
             problems.extend(error.problems)
     if len(pairs) % 2:
@@ -172,7 +172,7 @@ def _from_pairs(pairs: Sequence[str], problems: list[str]) -> Layer:
     return layer
 
 
-def _add(layer: Layer, key: str, value: SourcedValue, problems: list[str]) -> None:
+def _add(layer: Layer, key: str, value: LocatedValue, problems: list[str]) -> None:
     if key in KEYS:
         layer[key] = value
     else:
@@ -186,7 +186,7 @@ def _typed(given: Layer, problems: list[str]) -> dict[str, Any]:
     values = {key: row.default for key, row in KEYS.items()}
     for key, item in given.items():
         try:
-            values[key] = typed(item.located, KEYS[key].kind or type(KEYS[key].default))
+            values[key] = typed(item, KEYS[key].kind or type(KEYS[key].default))
         except ValueError as error:
             problems.append(f"{item.origin}: {key} {error}")
     if values["MODEL.PRETRAINED"]:
@@ -219,11 +219,11 @@ def _converted(values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
 
 def _translated(ours: Mapping[str, Any], given: Layer) -> Layer:
     """Return the values by the names of our settings."""
-    layer = {name: SourcedValue(_located(value), "distribuuuu") for name, value in FIXED.items()}
+    layer = {name: _located(value, "distribuuuu") for name, value in FIXED.items()}
     for key, row in KEYS.items():
         if row.setting:
             origin = given[key].origin if key in given else "distribuuuu's default"
-            layer[row.setting] = SourcedValue(_located(ours[key]), origin)
+            layer[row.setting] = _located(ours[key], origin)
     return layer
 
 
@@ -248,7 +248,7 @@ def _notes(
         )
 
 
-def _located(value: Any) -> LocatedValue:
-    """Return a value as if it had been parsed, without a line."""
-    items = [_located(item) for item in value] if isinstance(value, tuple) else value
-    return LocatedValue(items, text="" if value is None else str(value))
+def _located(value: Any, origin: str) -> LocatedValue:
+    """Return a value as if it had been parsed."""
+    items = [_located(item, origin) for item in value] if isinstance(value, tuple) else value
+    return LocatedValue(items, origin, "" if value is None else str(value))

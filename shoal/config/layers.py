@@ -57,15 +57,7 @@ FOREIGN_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class SourcedValue:
-    """A value that is not a default, and its origin: `file.yaml:12`, `flag --optimizer.lr`."""
-
-    located: LocatedValue
-    origin: str
-
-
-Layer = dict[str, SourcedValue]
+Layer = dict[str, LocatedValue]
 
 
 @dataclass(frozen=True)
@@ -112,19 +104,19 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
         ConfigError: a file is missing, cannot be read or starts from itself.
     """
     file = find(source, Path(), str(source))
-    name = SourcedValue(LocatedValue(file.path.stem, text=file.path.stem), file.name)
+    name = LocatedValue(file.path.stem, file.name, file.path.stem)
     layers: list[Layer] = []
     chain: list[File] = []
     while True:
         mapping = load(file)
         base = mapping.pop("base", None)
-        layer = file_layer(mapping, file.name, problems)
+        layer = flattened(mapping, problems)
         problems += _foreign_code(file, layer)
         layers.insert(0, layer)
         chain.append(file)
         if base is None:
             break
-        origin = f"{file.name}:{base.line}: base"
+        origin = f"{base.origin}: base"
         file = find(base.text, file.path.parent, origin)
         if file.path.resolve() in (earlier.path.resolve() for earlier in chain):
             circle = " -> ".join(member.name for member in [*chain, file])
@@ -167,18 +159,10 @@ def _foreign_code(file: File, layer: Layer) -> list[str]:
     named = [
         value
         for name, value in layer.items()
-        if (name == "imports" and value.located.value)
-        or (name == "strategy" and _names_class(value.located.text))
+        if (name == "imports" and value.value) or (name == "strategy" and _names_class(value.text))
     ]
     reason = untrusted_reason(file.path.resolve(), allow_private_group=True) if named else None
     return [f"{value.origin}: it names code to run, and {reason}" for value in named if reason]
-
-
-def file_layer(mapping: Mapping[str, LocatedValue], file_name: str, problems: list[str]) -> Layer:
-    """Return the settings in a file's mapping; append a problem for each unknown name."""
-    layer: Layer = {}
-    _flatten(mapping, "", file_name, layer, problems)
-    return layer
 
 
 def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
@@ -191,8 +175,8 @@ def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
     for name, text in flags:
         origin = f"flag --{name}"
         if name == "import":
-            imports.append(LocatedValue(text, text=text))
-            layer["imports"] = SourcedValue(LocatedValue(imports), origin)
+            imports.append(LocatedValue(text, origin, text))
+            layer["imports"] = LocatedValue(imports, origin)
             continue
         if not text.strip():
             problems.append(f"{origin}: the value is empty; `none` is the word for no value")
@@ -203,9 +187,7 @@ def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
             problems.extend(error.problems)
             continue
         # A layer of its own: a repeated flag is no error, while a repeated name in a file is.
-        flag: Layer = {}
-        _flatten({name: located}, "", origin, flag, problems)
-        layer |= flag
+        layer |= flattened({name: located}, problems)
     return layer
 
 
@@ -223,25 +205,34 @@ def merged(layers: Sequence[Layer]) -> Layer:
     return result
 
 
-def _flatten(
-    mapping: Mapping[str, LocatedValue], prefix: str, source: str, layer: Layer, problems: list[str]
-) -> None:
-    """Add the settings of a nested mapping to `layer`, by dotted name."""
+def flattened(
+    mapping: Mapping[str, LocatedValue],
+    problems: list[str],
+    layer: Layer | None = None,
+    prefix: str = "",
+) -> Layer:
+    """Return the settings of a nested mapping by dotted name; append a problem for each unknown.
+
+    Args:
+        layer: is added to.
+        prefix: of the names.
+    """
+    layer = {} if layer is None else layer
     for key, located in mapping.items():
         name = prefix + key
-        origin = f"{source}:{located.line}" if located.line else source
         is_mapping = isinstance(located.value, dict)
         setting = all_settings().get(name)
         if is_mapping and (name in all_sections() or (setting and setting.is_open)):
-            _flatten(located.value, f"{name}.", source, layer, problems)
+            flattened(located.value, problems, layer, f"{name}.")
         elif problem := _mismatch(name, located.value):
-            problems.append(f"{origin}: {problem}")
+            problems.append(f"{located.origin}: {problem}")
         elif name in layer:
             problems.append(
-                f"{origin}: {name} is set twice, at {layer[name].origin} too; remove one"
+                f"{located.origin}: {name} is set twice, at {layer[name].origin} too; remove one"
             )
         elif name not in all_sections():
-            layer[name] = SourcedValue(located, origin)
+            layer[name] = located
+    return layer
 
 
 def _mismatch(name: str, value: Any) -> str:
@@ -265,9 +256,9 @@ def _mismatch(name: str, value: Any) -> str:
     )
 
 
-def _empties(name: str, value: SourcedValue) -> bool:
+def _empties(name: str, value: LocatedValue) -> bool:
     """Return True for `none` in an open setting, which removes the keys of lower layers."""
-    return name in all_settings() and all_settings()[name].is_open and value.located.value is None
+    return name in all_settings() and all_settings()[name].is_open and value.value is None
 
 
 def _emptied(layer: Layer, lower: Layer) -> list[str]:
@@ -278,8 +269,8 @@ def _emptied(layer: Layer, lower: Layer) -> list[str]:
         if setting.is_open and chooser in layer:
             previous = all_settings()[chooser].default
             if chooser in lower:
-                previous = lower[chooser].located.text
-            if layer[chooser].located.text != previous:
+                previous = lower[chooser].text
+            if layer[chooser].text != previous:
                 names.append(setting.name)
     return names
 

@@ -82,9 +82,9 @@ def _converted(layer: Layer, problems: list[str]) -> tuple[dict[str, Any], set[s
         setting, key = _setting(name)
         try:
             if key:
-                values.setdefault(setting.name, {})[key] = item.located.plain()
+                values.setdefault(setting.name, {})[key] = item.plain()
             else:
-                values[name] = convert(item.located, setting)
+                values[name] = convert(item, setting)
         except ValueError as error:
             problems.append(f"{item.origin}: {name} {error}")
             failed.add(name)

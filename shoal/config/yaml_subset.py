@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import yaml
@@ -33,20 +33,20 @@ MAX_DEPTH = 32
 
 @dataclass(frozen=True)
 class LocatedValue:
-    """A value with the line on which it was written.
+    """A value, and where it was written.
 
     Args:
         value: None, bool, int, float, str, list[LocatedValue] or dict[str, LocatedValue].
-        line: counted from 1; 0 where there is no file.
+        origin: `file.yaml:12`, or `flag --optimizer.lr`.
         text: a scalar as it was written, so that `name: 007` stays 007.
     """
 
     value: Any
-    line: int = 0
+    origin: str = ""
     text: str = ""
 
     def plain(self) -> Any:
-        """Return the value without lines."""
+        """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -66,15 +66,15 @@ def parse_file(text: str, file_name: str) -> dict[str, LocatedValue]:
         ConfigError: all problems, each with `file_name` and line. Broken syntax ends the parsing,
             so it is reported alone.
     """
-    problems: list[str] = []
-    located = _parse(text, problems)
+    reader = _Loader(text, lambda line: f"{file_name}:{line}")
+    located = reader.read()
     if not isinstance(located.value, dict | None):
-        problems.append(
-            f"{located.line}: a configuration is a mapping (`key: value`), not "
+        reader.problems.append(
+            f"{located.origin}: a configuration is a mapping (`key: value`), not "
             f"{write(located.plain())}"
         )
-    if problems:
-        raise ConfigError(f"{file_name}:{problem}" for problem in problems)
+    if reader.problems:
+        raise ConfigError(reader.problems)
     return located.value or {}
 
 
@@ -87,12 +87,11 @@ def parse_flag(text: str, origin: str) -> LocatedValue:
         ConfigError: brackets or quotes are not closed, or there is a tag or a repeated key.
     """
     if text[:1] not in ("[", "{", '"', "'"):
-        return LocatedValue(plain_value(text), text=text)
-    problems: list[str] = []
-    located = _parse(text, problems)
-    if problems:
-        # Without the line, which is always 1.
-        raise ConfigError(f"{origin}: {problem.partition(': ')[2]}" for problem in problems)
+        return LocatedValue(plain_value(text), origin, text)
+    reader = _Loader(text, lambda _: origin)
+    located = reader.read()
+    if reader.problems:
+        raise ConfigError(reader.problems)
     return located
 
 
@@ -105,32 +104,40 @@ def write(value: Any) -> str:
     return text.strip()[1:-1]
 
 
-def _parse(text: str, problems: list[str]) -> LocatedValue:
-    """Return the tree of a text; append problems, each as `LINE: problem`."""
-    try:
-        node = _Loader(text, problems).get_single_node()
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        problems.append(f"{line}: not YAML: {error.problem or error.context}")
-    except yaml.reader.ReaderError as error:
-        problems.append(f"{text.count(chr(10), 0, error.position) + 1}: not YAML: {error.reason}")
-    else:
-        if node is not None:
-            return _located(node, problems)
-    return LocatedValue(None)
-
-
 class _Loader(yaml.SafeLoader):
     """Composes nodes. It never constructs a Python object; tags and aliases are problems.
 
     A kilobyte of aliases to aliases would stand for terabytes.
+
+    Args: origin_of: returns the origin of a line, counted from 1.
+
+    Attributes: problems: what is wrong, each with its origin.
     """
 
-    def __init__(self, text: str, problems: list[str]) -> None:
-        self._problems = problems
+    def __init__(self, text: str, origin_of: Callable[[int], str]) -> None:
+        self.problems: list[str] = []
+        self._text, self._origin_of = text, origin_of
         self._depth = 0
         self._has_alias = False
-        super().__init__(text)
+
+    def read(self) -> LocatedValue:
+        """Return the tree of the text."""
+        try:
+            super().__init__(self._text)
+            node = self.get_single_node()
+        except yaml.MarkedYAMLError as error:
+            line = error.problem_mark.line + 1 if error.problem_mark else 1
+            self._note(line, f"not YAML: {error.problem or error.context}")
+        except yaml.reader.ReaderError as error:
+            line = self._text.count(chr(10), 0, error.position) + 1
+            self._note(line, f"not YAML: {error.reason}")
+        else:
+            if node is not None:
+                return self._located(node)
+        return LocatedValue(None)
+
+    def _note(self, line: int, problem: str) -> None:
+        self.problems.append(f"{self._origin_of(line)}: {problem}")
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         event = self.peek_event()
@@ -138,12 +145,11 @@ class _Loader(yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):
             if not self._has_alias:  # a few kilobytes hold thousands of them
                 self._has_alias = True
-                problem = f"{line}: aliases (`*...`) are refused; write out what is meant"
-                self._problems.append(problem)
+                self._note(line, "aliases (`*...`) are refused; write out what is meant")
             self.get_event()
             return yaml.ScalarNode("null", "", event.start_mark)  # type: ignore[arg-type]
         if event.tag is not None:
-            self._problems.append(f"{line}: tags (`!...`) are refused; write the plain value")
+            self._note(line, "tags (`!...`) are refused; write the plain value")
         self._depth += 1
         if self._depth > MAX_DEPTH:
             problem = f"brackets are more than {MAX_DEPTH} deep"
@@ -152,34 +158,29 @@ class _Loader(yaml.SafeLoader):
         self._depth -= 1
         return node
 
+    def _located(self, node: yaml.Node) -> LocatedValue:
+        origin = self._origin_of(node.start_mark.line + 1)
+        if isinstance(node, yaml.MappingNode):
+            return LocatedValue(dict(self._items(node)), origin)
+        if isinstance(node, yaml.SequenceNode):
+            return LocatedValue([self._located(item) for item in node.value], origin)
+        assert isinstance(node, yaml.ScalarNode)
+        value = node.value if node.style else plain_value(node.value)
+        return LocatedValue(value, origin, node.value)
 
-def _located(node: yaml.Node, problems: list[str]) -> LocatedValue:
-    """Return the value of a node; append problems, each as `LINE: problem`."""
-    line = node.start_mark.line + 1
-    if isinstance(node, yaml.MappingNode):
-        return LocatedValue(dict(_items(node, problems)), line)
-    if isinstance(node, yaml.SequenceNode):
-        return LocatedValue([_located(item, problems) for item in node.value], line)
-    assert isinstance(node, yaml.ScalarNode)
-    value = node.value if node.style else plain_value(node.value)
-    return LocatedValue(value, line, node.value)
-
-
-def _items(node: yaml.MappingNode, problems: list[str]) -> Iterator[tuple[str, LocatedValue]]:
-    lines: dict[str, int] = {}
-    for key, value in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            problems.append(f"{line}: a key must be a word, not a list or a mapping")
-        elif key.value in lines:
-            problems.append(
-                f"{line}: '{key.value}' stands twice, on line {lines[key.value]} too; remove one"
-            )
-        else:
-            lines[key.value] = line
-            # A value has the line of its key, where a reader looks for it.
-            located = _located(value, problems)
-            yield key.value, LocatedValue(located.value, line, located.text)
+    def _items(self, node: yaml.MappingNode) -> Iterator[tuple[str, LocatedValue]]:
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self._note(line, "a key must be a word, not a list or a mapping")
+            elif key.value in lines:
+                before = lines[key.value]
+                self._note(line, f"'{key.value}' stands twice, on line {before} too; remove one")
+            else:
+                lines[key.value] = line
+                # A value has the line of its key, where a reader looks for it.
+                yield key.value, replace(self._located(value), origin=self._origin_of(line))
 
 
 class _Dumper(yaml.SafeDumper):

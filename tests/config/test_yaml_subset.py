@@ -69,7 +69,9 @@ def test_other_yaml_readers_agree_on_what_was_written(value: object) -> None:
 
 def test_values_know_their_lines() -> None:
     tree = parse_file("a: 1\n\nb:\n  c: [1, 2]  # here\n", "x.yaml")
-    assert (tree["a"].line, tree["b"].line, tree["b"].value["c"].line) == (1, 3, 4)
+    assert [tree["a"].origin, tree["b"].origin, tree["b"].value["c"].origin] == [
+        f"x.yaml:{line}" for line in (1, 3, 4)
+    ]
 
 
 def test_an_empty_file_sets_nothing() -> None:
