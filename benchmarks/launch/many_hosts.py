@@ -24,11 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import shoal
-from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest
-from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions, specification
+from shoal.launch.hosts.hosts_job import HostsJob, HostsOptions
 from shoal.launch.hosts.ssh_hosts import SshHost
-from shoal.launch.private_memory import new_secret
 from shoal.launch.restarting import Work
 
 SOURCES = Path(shoal.__file__).parents[1]
@@ -78,10 +76,8 @@ def connect(count: int) -> float:
     request = FactsRequest(os.getcwd())
     work = Work("builtins:print", (), (), {}, "first", ())
     started_s = time.monotonic()
-    secret = new_secret()
-    told = specification(work, request, {}, secret)
-    with HostConnections(hosts, options.python, told) as connections:
-        HostsJob(connections, options, work, request, secret).connect()
+    with HostsJob(options, work, request) as job:
+        job.connect()
         return time.monotonic() - started_s
 
 

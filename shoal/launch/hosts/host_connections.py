@@ -34,7 +34,7 @@ CLOSE_S = 3.0
 
 
 class HostConnections:
-    """Clients and session of a run on several hosts. As a context, it ends all agents.
+    """Clients and session of a run on several hosts.
 
     Args:
         hosts: in the user's order; they are numbered from 0.
@@ -65,12 +65,6 @@ class HostConnections:
         self._questions = itertools.count(1)
         self._answers: dict[int, Message] = {}
         self._events: list[DriverEvent] = []  # that came while an answer was waited for
-
-    def __enter__(self) -> HostConnections:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def name(self, host: int) -> str:
         """Return the name of a host as the user wrote it."""

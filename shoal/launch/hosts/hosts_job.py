@@ -74,56 +74,45 @@ class HostsOptions:
         return [host for host in self.hosts if not host.count]
 
 
-def specification(
-    work: Work, request: FactsRequest, variables: Mapping[str, str], secret: bytes
-) -> dict[str, Any]:
-    """Return what an agent is told first.
-
-    Args: secret: of the job, the same for all agents.
-    """
-    return {
-        "variables": dict(variables),
-        "secret": secret.hex(),
-        "request": asdict(request),
-        "work": {
-            "environment": dict(work.environment),
-            "output": work.output,
-            "preload": work.modules,
-        },
-    }
-
-
 def server_target(index: int, hosts: int) -> tuple[str, Sequence[Any]]:
     """Return target and arguments of the process that starts the servers of one host of several."""
     return "shoal.launch.rank:module", [SERVER_HOST, [str(index), str(hosts)]]
 
 
 class HostsJob(LocalJob):
-    """The work of ranks on several hosts.
+    """The work of ranks on several hosts. As a context, it ends all agents.
 
     Args:
-        connections: to the hosts, not connected yet.
         options: of the command.
         work: of the ranks.
         request: the paths that every host is asked about.
-        secret: that the agents hold for their ranks, 32 bytes.
     """
 
-    def __init__(
-        self,
-        connections: HostConnections,
-        options: HostsOptions,
-        work: Work,
-        request: FactsRequest,
-        secret: bytes,
-    ) -> None:
+    def __init__(self, options: HostsOptions, work: Work, request: FactsRequest) -> None:
         super().__init__(work)
-        self.connections = connections
         self.options = options
         self.request = request
-        self.secret = secret
+        self.secret = new_secret()
+        told = {
+            "variables": dict(options.variables),
+            "secret": self.secret.hex(),
+            "request": asdict(request),
+            "work": {
+                "environment": dict(work.environment),
+                "output": work.output,
+                "preload": work.modules,
+            },
+        }
+        printer = LinePrinter(work.output)
+        self.connections = HostConnections(options.hosts, options.python, told, printer)
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
+
+    def __enter__(self) -> HostsJob:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.connections.close()
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -304,12 +293,8 @@ def run_on_hosts(
         LaunchError: the hosts cannot be used; the message has all their problems.
         UsageError: an option, the ssh client or the name of a host cannot be used.
     """
-    secret = new_secret()
-    told = specification(work, request, options.variables, secret)
-    printer = LinePrinter(work.output)
     try:
-        with HostConnections(options.hosts, options.python, told, printer) as connections:
-            job = HostsJob(connections, options, work, request, secret)
+        with HostsJob(options, work, request) as job:
             job.connect()
             return run_with_restarts(job, options.processes, control, restarts)
     except KeyboardInterrupt:  # before signals are caught
