@@ -70,7 +70,7 @@ class Training:
         self.state = TrainingState(self.run, job.train.ema)
         self.directory = Path(job.directory)
         self._locks: list[IO[str]] = []
-        self.saver = open_saver(job, self.run.mesh, self._pause, lambda text: self.log.note(text))
+        self.saver = open_saver(self)
         self.checkpoints = self.saver.checkpoints
         self.save_interval = SaveInterval(
             job.checkpoint, self.run.mesh, self._announce, lambda: self.state.watch.seconds
@@ -97,9 +97,7 @@ class Training:
     def resume(self) -> None:
         """Load the newest good checkpoint, if there is one; open log and display. Collective."""
         notes = list(self.weights_notes)
-        self.fast_saver = open_fast_saver(
-            self.job, self.run.mesh, self._pause, lambda text: self.log.note(text)
-        )
+        self.fast_saver = open_fast_saver(self)
         if self.fast_saver is not None:
             every, place = self.job.checkpoint.fast_every_steps, self.fast_saver.checkpoints
             self.lines.append(f"saves every {every} steps in {place.directory}")
@@ -191,7 +189,7 @@ class Training:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self.state.synchronize()
-        with self._pause("evaluating"), self.state.evaluated_weights():
+        with self.pause("evaluating"), self.state.evaluated_weights():
             sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.state.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.evaluation({**self.state.final, "time_s": self.state.watch.seconds})
@@ -307,8 +305,12 @@ class Training:
         self.log.note(note)
         raise SystemExit(EXIT_RESTART)
 
+    def note(self, text: str) -> None:
+        """Print a note on rank 0."""
+        self.log.note(text)
+
     @contextmanager
-    def _pause(self, doing: str) -> Iterator[None]:
+    def pause(self, doing: str) -> Iterator[None]:
         """Exclude what is done in this context from speed, training time and the trace's steps."""
         with self.progress.paused(doing), self.state.watch.excluded(), self.run.outside_step(doing):
             yield
@@ -320,7 +322,7 @@ class Training:
         if self.run.rank == 0:
             for line in self.run.report():
                 self.log.note(line)
-            with self._pause("drawing"):
+            with self.pause("drawing"):
                 plot_or_note(self.directory, curves, self.log.note)
         self.progress.close()
         self.log.close(

@@ -24,16 +24,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from shoal.checkpoint import AsyncSaver, Checkpoints, Saved, tensor_files
 from shoal.comm.axis import Axis
-from shoal.comm.mesh import Mesh
 from shoal.config.job import CheckpointConfig, Job
 from shoal.costs.cluster import read_time
 from shoal.costs.goodput import daly_steps
@@ -41,6 +39,9 @@ from shoal.errors import CheckpointError, CleanupFailed, ConfigError
 from shoal.planner.quantity_text import seconds_text
 from shoal.platform.ownership import untrusted_reason
 from shoal.train.run_directory import check_shared, fast_directory, last_saved, name_fast_directory
+
+if TYPE_CHECKING:
+    from shoal.train.loop import Training
 
 State = tuple[Mapping[str, Tensor], Mapping[str, Any], Mapping[str, Tensor]]
 """(tensors, info, private), as `Run.state` returns them."""
@@ -58,9 +59,8 @@ class RunSaver:
     """Saves a run, and turns a save that failed into a note, so that training goes on.
 
     Args:
+        training: whose state is saved.
         async_saver: writes in the background; None to write at once.
-        pause: context for time that is not training, by the name of what is done.
-        note: prints a sentence on rank 0.
         retry_s: seconds in which a save that must succeed is tried again.
 
     Attributes:
@@ -72,12 +72,12 @@ class RunSaver:
 
     def __init__(
         self,
+        training: Training,
         checkpoints: Checkpoints,
-        async_saver: AsyncSaver | None,
-        pause: Callable[[str], AbstractContextManager[None]],
-        note: Callable[[str], None],
+        async_saver: AsyncSaver | None = None,
         retry_s: int = 0,
     ) -> None:
+        self._training = training
         self._retry_s = retry_s
         self.in_flight = -1
         self.saved_step = -1
@@ -85,8 +85,6 @@ class RunSaver:
         self._best_saved: Report | None = None
         self.checkpoints = checkpoints
         self._async_saver = async_saver
-        self._pause = pause
-        self._note = note
 
     def resume(self, step: int | None, best: Report | None) -> None:
         """Go on from a checkpoint, and finish a cleanup that a kill has prevented. Collective.
@@ -132,7 +130,7 @@ class RunSaver:
             except CheckpointError as error:
                 failure = error
             if attempt == 0 and attempts > 1:
-                self._note(
+                self._training.note(
                     f"{failure}; this is the last save: make room, it is tried again for "
                     f"{self._retry_s} s"
                 )
@@ -174,14 +172,16 @@ class RunSaver:
     def _attempt(self, action: Callable[[], object], must_succeed: bool = False) -> bool:
         """Run `action`. Return True if it succeeded; else note why, or raise."""
         try:
-            with self._pause("saving"):
+            with self._training.pause("saving"):
                 action()
         except CleanupFailed as error:
-            self._note(f"{error}; the next save, or the same command again, makes up for it")
+            self._training.note(
+                f"{error}; the next save, or the same command again, makes up for it"
+            )
         except CheckpointError as error:
             if must_succeed:
                 raise
-            self._note(f"{error}; training goes on")
+            self._training.note(f"{error}; training goes on")
             self.best = self._best_saved
             return False
         return True
@@ -190,38 +190,30 @@ class RunSaver:
         """End the thread. If training ends by an error, note how the save in flight has ended."""
         error = None if self._async_saver is None else self._async_saver.close()
         if isinstance(error, CheckpointError):
-            self._note(str(error))
+            self._training.note(str(error))
         elif error is not None:  # for example because another rank is gone
-            self._note(
+            self._training.note(
                 f"the save of step {self.in_flight} did not end: {type(error).__name__}: {error}"
             )
 
 
-def open_saver(
-    job: Job,
-    mesh: Mesh,
-    pause: Callable[[str], AbstractContextManager[None]],
-    note: Callable[[str], None],
-) -> RunSaver:
+def open_saver(training: Training) -> RunSaver:
     """Return the saver of a job's run directory. Collective."""
+    settings = training.job.checkpoint
     # A thread that saves needs a group of its own: its messages must not mix with training.
-    group = mesh.new_group() if job.checkpoint.asynchronous else None
-    checkpoints = Checkpoints(Path(job.directory) / "checkpoints", job.checkpoint.keep, group)
-    saver = AsyncSaver(checkpoints) if job.checkpoint.asynchronous else None
-    return RunSaver(checkpoints, saver, pause, note, job.checkpoint.last_save_wait_s)
+    group = training.run.mesh.new_group() if settings.asynchronous else None
+    checkpoints = Checkpoints(training.directory / "checkpoints", settings.keep, group)
+    saver = AsyncSaver(checkpoints) if settings.asynchronous else None
+    return RunSaver(training, checkpoints, saver, settings.last_save_wait_s)
 
 
-def open_fast_saver(
-    job: Job,
-    mesh: Mesh,
-    pause: Callable[[str], AbstractContextManager[None]],
-    note: Callable[[str], None],
-) -> RunSaver | None:
+def open_fast_saver(training: Training) -> RunSaver | None:
     """Return the saver of a job's fast directory, if it has one. Collective, with the lock held.
 
     Raises:
         ConfigError: on every rank; the directory cannot be written, or hosts do not share it.
     """
+    job, mesh = training.job, training.run.mesh
     if job.checkpoint.fast_dir is None:
         return None
     path, problem = "", ""
@@ -236,7 +228,7 @@ def open_fast_saver(
     path = mesh.broadcast_str(path)
     check_shared(mesh, path, "checkpoint.fast_dir")
     # One checkpoint stays; while another is written, there are two.
-    return RunSaver(Checkpoints(Path(path, "checkpoints"), keep=1), None, pause, note)
+    return RunSaver(training, Checkpoints(Path(path, "checkpoints"), keep=1))
 
 
 def load_newest(
