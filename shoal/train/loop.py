@@ -333,6 +333,6 @@ class Training:
                 "steps": self.step,
                 "time_s": self.state.watch.seconds,
                 "checkpoint": newest(self.checkpoints.directory) if self.run.rank == 0 else None,
-                "curves": curves,
+                "curves": curves if curves.is_file() else None,
             }
         )

@@ -102,6 +102,7 @@ AS_PROCESSES = [
 ]
 
 
+@pytest.mark.slow
 def test_as_processes_odd_commands_end_the_same_way(odd_files: Path) -> None:
     for command in AS_PROCESSES:
         words = [sys.executable, "-m", "shoal", *command]

@@ -35,7 +35,7 @@ def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
     [
         (1, "single", EVERYTHING),
         pytest.param(3, "zero3", MLP, marks=pytest.mark.slow),
-        (2, PIPED, GPT),
+        pytest.param(2, PIPED, GPT, marks=pytest.mark.slow),
         pytest.param(2, "ddp", GPT, marks=pytest.mark.slow),
     ],
     ids=["single", "zero3", "pipeline", "ddp"],
@@ -46,6 +46,7 @@ def test_a_run_that_saves_beside_training_is_the_same_run(
     same_run(tmp_path, ranks, part, {"strategy": strategy})
 
 
+@pytest.mark.slow
 def test_a_stop_waits_for_the_save_that_is_under_way(tmp_path: Path) -> None:
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP))
     job = tiny(tmp_path / "run", GPT, BESIDE)

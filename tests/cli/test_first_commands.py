@@ -120,7 +120,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-EVERY_DAY = (0, 6, 8)
+EVERY_DAY = (0, 8)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def test_a_missing_package_is_named_before_work_starts(
     assert [path.name for path in tmp_path.iterdir()] == ["t.py"]
 
 
+@pytest.mark.slow
 def test_an_experiment_without_extras_trains_with_a_note_of_what_is_left_out(
     tmp_path: Path,
 ) -> None:
@@ -66,6 +67,7 @@ def test_an_experiment_without_extras_trains_with_a_note_of_what_is_left_out(
     assert ended.returncode == 0, ended.stderr
     assert "no TensorBoard events are written: tensorboard is not installed" in ended.stderr
     assert "no curves were drawn: " in ended.stderr
+    assert "curves.png" not in ended.stdout
     assert (tmp_path / "run" / "checkpoints" / "step-00000001").is_dir()
 
 

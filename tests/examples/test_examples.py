@@ -17,7 +17,8 @@ def printed(command: list[str], directory: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["digits", pytest.param("text", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["digits", "text"])
 def test_an_example_prints_the_same_losses_on_one_process_and_on_three(
     name: str, tmp_path: Path
 ) -> None:

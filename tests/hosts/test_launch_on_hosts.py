@@ -52,6 +52,7 @@ def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path
         assert command.others() == []
 
 
+@pytest.mark.slow
 def test_parameter_servers_get_their_key_by_no_path_argument_or_variable(folder: Path) -> None:
     shutil.copy(Path(__file__).with_name("served_script.py"), folder / "served.py")
     (folder / "wait").touch()
@@ -70,6 +71,7 @@ def test_parameter_servers_get_their_key_by_no_path_argument_or_variable(folder:
     assert len(secret) == 32
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_with_its_host_and_its_code(folder: Path) -> None:
     shutil.copy(Path(__file__).with_name("hang_script.py"), folder / "hangs.py")
     words = ["launch", "--hosts", "a,b", "--hang-limit", "1.5", "hangs.py"]

@@ -47,7 +47,7 @@ def waiting(folder: Path, hosts: str, strategy: str) -> Iterator[HostsCommand]:
 @pytest.mark.parametrize(
     ("hosts", "strategy"),
     [
-        ("a,b", "server=2"),
+        pytest.param("a,b", "server=2", marks=pytest.mark.slow),
         pytest.param("a", "server=2", marks=pytest.mark.slow),
         pytest.param("a:2", "server=3,replicas=2", marks=pytest.mark.slow),
         pytest.param("a,b", "server=2,encrypt=false", marks=pytest.mark.slow),
@@ -72,6 +72,7 @@ def test_a_run_with_replicas_goes_on_without_a_host_of_servers(folder: Path) -> 
     assert "; the run goes on if replicas hold what it held\n" in stderr
 
 
+@pytest.mark.slow
 def test_a_run_without_replicas_ends_and_names_the_host_of_servers(folder: Path) -> None:
     with waiting(folder, "a,b", "server=2") as command:
         kill([command.agent("s")])

@@ -85,6 +85,7 @@ def test_the_parts_of_the_manifest_fit_together(manifest: dict[str, Any]) -> Non
     assert f"--nproc-per-node {container['resources']['limits']['nvidia.com/gpu']} " in words
 
 
+@pytest.mark.slow
 def test_the_commands_of_two_pods_make_one_world(manifest: dict[str, Any], tmp_path: Path) -> None:
     container = container_of(manifest)
     (tmp_path / "ranks.py").write_text(SCRIPT)

@@ -171,7 +171,9 @@ STARTS_ANOTHER = """
 """
 
 
-@pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.slow), "single", "launch"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("plain", "single")), "launch"]
+)
 def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how):
     script = written(tmp_path, STARTS_ANOTHER)
     assert local.run_script(script, [how], 2) == 0

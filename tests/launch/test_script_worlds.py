@@ -43,7 +43,10 @@ ASKED = (
 IN_A_FORK = ("init_process_group in a process that a rank has started: ",)
 
 
-@pytest.mark.parametrize(("how", "asked", "code"), [("any", ASKED, 2), ("fork", IN_A_FORK, 1)])
+@pytest.mark.parametrize(
+    ("how", "asked", "code"),
+    [("any", ASKED, 2), pytest.param("fork", IN_A_FORK, 1, marks=pytest.mark.slow)],
+)
 def test_a_world_of_a_script_is_refused_with_the_cure(
     how: str, asked: tuple[str, ...], code: int, tmp_path: Path
 ):

@@ -102,7 +102,10 @@ def test_a_script_that_asks_for_auto_gets_one_choice_for_all_of_its_ranks(
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        ("import shoal; shoal.init('auto')", "it follows a script from its file"),
+        pytest.param(
+            *("import shoal; shoal.init('auto')", "it follows a script from its file"),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "import sys; sys.argv = ['ends.py']; import shoal; shoal.init('auto')",
             "backward pass",

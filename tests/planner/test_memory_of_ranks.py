@@ -84,7 +84,7 @@ def slow(*case: object) -> object:
         slow("zero1", 1),
         slow("zero1", 2),
         slow("pipeline=2,schedule=gpipe,cuts=blocks.2", 1),
-        ("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
+        slow("pipeline=2,schedule=zero-bubble,cuts=blocks.2", 1),
         slow("pipeline=2,schedule=zbv,cuts=blocks.1/blocks.2/blocks.3", 1),  # both ends on rank 0
     ],
 )

@@ -61,15 +61,10 @@ def loss(printed: str) -> float:
     return float.fromhex(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    [
-        "ddp",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("zero1", "zero3", "tensor=2", "pipeline=2")
-        ),
-    ],
+    ["ddp", "zero1", "zero3", "tensor=2", "pipeline=2"],
 )
 def test_ranks_that_torchrun_starts_have_the_loss_of_one_process(strategy, tmp_path):
     alone = loss(output(tmp_path, "train.py", "single"))

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from shoal.platform.torchvision_import import load, torchvision
@@ -19,6 +20,7 @@ def test_loading_twice_gives_the_same_module():
     assert sys.modules["torchvision"] is torchvision
 
 
+@pytest.mark.slow
 def test_an_import_that_failed_before_and_a_schema_that_someone_else_defined_do_no_harm():
     # Where the operators load, the import succeeds and there is nothing to define, which is as
     # well.

@@ -115,7 +115,8 @@ def test_a_contrastive_loss_of_gathered_rows_trains_as_on_one_device(ranks: int)
     check_equal(ranks, GATHERING)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_batchnorm_over_all_ranks_trains_as_on_one_device(ranks: int) -> None:
     synced = {"sync_batchnorm": True, "batch_size": 8}
     cases: list[Case] = [
@@ -137,7 +138,8 @@ def test_batchnorm_of_stages_takes_statistics_over_the_ranks_that_hold_them() ->
         assert not any("BatchNorm" in line for line in lines)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_global_draws_train_as_on_one_device(ranks: int) -> None:
     cases: list[Case] = [
         ("ddp", script.Noisy, script.noisy_loss, {"draws": "global", **options})

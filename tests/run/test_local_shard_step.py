@@ -87,7 +87,7 @@ def all_resumed(strategy: str) -> dict[str, Any]:
     return {name: resumed(strategy, name) for name in names}
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "tensor=2"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero3", marks=pytest.mark.slow), "tensor=2"])
 def test_each_elementwise_optimizer_steps_shards_and_resumes_as_on_one_device(
     strategy: str,
 ) -> None:

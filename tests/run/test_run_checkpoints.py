@@ -51,8 +51,8 @@ def steps(
 @pytest.mark.parametrize(
     "strategy",
     [
-        *[pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tensor=2")],
-        *["zero3", "pipeline=2"],
+        *[pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "tensor=2", "pipeline=2")],
+        "zero3",
     ],
 )
 def test_a_script_goes_on_bit_for_bit_in_the_middle_of_an_epoch(

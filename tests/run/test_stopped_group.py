@@ -40,7 +40,8 @@ for x in loader:
 """
 
 
-@pytest.mark.parametrize("source", [pytest.param("rows", marks=pytest.mark.slow), "stream"])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["rows", "stream"])
 def test_a_rank_saves_although_its_workers_get_the_same_sigterm(
     tmp_path: Path, source: str
 ) -> None:

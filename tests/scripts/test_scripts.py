@@ -46,7 +46,8 @@ def check(names, layout):
     assert {name: cells[name].verdict for name in expected} == expected
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_handful_of_scripts_on_two_ranks(strategy):
     check(EVERYDAY, Layout(strategy, 2))
 

@@ -83,7 +83,7 @@ def same(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"),
     [
-        ("ddp,bucket_mb=0.0001", 2, 1),
+        pytest.param("ddp,bucket_mb=0.0001", 2, 1, marks=pytest.mark.slow),
         ("zero3", 2, 1),
         pytest.param("recompute,zero3", 2, 1, marks=pytest.mark.slow),
         pytest.param("zero1", 3, 2, marks=pytest.mark.slow),

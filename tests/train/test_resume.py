@@ -40,7 +40,8 @@ def stop(ranks: int, *arguments: Any) -> None:
         assert stopping.wait() == [EXIT_RESTART] * ranks
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path, ranks: int) -> None:
     world.run(ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT))
     job = tiny(tmp_path / "run", GPT)

@@ -20,7 +20,7 @@ STRATEGIES = [
     ("local=4", GPT, 8),  # regular meetings come after steps 4, 8 and 12
     ("diloco=4", CNN, 8),
 ]
-EVERY_DAY = ("diloco=4",)
+EVERY_DAY = ("local=4",)
 MARKED = [
     pytest.param(*row, marks=[] if row[0] in EVERY_DAY else [pytest.mark.slow])
     for row in STRATEGIES

@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-EVERY_DAY = ("server=2,part_mb=0.0001", "zero3")
+EVERY_DAY = ("zero3",)
 
 
 @pytest.mark.parametrize(

@@ -301,7 +301,16 @@ def peak_of_first_step(strategy: str, blocks: int, width: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
-@pytest.mark.parametrize(("strategy", "copies"), [("zero3", 1), ("tensor=3", 1), ("pipeline=3", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "copies"),
+    [
+        ("zero3", 1),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (("tensor=3", 1), ("pipeline=3", 2))
+        ),
+    ],
+)
 def test_a_rank_holds_its_share_and_one_layer(strategy: str, copies: int) -> None:
     # malloc returns what is larger than 32 MiB at once.
     blocks, width, ranks = 9, 3072, 3

@@ -62,7 +62,9 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[str], list[float]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(n, marks=[pytest.mark.slow] if n in ("fp16", "bf16", "topk=0.1") else [])
+        pytest.param(
+            n, marks=[pytest.mark.slow] if n in ("fp16", "bf16", "topk=0.1", "powersgd=1") else []
+        )
         for n in NAMES
     ],
 )

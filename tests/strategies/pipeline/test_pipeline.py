@@ -20,7 +20,10 @@ from tests.matrix import cases
         pytest.param("lstm", "pipeline=3,schedule=gpipe,microbatches=4", 3, marks=pytest.mark.slow),
         # A stage of the second input alone gives something that does not come from what it
         # receives.
-        ("two inputs", "pipeline=2,schedule=zero-bubble,cuts=right", 2),
+        pytest.param(
+            *("two inputs", "pipeline=2,schedule=zero-bubble,cuts=right", 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: int) -> None:

@@ -47,7 +47,10 @@ STRAIGHT = Experiment(Straight, image_loader, F.cross_entropy)
         ("tensor=2,pipeline=2,cuts=layers.5", CUT["mlp"]),
         # One matrix for query, key and value is regrouped by messages in the half of the backward
         # pass for weights.
-        ("tensor=2,pipeline=2,schedule=zero-bubble", EXPERIMENTS["TransformerEncoder"]),
+        pytest.param(
+            *("tensor=2,pipeline=2,schedule=zero-bubble", EXPERIMENTS["TransformerEncoder"]),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_slices_of_stages_are_one_device(strategy: str, experiment: Experiment) -> None:

@@ -32,7 +32,7 @@ def test_two_slices_are_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "name"),
     [
-        ("tensor=2,zero3", 4, 2, "gpt"),
+        pytest.param("tensor=2,zero3", 4, 2, "gpt", marks=SLOW),
         ("tensor=2,recompute,unit=Core", 2, 1, "rows"),
         pytest.param("tensor=2,zero3,hybrid=2", 8, 1, "gpt", marks=SLOW),
         pytest.param("tensor=3,ddp", 3, 1, "gated", marks=SLOW),

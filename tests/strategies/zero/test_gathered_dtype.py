@@ -57,7 +57,7 @@ def trained(
     return dict(run.weights()), gathered
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_matrices_train_to_the_bits_of_float32_that_autocast_rounds(strategy: str) -> None:
     expected, wide = world.run(2, trained, strategy, "matrices")[0]
     weights, narrow = world.run(2, trained, f"{strategy},gather=bf16", "matrices")[0]
