@@ -1,4 +1,7 @@
-"""`--slurm` of `launch` and `train`: the options; check, render, submit."""
+"""`--slurm` of `launch` and `train`: the options; check, render, submit.
+
+Values are read as text here and checked later, so that all problems can be said at once.
+"""
 
 from __future__ import annotations
 
@@ -18,45 +21,35 @@ if TYPE_CHECKING:
 REQUEUES = 20
 """Requeues of a job that was stopped and has saved: a limit for one that never gets further."""
 
-NUMBER = argument_types.integer(1, 1_000_000)
-
 SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "slurm": {"action": "store_true", "help": "run on a Slurm cluster, as one job"},
-    "dry-run": {"action": "store_true", "help": "print the batch script, and submit nothing"},
-    "nodes": {"type": NUMBER, "metavar": "N", "help": "machines (default: 1)"},
-    "ntasks-per-node": {
-        "type": NUMBER,
-        "metavar": "N",
-        "help": "ranks on each machine (default: 1)",
-    },
-    "time": {
-        "metavar": "LIMIT",
-        "help": "minutes, HH:MM:SS or D-HH:MM:SS; ranks save before it",
-    },
-    "partition": {"metavar": "NAME", "help": "where the job runs"},
-    "requeues": {
-        "type": argument_types.integer(0, 1_000_000),
-        "metavar": "N",
-        "help": "how often a job that was stopped and has saved goes on (default: 20)",
-    },
-    "python": {"metavar": "PATH", "help": "interpreter on the machines (default: this one)"},
-    "sbatch-option": {
-        "action": "append",
-        "default": [],
-        "metavar": "NAME=VALUE",
-        "help": "a further option, e.g. --sbatch-option=gres=gpu:4",
-    },
+VALUES = {
+    "nodes": ("N", "machines (default: 1)"),
+    "ntasks-per-node": ("N", "ranks on each machine (default: 1)"),
+    "time": ("LIMIT", "minutes, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
+    "partition": ("NAME", "where the job runs"),
+    "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
+    "python": ("PATH", "interpreter on the machines (default: this one)"),
 }
-NAMES = tuple(f"--{name}" for name in OPTIONS)
+LISTS = {
+    "sbatch-option": ("NAME=VALUE", "a further option, e.g. --sbatch-option=gres=gpu:4"),
+}
+FLAGS = {
+    "slurm": "run on a Slurm cluster, as one job",
+    "dry-run": "print the batch script, and submit nothing",
+}
+NAMES = tuple(f"--{name}" for name in (*VALUES, *LISTS, *FLAGS))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, as a group of their own."""
     group = parser.add_argument_group("clusters", "See docs/clusters.md.")
-    for name, settings in OPTIONS.items():
-        group.add_argument(f"--{name}", **settings)
+    for name, help in FLAGS.items():
+        group.add_argument(f"--{name}", action="store_true", help=help)
+    for name, (metavar, help) in VALUES.items():
+        group.add_argument(f"--{name}", metavar=metavar, help=help)
+    for name, (metavar, help) in LISTS.items():
+        group.add_argument(f"--{name}", action="append", default=[], metavar=metavar, help=help)
 
 
 def is_asked(options: argparse.Namespace) -> bool:
@@ -67,15 +60,9 @@ def is_asked(options: argparse.Namespace) -> bool:
     """
     if options.slurm:
         return True
-    values = vars(options)
-    given = [
-        f"--{name}"
-        for name in OPTIONS
-        if values[name.replace("-", "_")] not in (None, [], False)
-        # Hosts that are reached by ssh have an interpreter too.
-        and (name != "python" or options.hosts is None)
-    ]
-    if given:
+    # Hosts that are reached by ssh have an interpreter too.
+    values = [name for name in VALUES if name != "python" or options.hosts is None]
+    if given := _given(options, (*values, *LISTS, *FLAGS)):
         raise UsageError(f"{', '.join(given)}: only with --slurm")
     return False
 
@@ -106,16 +93,23 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         )
     if options.hosts is not None or options.server_hosts is not None:
         problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
-    nodes, ranks_per_node = options.nodes or 1, options.ntasks_per_node or 1
-    work = make_work(nodes * ranks_per_node, problems)
+    numbers = {
+        name: _number(options, name, default, low, problems)
+        for name, default, low in (
+            ("nodes", 1, 1),
+            ("ntasks-per-node", 1, 1),
+            ("requeues", REQUEUES, 0),
+        )
+    }
+    work = make_work(numbers["nodes"] * numbers["ntasks-per-node"], problems)
     settings = batch_script.SlurmOptions(
-        nodes=nodes,
-        ranks_per_node=ranks_per_node,
+        nodes=numbers["nodes"],
+        ranks_per_node=numbers["ntasks-per-node"],
         time=options.time,
         partition=options.partition,
         name=batch_script.default_name(work.name),
         more=tuple(options.sbatch_option),
-        requeues=REQUEUES if options.requeues is None else options.requeues,
+        requeues=numbers["requeues"],
     )
     problems += settings.problems()
     if not options.dry_run:
@@ -145,7 +139,7 @@ def server_variables(
         problems: gets a line if the machines would not find the key.
     """
     has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
-    if not has_servers or options.nodes in (None, 1):
+    if not has_servers or options.nodes in (None, "1"):
         return {}
     if directory := os.environ.get(SERVER_DIRECTORY):
         return {SERVER_DIRECTORY: directory}
@@ -154,6 +148,29 @@ def server_variables(
         f"{SERVER_DIRECTORY} to a directory that all of them share"
     )
     return {}
+
+
+def _number(
+    options: argparse.Namespace, name: str, default: int, low: int, problems: list[str]
+) -> int:
+    """Return the value of an option that is a whole number; the default after a problem.
+
+    Args:
+        options: of the command.
+        name: of the option, without dashes.
+        default: where the option is not given.
+        low: the smallest value.
+        problems: gets a line where the value is no such number.
+    """
+    text = getattr(options, name.replace("-", "_"))
+    if text is None:
+        return default
+    parse: Callable[[str], int] = argument_types.integer(low, 1_000_000)
+    try:
+        return parse(text)
+    except argparse.ArgumentTypeError as error:
+        problems.append(f"--{name}: {error}")
+        return default
 
 
 def without(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
@@ -168,3 +185,10 @@ def without(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:
     for name in more:
         parser.add_argument(name)
     return parser.parse_known_args(list(words))[1]
+
+
+def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    values: dict[str, Any] = vars(options)
+    return [
+        f"--{name}" for name in names if values[name.replace("-", "_")] not in (None, [], False)
+    ]

@@ -187,13 +187,15 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(slurm))
-    words = ("--slurm", "--time", "soon")
+    words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon")
     more = ("--partition", "a b", "--sbatch-option=nodes=3", "--sbatch-option=array=1-3")
     wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
     status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
     assert status == 2
     for part in (
         "-n 3: it counts processes of this machine",
+        "--nodes: 'x' is no whole number",
+        "--ntasks-per-node: 0 must be",
         "strategy 'zero4'",
         "there is no script missing.py",
         "--time soon: that is no time limit",
@@ -207,9 +209,6 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     assert status == 2
     assert "there is no sbatch" in err
     assert "strategy" in err
-    status, _, err = shoal(capsys, "launch", "--slurm", "--nodes", "x", "train.py")
-    assert status == 2
-    assert "--nodes: 'x' is no whole number" in err
 
 
 def test_servers_on_several_machines_need_a_directory_for_their_key(
@@ -226,7 +225,7 @@ def test_servers_on_several_machines_need_a_directory_for_their_key(
 def test_options_of_a_cluster_need_one(capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = shoal(capsys, "train", "digits", "--nodes", 2, "--dry-run")
     assert status == 2
-    assert err == "shoal: --dry-run, --nodes: only with --slurm\n"
+    assert err == "shoal: --nodes, --dry-run: only with --slurm\n"
 
 
 @pytest.mark.parametrize(
