@@ -66,6 +66,7 @@ class CoordinatorProcess:
 
     Attributes:
         pid: of the newest process.
+        silent_probes: probes since its last answer.
     """
 
     def __init__(self, spawner: HelperSpawner, job: ClusterConfig, host: str) -> None:
@@ -74,6 +75,7 @@ class CoordinatorProcess:
         self.address: Address = address_of(self.listener)
         self.job = job
         self.pid = 0
+        self.silent_probes = 0
         self.start()
 
     def start(self) -> None:
@@ -87,7 +89,7 @@ class CoordinatorProcess:
 
 
 class ServerPool:
-    """The servers of one host.
+    """The servers of one host. A thread compares what the views say with what is alive.
 
     Args:
         coordinator_address: where the job's coordinator listens.
@@ -120,23 +122,18 @@ class ServerPool:
         self.machines = machines
         self.servers: dict[int, ServerConfig] = {}
         self._seen: set[int] = set()  # servers that have been members of a view
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._views_changed = False
+        self._closing = False
         self._answers = 0
         self.watcher = ClusterWatcher(
             FIRST_HOST_ID + secrets.randbelow(2**20),
             coordinator_address,
             job.transport,
-            changed=self._start_missing,
+            changed=lambda _: self._wake(),
             answered=self._on_answer,
         )
         self.watcher.begin()
         threading.Thread(target=self._run, name="fleet", daemon=True).start()
-        if coordinator is not None:
-            probing = threading.Thread(
-                target=self._probe_coordinator, args=(coordinator,), name="arbiter", daemon=True
-            )
-            probing.start()
 
     def start(self, shard: int) -> int:
         """Start one more server of a shard; return its pid."""
@@ -154,36 +151,67 @@ class ServerPool:
         The processes themselves end with the spawner.
         """
         self.watcher.over.wait(limit_s)
-        self._closing.set()
+        self._closing = True
         self.watcher.close()
-        with self.spawner.changed:
-            self.spawner.changed.notify_all()
+        self._wake()
         if self.coordinator is not None:
             self.coordinator.listener.close()
 
-    # Threads
+    def _wake(self) -> None:
+        with self.spawner.changed:
+            self._views_changed = True
+            self.spawner.changed.notify_all()
+
+    def _on_answer(self, _: Header) -> None:
+        self._answers += 1
+
+    # The thread
 
     def _run(self) -> None:
-        """Replace processes that have died, before the end of the job."""
+        """Start what is missing and replace what has died, before the end of the job."""
+        probe_s = self.job.settings.lease_s / _PROBES_PER_LEASE
         while True:
             with self.spawner.changed:
-                self.spawner.changed.wait_for(self._has_work)
+                is_due = self.spawner.changed.wait_for(self._has_work, probe_s)
+                self._views_changed = False
                 dead = set(self.servers) - self.spawner.alive
             if self.coordinator is not None and self.coordinator.is_done:
                 self.watcher.over.set()
-            if self._is_over():
+            if self._closing or self.watcher.over.is_set():
                 return
-            if self.coordinator is not None and self._coordinator_exited():
-                pid = self.coordinator.pid
-                end = end_of_process(self.spawner.codes[pid])
-                print_note(f"the servers' coordinator (process {pid}) {end}; another is started")
-                self.coordinator.start()
-            with self._lock:
-                lost = [(pid, self.servers.pop(pid)) for pid in dead & self.servers.keys()]
-            for pid, config in lost:
-                self._tell_loss(pid, config)
+            if self.coordinator is not None:
+                self._keep_alive(self.coordinator, is_due)
+            for pid in dead:
+                self._tell_loss(pid, self.servers.pop(pid))
             for view in self.watcher.known():
                 self._start_missing(view)
+
+    def _has_work(self) -> bool:
+        coordinator = self.coordinator
+        has_ended = coordinator is not None and coordinator.pid not in self.spawner.alive
+        return self._views_changed or has_ended or not set(self.servers) <= self.spawner.alive
+
+    def _keep_alive(self, coordinator: CoordinatorProcess, is_due: bool) -> None:
+        """Start a coordinator that has died again; kill one that is silent, such as a stopped one.
+
+        It is silent after two leases of probes without an answer. Probes are counted instead of
+        seconds: after a host has slept, the clock has moved on, but the coordinator has had no
+        time to answer.
+        """
+        pid = coordinator.pid
+        if pid not in self.spawner.alive:
+            end = end_of_process(self.spawner.codes[pid])
+            print_note(f"the servers' coordinator (process {pid}) {end}; another is started")
+            coordinator.start()
+            coordinator.silent_probes = 0
+        elif self._answers:
+            self._answers = coordinator.silent_probes = 0
+        elif not is_due:
+            coordinator.silent_probes += 1
+            if coordinator.silent_probes > _MAX_SILENT_PROBES:
+                os.kill(pid, signal.SIGKILL)
+        if not is_due:
+            self.watcher.post(Op.HEARTBEAT)
 
     def _tell_loss(self, pid: int, config: ServerConfig) -> None:
         """Print a note of a server that has died; one that leaves its shard ends without a code."""
@@ -197,64 +225,27 @@ class ServerPool:
         else:
             print_note(f"{server}; no other holds what it held")
 
-    def _has_work(self) -> bool:
-        return (
-            self._closing.is_set()
-            or self._coordinator_exited()
-            or not set(self.servers) <= self.spawner.alive
-        )
-
-    def _is_over(self) -> bool:
-        return self._closing.is_set() or self.watcher.over.is_set()
-
-    def _coordinator_exited(self) -> bool:
-        return self.coordinator is not None and self.coordinator.pid not in self.spawner.alive
-
-    def _on_answer(self, _: Header) -> None:
-        self._answers += 1
-
-    def _probe_coordinator(self, coordinator: CoordinatorProcess) -> None:
-        """Kill a coordinator that is alive but silent for two leases, such as a stopped one.
-
-        `_run` then starts it again. Probes are counted instead of seconds: after a host has slept,
-        the clock has moved on, but the coordinator has had no time to answer.
-        """
-        pid = 0
-        answers = 0
-        silent_probes = 0
-        while not self._closing.wait(self.job.settings.lease_s / _PROBES_PER_LEASE):
-            is_silent = coordinator.pid == pid and self._answers == answers
-            pid = coordinator.pid
-            answers = self._answers
-            silent_probes = silent_probes + 1 if is_silent else 0
-            self.watcher.post(Op.HEARTBEAT)
-            if silent_probes > _MAX_SILENT_PROBES and pid in self.spawner.alive:
-                os.kill(pid, signal.SIGKILL)
-
     def _start_missing(self, view: View) -> None:
         """Start the servers of a shard that this host should have and has not."""
-        with self._lock:
-            local = {
-                pid: config.server
-                for pid, config in self.servers.items()
-                if config.shard == view.shard
-            }
-            # The coordinator has replaced these: they end by themselves.
-            removed = [
-                pid
-                for pid, server in local.items()
-                if server in self._seen and server not in view.members
-            ]
-            self._seen |= set(view.members)
-            for pid in removed:
-                del self.servers[pid]
-            # With one replica, a new server cannot have what the old one held.
-            is_unreplaceable = view.epoch and self.job.replicas == 1
-            if view.lost or view.retired or is_unreplaceable or self._is_over():
-                return
-            expected = replicas_on_host(view.shard, self.job.replicas, self.machine, self.machines)
-            for _ in range(expected - len(local) + len(removed)):
-                self.start(view.shard)
+        local = {
+            pid: config.server for pid, config in self.servers.items() if config.shard == view.shard
+        }
+        # The coordinator has replaced these: they end by themselves.
+        removed = [
+            pid
+            for pid, server in local.items()
+            if server in self._seen and server not in view.members
+        ]
+        self._seen |= set(view.members)
+        for pid in removed:
+            del self.servers[pid]
+        # With one replica, a new server cannot have what the old one held.
+        is_unreplaceable = view.epoch and self.job.replicas == 1
+        if view.lost or view.retired or is_unreplaceable:
+            return
+        expected = replicas_on_host(view.shard, self.job.replicas, self.machine, self.machines)
+        for _ in range(expected - len(local) + len(removed)):
+            self.start(view.shard)
 
 
 class ClusterLauncher:
