@@ -11,9 +11,8 @@ from typing import Any
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, unpack
-from shoal.parameter_server.coordinator.coordinator import Address, View
+from shoal.parameter_server.coordinator.coordinator import Address, Placement, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport
 

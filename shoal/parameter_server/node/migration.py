@@ -5,7 +5,7 @@
                                                    │         has used the values that it read here
   shard b                                          └─> fills its backups ── TRANSFERRED ──> coord.
 
-`placement.py` says which partition migrates, and since which version of the placement.
+`coordinator.py` says which partition migrates, and since which version of the placement.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_copy, unpack_copy
-from shoal.parameter_server.coordinator.placement import Move, Placement
+from shoal.parameter_server.coordinator.coordinator import Move, Placement
 from shoal.parameter_server.events import Outgoing
 from shoal.parameter_server.transport.connection import Header
 

@@ -26,8 +26,7 @@ import torch
 from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.cluster_config import ShardSettings
 from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
-from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.coordinator import Address, Placement, View
 from shoal.parameter_server.events import (
     InstallSnapshot,
     InSync,

@@ -23,13 +23,13 @@ from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.transport.connection import Payload
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     QueryAnswered,
     SessionAction,
     SessionEvent,
     ShardFailed,
     ValuesArrived,
+    WorkerSession,
 )
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_word import SERVERS

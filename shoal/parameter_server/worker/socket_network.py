@@ -22,15 +22,14 @@ from collections.abc import Iterable, Sequence
 from shoal.errors import ServerLost, WireError
 from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes, unpack
-from shoal.parameter_server.coordinator.coordinator import Address, View
-from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.coordinator import Address, Placement, View
 from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
 from shoal.parameter_server.node.server_memory import read_offsets
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
 from shoal.parameter_server.transport.settings import Transport
 from shoal.parameter_server.worker.client import RECOVER_S, PushTrace, WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,

@@ -11,8 +11,8 @@ import torch
 
 from shoal.parameter_server.cluster_config import ClusterConfig, ShardSettings
 from shoal.parameter_server.codec import MAX_CONTROL_BYTES, Op
+from shoal.parameter_server.coordinator.coordinator import Placement
 from shoal.parameter_server.coordinator.coordinator_server import CoordinatorServer
-from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.coordinator.watch import ClusterWatcher
 from shoal.parameter_server.optimizer_spec import recipe_of
 from shoal.parameter_server.partitioning import ParamMeta, partition

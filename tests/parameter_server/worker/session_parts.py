@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.parameter_server.coordinator.coordinator import View
-from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.coordinator import Placement, View
 from shoal.parameter_server.events import (
     InstallSnapshot,
     PartitionCopy,
@@ -22,13 +21,13 @@ from shoal.parameter_server.events import (
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
 from shoal.parameter_server.partitioning import ParamMeta, partition
-from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     AnswerMessage,
     NotOwnerMessage,
     RetryLater,
     ShardMessage,
     ValuesMessage,
+    WorkerSession,
 )
 
 HERE = ("127.0.0.1", 1)

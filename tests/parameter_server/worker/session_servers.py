@@ -35,7 +35,7 @@ from shoal.parameter_server.events import (
     TransferDone,
 )
 from shoal.parameter_server.node.shard import Shard
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     AnswerMessage,
     NotOwnerMessage,
     PushMessage,

@@ -25,11 +25,9 @@ from session_servers import SimulatedServers
 from torch import Tensor
 
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.coordinator.coordinator import Coordinator
-from shoal.parameter_server.coordinator.placement import Move
+from shoal.parameter_server.coordinator.coordinator import Coordinator, Move
 from shoal.parameter_server.events import InstallSnapshot
-from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     ConnectShard,
     DisconnectShard,
     QueryAnswered,
@@ -37,6 +35,7 @@ from shoal.parameter_server.worker.worker_messages import (
     SessionAction,
     ToShard,
     ValuesArrived,
+    WorkerSession,
 )
 
 

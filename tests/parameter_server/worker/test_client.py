@@ -13,13 +13,12 @@ from torch import nn
 
 from shoal.errors import ServerLost
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.coordinator.coordinator import View
-from shoal.parameter_server.coordinator.placement import Placement
+from shoal.parameter_server.coordinator.coordinator import Placement, View
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.partitioning import ParamMeta, partition
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.worker.session import (
     AnswerMessage,
     ConnectShard,
     RequestMessage,

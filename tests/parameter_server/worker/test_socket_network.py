@@ -18,15 +18,13 @@ from connected_channels import KEY, beside, new_memory, send
 
 from shoal.errors import ConnectionLost, ServerLost
 from shoal.parameter_server.codec import SHARED, Op
-from shoal.parameter_server.coordinator.coordinator import View
+from shoal.parameter_server.coordinator.coordinator import Placement, View
 from shoal.parameter_server.coordinator.coordinator_server import ARBITER
-from shoal.parameter_server.coordinator.placement import Placement
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
-from shoal.parameter_server.worker.session import WorkerSession
+from shoal.parameter_server.worker.session import SessionEvent, ShardFailed, WorkerSession
 from shoal.parameter_server.worker.socket_network import SocketNetwork
-from shoal.parameter_server.worker.worker_messages import SessionEvent, ShardFailed
 from shoal.shm_backend.segment import SharedSegment
 
 PART_BYTES = 4 * 2**20

@@ -9,10 +9,8 @@ from session_parts import HERE, gradient
 
 from shoal.errors import ServerLost
 from shoal.parameter_server.codec import Op
-from shoal.parameter_server.coordinator.coordinator import View
-from shoal.parameter_server.coordinator.placement import Move, Placement
-from shoal.parameter_server.worker.session import WorkerSession
-from shoal.parameter_server.worker.worker_messages import (
+from shoal.parameter_server.coordinator.coordinator import Move, Placement, View
+from shoal.parameter_server.worker.session import (
     AnswerMessage,
     ConnectShard,
     DisconnectShard,
@@ -25,6 +23,7 @@ from shoal.parameter_server.worker.worker_messages import (
     ToShard,
     ValuesArrived,
     ValuesMessage,
+    WorkerSession,
 )
 
 
