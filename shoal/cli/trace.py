@@ -7,7 +7,6 @@ parse it.
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from typing import Any
 
 from shoal.cli import answers, argument_types
@@ -47,7 +46,16 @@ def to_json(trace: chrome.Trace, breakdown: Breakdown) -> dict[str, Any]:
         "file": str(trace.file),
         "steps": list(trace.steps),
         "clock_error_s": trace.clock_error_s,
-        "ranks": {str(rank): asdict(shares) for rank, shares in breakdown.shares.items()},
+        "ranks": {
+            str(rank): {
+                "step_s": share.step_s,
+                **{f"{component}_s": time_s for component, time_s in share.parts_s.items()},
+                "hidden_s": share.hidden_s,
+                "blamed_s": share.blamed_s,
+                "sent_bytes": share.sent_bytes,
+            }
+            for rank, share in breakdown.shares.items()
+        },
         "slowest": None if breakdown.slowest is None else breakdown.slowest._asdict(),
     }
 

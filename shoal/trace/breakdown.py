@@ -52,34 +52,20 @@ class StepBreakdown:
     """One rank's mean step, in seconds.
 
     Attributes:
-        compute_s to other_s: the components; they sum to step_s.
+        parts_s: the time of each of COMPONENTS; they sum to the step.
         hidden_s: time in which communication was in flight while the rank did something else.
         blamed_s: time in which other ranks waited for this rank; summed over them.
         sent_bytes: size of all exchanges of a step.
     """
 
-    step_s: float
-    compute_s: float
-    communication_s: float
-    waiting_s: float
-    data_s: float
-    optimizer_s: float
-    other_s: float
+    parts_s: Mapping[str, float]
     hidden_s: float
     blamed_s: float
     sent_bytes: float
 
     @property
-    def parts_s(self) -> dict[str, float]:
-        """Return the time of each of COMPONENTS."""
-        return {
-            "compute": self.compute_s,
-            "communication": self.communication_s,
-            "waiting": self.waiting_s,
-            "data": self.data_s,
-            "optimizer": self.optimizer_s,
-            "other": self.other_s,
-        }
+    def step_s(self) -> float:
+        return sum(self.parts_s.values())
 
 
 class Straggler(NamedTuple):
@@ -146,7 +132,6 @@ def _mean_step(
 ) -> StepBreakdown:
     """Return one rank's mean step; `blamed_s` is not known yet."""
     unit = 1e-9 / num_steps
-    times_s = {f"{name}_s": total_length(components[name]) * unit for name in COMPONENTS}
     exchanges = [span for span in spans if span.kind == EXCHANGE]
     in_flight = intersection(
         union(span.interval for span in exchanges),
@@ -154,8 +139,7 @@ def _mean_step(
     )
     exposed = union([*components["communication"], *components["waiting"]])
     return StepBreakdown(
-        step_s=sum(times_s.values()),
-        **times_s,
+        parts_s={name: total_length(components[name]) * unit for name in COMPONENTS},
         hidden_s=total_length(difference(in_flight, exposed)) * unit,
         blamed_s=0.0,
         sent_bytes=sum(span.size_bytes for span in exchanges) / num_steps,

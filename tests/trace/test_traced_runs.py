@@ -32,8 +32,8 @@ def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Break
         assert sum(getattr(shares, f"{part}_s") for part in COMPONENTS) == pytest.approx(
             shares.step_s
         )
-        assert shares.compute_s > 0
-        assert shares.optimizer_s > 0
+        assert shares.parts_s["compute"] > 0
+        assert shares.parts_s["optimizer"] > 0
     return trace, found
 
 
@@ -48,7 +48,7 @@ def test_a_slow_rank_is_named_with_what_it_is_slow_at_and_the_other_waits(
     trace, found = traced(tmp_path, 2, "ddp", "2@2", slow)
     told = json.loads(json.dumps(to_json(trace, found)))
     assert told["slowest"]["rank"] == 1
-    assert told["ranks"]["0"]["waiting_s"] == found.shares[0].waiting_s
+    assert told["ranks"]["0"]["waiting_s"] == found.shares[0].parts_s["waiting"]
     text = "\n".join(lines(trace, found))
     assert "steps 3 to 4, mean of 2, in milliseconds" in text
     assert "rank 1 is the slowest: the other one waited" in text
@@ -58,8 +58,8 @@ def test_a_slow_rank_is_named_with_what_it_is_slow_at_and_the_other_waits(
     assert found.slowest is not None
     assert (found.slowest.rank, found.slowest.part) == (1, slow)
     assert getattr(found.shares[1], f"{slow}_s") >= LATE_S
-    assert found.shares[0].waiting_s > found.shares[1].waiting_s
-    assert found.slowest.waited_s == pytest.approx(found.shares[0].waiting_s)
+    assert found.shares[0].parts_s["waiting"] > found.shares[1].parts_s["waiting"]
+    assert found.slowest.waited_s == pytest.approx(found.shares[0].parts_s["waiting"])
 
 
 def test_a_bucket_of_ddp_is_seen_with_its_bytes_on_both_ranks(tmp_path: Path) -> None:
@@ -90,7 +90,9 @@ def test_messages_of_a_pipeline_say_for_which_micro_batch_they_are(tmp_path: Pat
         names(trace, EXCHANGE)
     )
     assert {"recv from 0 F0", "send to 0 B3"} <= set(names(trace, EXCHANGE, rank=1))
-    assert found.shares[0].waiting_s > LATE_S / 2  # for gradients of a stage whose data come late
+    assert (
+        found.shares[0].parts_s["waiting"] > LATE_S / 2
+    )  # for gradients of a stage whose data come late
 
 
 def test_pushes_and_pulls_of_parameter_servers_are_seen(tmp_path: Path) -> None:
