@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types
@@ -114,18 +113,6 @@ def _check_numbers(processes: int | None, found: HostsOptions) -> None:
     hosts = len(found.with_ranks)
     if found.min_hosts is not None and found.min_hosts > hosts:
         raise UsageError(f"--min-hosts {found.min_hosts}: there are {hosts} hosts")
-
-
-def working_directory() -> str:
-    """Return the working directory for the hosts, by the name that the user's shell gave it.
-
-    A home directory may be a symbolic link here and none there.
-    """
-    named = os.environ.get("PWD", "")
-    path = Path(named)
-    if path.is_absolute() and path.exists() and os.path.samefile(path, "."):
-        return named
-    return str(Path.cwd())
 
 
 def _variable(text: str) -> tuple[str, str]:

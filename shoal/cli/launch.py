@@ -158,7 +158,7 @@ def _choose(options: argparse.Namespace, script: Script) -> str:
 def _run_on_hosts(
     options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
-    from shoal.launch.hosts.host_facts import FactsRequest
+    from shoal.launch.hosts.host_facts import FactsRequest, working_directory
     from shoal.launch.hosts.hosts_job import run_on_hosts
     from shoal.launch.local import script_preload
     from shoal.launch.restarting import Work
@@ -172,7 +172,7 @@ def _run_on_hosts(
         output=options.output,
         preload=script_preload(script.file),
     )
-    request = FactsRequest(host_options.working_directory(), script=script.file)
+    request = FactsRequest(working_directory(), script=script.file)
     return run_on_hosts(hosts, work, request)
 
 

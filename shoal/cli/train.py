@@ -105,11 +105,8 @@ def run(options: argparse.Namespace) -> int:
     from shoal.train import entry
 
     try:
-        if hosts is not None and restarts is not None:
-            directory = host_options.working_directory()
-            code = entry.train_on_hosts(settings.job, line, hosts, directory, restarts, limit_s)
-        elif restarts is not None:
-            code = entry.train_on_ranks(settings.job, line, world, restarts, limit_s)
+        if restarts is not None:
+            code = entry.train_on_ranks(settings.job, line, hosts or world, restarts, limit_s)
         else:
             entry.train(settings.job)
             code = 0

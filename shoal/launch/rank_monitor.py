@@ -60,52 +60,47 @@ class RankMonitor:
         hang = self._hangs.judge(look.progress, look.silent_s)
         if hang is None:
             return []
-        self._tell(report(hang, self._source))
-        text = headline(hang, self._source)
-        return [Failure(hang.late, text, code=EXIT_HANG, is_loss=True)]
+        self._tell(self._report(hang))
+        return [Failure(hang.late, self._headline(hang), code=EXIT_HANG, is_loss=True)]
 
+    def _headline(self, hang: Hang) -> str:
+        """Return the rest of a sentence that begins with the late rank. It has no times."""
+        late = hang.progress[hang.late]
+        if hang.is_deadlock:
+            doing = f"waits in {describe_call(late)}, and no rank that it waits for comes"
+            if late.word.kind == SERVERS:
+                doing = "waits for the parameter servers, which do not answer"
+            elif hang.waiter is not None and hang.progress[hang.waiter].word.waits:
+                other = describe_call(hang.progress[hang.waiter])
+                doing = (
+                    f"waits in {describe_call(late)}, and rank {hang.waiter} in {other}, which are "
+                    "not the same call. All ranks must make the same calls in the same order: none "
+                    "may leave a loop, or call run or a sharded model, by a condition of its own"
+                )
+            return f"hangs: it {doing}"
+        doing = PHASE_NAMES[Phase(late.word.phase)]
+        if hang.waiter is None:
+            return f"hangs in {doing}"
+        call = describe_call(hang.progress[hang.waiter])
+        waiter = self._name(hang.waiter)
+        return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
 
-def headline(hang: Hang, source: RankSet[Any]) -> str:
-    """Return the rest of a sentence that begins with the late rank. It has no times."""
-    late = hang.progress[hang.late]
-    if hang.is_deadlock:
-        doing = f"waits in {describe_call(late)}, and no rank that it waits for comes"
-        if late.word.kind == SERVERS:
-            doing = "waits for the parameter servers, which do not answer"
-        elif hang.waiter is not None and hang.progress[hang.waiter].word.waits:
-            other = describe_call(hang.progress[hang.waiter])
-            doing = (
-                f"waits in {describe_call(late)}, and rank {hang.waiter} in {other}, which are not "
-                "the same call. All ranks must make the same calls in the same order: none may "
-                "leave a loop, or call run or a sharded model, by a condition of its own"
-            )
-        return f"hangs: it {doing}"
-    doing = PHASE_NAMES[Phase(late.word.phase)]
-    if hang.waiter is None:
-        return f"hangs in {doing}"
-    call = describe_call(hang.progress[hang.waiter])
-    waiter = f"rank {hang.waiter}{_on_host(hang.waiter, source)}"
-    return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
+    def _report(self, hang: Hang) -> str:
+        """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
+        lines = [
+            f"{self._name(hang.late, f' of {len(self._source.all)}')} {self._headline(hang)}",
+            f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
+        ]
+        lines += [
+            f"  {self._name(rank)}: {describe(each)}"
+            for rank, each in sorted(hang.progress.items())
+        ]
+        chosen = [hang.late] if hang.waiter is None else [hang.late, hang.waiter]
+        return "\n".join([*lines, *map(self._source.stacks, chosen)])
 
-
-def report(hang: Hang, source: RankSet[Any]) -> str:
-    """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
-    who = f"rank {hang.late} of {len(source.all)}{_on_host(hang.late, source)}"
-    lines = [
-        f"{who} {headline(hang, source)}",
-        f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
-    ]
-    lines += [
-        f"  rank {rank}{_on_host(rank, source)}: {describe(each)}"
-        for rank, each in sorted(hang.progress.items())
-    ]
-    chosen = [hang.late] if hang.waiter is None else [hang.late, hang.waiter]
-    return "\n".join([*lines, *map(source.stacks, chosen)])
-
-
-def _on_host(rank: int, source: RankSet[Any]) -> str:
-    host = source.host(rank)
-    return f" on {host}" if host else ""
+    def _name(self, rank: int, of_world: str = "") -> str:
+        host = self._source.host(rank)
+        return f"rank {rank}{of_world}{f' on {host}' if host else ''}"
 
 
 def describe(progress: RankProgress) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
 from shoal.launch.control_channel import ControlServer
-from shoal.launch.hosts.host_facts import FactsRequest
+from shoal.launch.hosts.host_facts import FactsRequest, working_directory
 from shoal.launch.hosts.hosts_job import HostsOptions, run_on_hosts
 from shoal.launch.preload import TRAINING
 from shoal.launch.restarting import LocalJob, Work, run_with_restarts
@@ -37,42 +37,28 @@ PRELOAD = (*TRAINING, "torch.distributed.checkpoint", "shoal.train.loop")
 def train_on_ranks(
     job: Job,
     line: StrategyLine,
-    processes: int,
+    where: int | HostsOptions,
     restarts: int = RESTARTS,
     hang_limit_s: float = hang_limit.DEFAULT_S,
 ) -> int:
-    """Train `job` by the strategies of `line` on `processes` ranks. For the main thread.
+    """Train `job` by the strategies of `line`. For the main thread.
 
     Args:
+        where: so many ranks on this machine, or those of several hosts, which all have this
+            working directory.
         restarts: the most restarts after a lost rank.
         hang_limit_s: a rank that does not come for so long is lost; 0 for no limit.
 
     Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
     """
-    with ControlServer(Path(job.directory), CONFIG) as control, _server_directory() as folder:
-        work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
-        return run_with_restarts(LocalJob(work), processes, control, restarts)
-
-
-def train_on_hosts(
-    job: Job,
-    line: StrategyLine,
-    hosts: HostsOptions,
-    directory: str,
-    restarts: int = RESTARTS,
-    hang_limit_s: float = hang_limit.DEFAULT_S,
-) -> int:
-    """Train `job` on ranks of several hosts. For the main thread.
-
-    Args:
-        directory: the working directory, which all hosts have.
-        hang_limit_s: as of `train_on_ranks`.
-
-    Returns: the exit code, as `train_on_ranks`.
-    """
-    request = FactsRequest(directory, run_directory=job.directory)
     with ControlServer(Path(job.directory), CONFIG) as control:
-        return run_on_hosts(hosts, _work(job, line, hang_limit_s), request, control, restarts)
+        if isinstance(where, HostsOptions):
+            request = FactsRequest(working_directory(), run_directory=job.directory)
+            work = _work(job, line, hang_limit_s)
+            return run_on_hosts(where, work, request, control, restarts)
+        with _server_directory() as folder:
+            work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
+            return run_with_restarts(LocalJob(work), where, control, restarts)
 
 
 def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str) -> Work:

@@ -111,6 +111,18 @@ def collect_facts(request: FactsRequest) -> HostFacts:
     )
 
 
+def working_directory() -> str:
+    """Return the working directory for the hosts, by the name that the user's shell gave it.
+
+    A home directory may be a symbolic link here and none there.
+    """
+    named = os.environ.get("PWD", "")
+    path = Path(named)
+    if path.is_absolute() and path.exists() and os.path.samefile(path, "."):
+        return named
+    return str(Path.cwd())
+
+
 @cache
 def source_digest() -> str:
     """Return a digest of the names and contents of Shoal's source files.
