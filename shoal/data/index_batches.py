@@ -53,12 +53,7 @@ class IndexBatches:
         self._source: Any = loader.batch_sampler if self._has_lists else loader.sampler
         self.are_ready = loader.batch_size is None and not self._has_lists
         for source in self._samplers():
-            if isinstance(source, DistributedSampler):
-                raise UsageError(
-                    "the loader has a DistributedSampler, which gives every rank other samples; "
-                    "Shoal shares out global batches itself. Use shuffle=True, or the sampler that "
-                    "the script has on one device."
-                )
+            check_sampler(source, "the loader")
 
     def count(self, epoch: int) -> int:
         """Return the number of global batches of an epoch. Raises TypeError if nobody knows."""
@@ -113,6 +108,16 @@ class IndexBatches:
         yield self._source
         if hasattr(self._source, "sampler"):
             yield self._source.sampler
+
+
+def check_sampler(sampler: Any, owner: str) -> None:
+    """Raise UsageError for a sampler that gives each rank other samples."""
+    if isinstance(sampler, DistributedSampler):
+        raise UsageError(
+            f"{owner} has a DistributedSampler, which gives every rank other samples; Shoal shares "
+            "out global batches itself. Use shuffle=True, or the sampler that the script has on "
+            "one device."
+        )
 
 
 def plain_index(index: Any) -> Hashable:

@@ -8,10 +8,10 @@ from zlib import crc32
 
 import torch
 from torch.utils.data import DataLoader, default_collate
-from torch.utils.data.distributed import DistributedSampler
 
 from shoal.data.batch_fetcher import identity_collate, worker_settings
 from shoal.data.batch_shards import BatchShard
+from shoal.data.index_batches import check_sampler
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.stream_reader import (
     FRESH,
@@ -224,9 +224,4 @@ def _check_unsplit(source: Any) -> None:
             f"{getattr(split, 'world_size', 'several')}; Shoal shares out global batches itself. "
             "Remove split_dataset_by_node."
         )
-    if isinstance(getattr(source, "sampler", None), DistributedSampler):
-        raise UsageError(
-            f"{type(source).__name__} has a DistributedSampler, which gives every rank other "
-            "samples; Shoal shares out global batches itself. Use the sampler that the script has "
-            "on one device."
-        )
+    check_sampler(getattr(source, "sampler", None), type(source).__name__)

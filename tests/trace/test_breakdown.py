@@ -1,6 +1,5 @@
 """Where steps went, of spans made by hand: every answer is known."""
 
-
 from shoal.trace.breakdown import COMPONENTS, StepBreakdown, compute_breakdown
 from shoal.trace.recorder import (
     ASIDE,
