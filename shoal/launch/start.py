@@ -101,11 +101,23 @@ def start(
     limit_s = limit_of_ranks(environment)
     with _named_end_of_fork_server():
         ranks, common = _start_stores(context, torch_store, share, words, limit_s)
+    # Without the variables of an outer torchrun or run on several hosts. The network interface is
+    # that of `share`, unless the user has chosen another.
+    outer = ("TORCHELASTIC_", SERVER_HOSTS)
+    own = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
+    common = {**share.variables, **own, **environment, **common}
     try:
         for local_rank in range(processes):
             rank = share.first_rank + local_rank
-            place = _rank_variables(rank, share.world, local_rank, processes)
-            variables = {**_inherited(share), **environment, **common, **place}
+            variables = {
+                **common,
+                "SHOAL_LAUNCHER": "local",
+                "SHOAL_EXPECTED_WORLD": str(share.world),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(share.world),
+                "LOCAL_RANK": str(local_rank),
+                "LOCAL_WORLD_SIZE": str(processes),
+            }
             streams = [
                 _stream(context, output, rank, "stdout", share),
                 _stream(context, output, rank, "stderr", share),
@@ -259,27 +271,6 @@ def _store_variables(address: str, port: int) -> dict[str, str]:
         # (torch's rendezvous.py).
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-    }
-
-
-def _inherited(share: HostShare) -> dict[str, str]:
-    """Return this process's variables without those of an outer torchrun or run on several hosts.
-
-    The network interface is that of `share`, unless the user has chosen another.
-    """
-    outer = ("TORCHELASTIC_", SERVER_HOSTS)
-    own = {k: value for k, value in os.environ.items() if not k.startswith(outer)}
-    return {**share.variables, **own}
-
-
-def _rank_variables(rank: int, world: int, local_rank: int, local_world: int) -> dict[str, str]:
-    return {
-        "SHOAL_LAUNCHER": "local",
-        "SHOAL_EXPECTED_WORLD": str(world),
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(local_world),
     }
 
 

@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_410,
     "shoal/doctor": 490,
     "shoal/integrations": 690,
-    "shoal/launch": 6_290,
+    "shoal/launch": 6_280,
     "shoal/loggers": 550,
     "shoal/models": 880,
     "shoal/optim": 250,
