@@ -31,10 +31,8 @@ def circumstances(packages: Sequence[str]) -> dict[str, str]:
 
 def told(facts: Mapping[str, str]) -> str:
     """The circumstances as a sentence for the page."""
-    return (
-        f"{facts['date']}, {facts['machine']}, load average {facts['load']} beforehand; "
-        f"{facts['versions']}."
-    )
+    machine = facts["machine"].partition(", Linux")[0]
+    return f"{facts['date']}, {machine}, load average {facts['load']}; {facts['versions']}."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
