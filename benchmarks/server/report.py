@@ -15,7 +15,6 @@ OURS, YARDSTICK = ("Shoal", "Shoal over TCP"), "TCP echo, streamed"
 COMPARED = (("Shoal", 4), ("Shoal", 64), ("Shoal over TCP", 64))  # MiB
 DRAWN = ("2,1", "2,2", "4,4")  # workers, servers
 DRAWN_MIB = 64
-TOLD = "2,2"  # the crew whose rates the page has; result.json has all
 
 Cell = dict[str, Any]
 Spread = tuple[float, float, float]  # lower quartile, median, upper quartile
@@ -29,7 +28,6 @@ def main() -> None:
     ):
         by_crew.setdefault(f"{cell['workers']},{cell['servers']}", {})[cell["mib"]] = cell
     parts = [comparison(ours, by_crew, mib) for ours, mib in COMPARED]
-    parts += [rates(TOLD, by_crew[TOLD], result["missing"][TOLD])]
     parts += [absent(result["missing"]), told(result["circumstances"])]
     text = "\n\n".join(part for part in parts if part)
     fill(HERE / "README.md", text)
@@ -55,19 +53,6 @@ def spreads(cell: Cell) -> dict[str, Spread]:
         name: _spread([moved_gb / time_s for time_s in times])
         for name, times in cell["round_s"].items()
     }
-
-
-def rates(crew: str, cells: dict[int, Cell], missing: dict[str, str]) -> str:
-    """One table: the candidates by the sizes."""
-    head = [f"{told_crew(crew)}: GB/s", *(f"{mib} MiB" for mib in cells)]
-    rows = [
-        [
-            _emphasised(name),
-            *("missing" if name in missing else _rate(cell, name) for cell in cells.values()),
-        ]
-        for name in CANDIDATES
-    ]
-    return table(head, [row for row in rows if set(row[1:]) != {"-"}])
 
 
 def comparison(ours: str, by_crew: dict[str, dict[int, Cell]], mib: int) -> str:
@@ -104,12 +89,6 @@ def told_crew(crew: str) -> str:
     return f"{workers} worker{'s' * (workers != '1')}, {servers} server{'s' * (servers != '1')}"
 
 
-def _rate(cell: Cell, name: str) -> str:
-    if name not in cell["round_s"]:
-        return "-"
-    return f"{spreads(cell)[name][1]:.2f}"
-
-
 def _ratio(times_s: dict[str, list[float]], slower: str, faster: str) -> str:
     """Return the median ratio of the times of `slower` and `faster`, round by round."""
     if slower not in times_s or faster not in times_s:
@@ -121,10 +100,6 @@ def _ratio(times_s: dict[str, list[float]], slower: str, faster: str) -> str:
 def _spread(values: list[float]) -> Spread:
     low, middle, high = quantiles(values, n=4, method="inclusive")
     return low, middle, high
-
-
-def _emphasised(name: str) -> str:
-    return f"**{name}**" if name in OURS else name
 
 
 if __name__ == "__main__":
