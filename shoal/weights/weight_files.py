@@ -57,8 +57,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         strict: every parameter and every saved buffer of the model must be there, and nothing
             else. False leaves the others as they are.
 
-    Raises: UsageError: a file is missing or damaged, or does not fit the model: with all
-        differences.
+    Raises: UsageError: a file is missing or damaged, or differs from the model; it has all of that.
     """
     forms = stored_forms(Path(path))
     state = dict(_tensors(model))
