@@ -63,17 +63,14 @@ def _spread(values: list[float]) -> Spread:
 
 def _table(mark: str, by_ranks: dict[str, dict[str, Spread]], rounds: int) -> str:
     head = [
-        f"seconds to {mark}: median of {rounds} (min to max)",
+        f"seconds to {mark}: median of {rounds}",
         *(f"-n {ranks}" for ranks in by_ranks),
     ]
     names = list(next(iter(by_ranks.values())))
     rows = []
     for name in names:
         cells = [
-            f"{spread[name][1]:.2f} ({spread[name][0]:.2f} to {spread[name][2]:.2f})"
-            if name in spread
-            else "-"
-            for spread in by_ranks.values()
+            f"{spread[name][1]:.2f}" if name in spread else "-" for spread in by_ranks.values()
         ]
         rows.append([f"**{name}**" if name == OURS else name, *cells])
     ratios = [f"{spread[OURS][1] / spread[YARDSTICK][1]:.2f}" for spread in by_ranks.values()]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from string import ascii_lowercase
-from textwrap import shorten
 from typing import NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ import shoal
 from shoal.verification.trajectory import Experiment
 from shoal.verification.verdict import TOLERANCE, verify_job
 from tests.matrix.cases import EXPERIMENTS
+from tests.scripts.report import clause
 
 LAYOUTS = [
     ("single", 1, 1),
@@ -188,7 +188,7 @@ def page(cells: Mapping[Key, Cell]) -> str:
 def _exceptions(row: Mapping[str, Cell], reasons: dict[str, str]) -> str:
     """Return the models of a layout that are not exact, and append new reasons to `reasons`.
 
-    Reasons are first sentences, which say the cause; those that differ in numbers count as one.
+    Reasons are first clauses, which say the cause; those that differ in numbers count as one.
     """
     models: dict[str, str] = {}
     for name, cell in row.items():
@@ -196,7 +196,7 @@ def _exceptions(row: Mapping[str, Cell], reasons: dict[str, str]) -> str:
             continue
         numbers = []
         for text in cell.reasons:
-            reason = shorten(re.split(r"[.;] |\n", text)[0].rstrip("."), 110, placeholder=" ...")
+            reason = clause(text)
             kind = re.sub(r"\d+", "", reason)
             reasons.setdefault(kind, reason)
             numbers.append(str([*reasons].index(kind) + 1))

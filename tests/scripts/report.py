@@ -17,7 +17,6 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from statistics import median_low
-from textwrap import shorten
 
 import torch
 
@@ -180,14 +179,20 @@ def _exceptions(name: str, cells: Mapping[Key, Cell], texts: dict[str, str]) -> 
 def _number(cell: Cell, texts: dict[str, str]) -> str:
     """Return the number of a cell's message, and add the message to `texts`.
 
-    Messages that end in the same cure count as one. It is shown by its first sentence.
+    Messages that end in the same cure count as one. It is shown by its first clauses.
     """
     if cell.verdict == EXACT:
         return EXACT
     text = re.sub(r"^\w+: | \(\w+\.py:\d+\)| in \w+\.py:\d+", "", brief(cell.text))
-    first = shorten(re.split(r"[.;] (?=\w)", text)[0].rstrip("."), 110, placeholder=" ...")
-    texts.setdefault(text[-45:], f"{cell.verdict}: {first}.")
+    texts.setdefault(text[-45:], f"{cell.verdict}: {clause(text)}.")
     return str([*texts].index(text[-45:]) + 1)
+
+
+def clause(text: str) -> str:
+    """Return the first sentence of a message, and of a long one its first clauses."""
+    first = re.split(r"[.;] (?=\w)|\n", text)[0].rstrip(".")
+    long = re.match(r"(.{50,}?), (?:and|so|which|where|for|unlike|as|on) ", first)
+    return long[1] if long else first
 
 
 def brief(text: str) -> str:
