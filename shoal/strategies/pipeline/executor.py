@@ -56,8 +56,6 @@ from shoal.strategies.pipeline.p2p import (
     P2PLink,
     StageComm,
     downward_group,
-    message_after,
-    message_before,
 )
 from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused
 from shoal.strategies.pipeline.schedules import ScheduleTable
@@ -188,21 +186,21 @@ class PipelineExecutor:
         """Send the batch in one piece through all stages. Return the result on the rank of the
         last stage, None on others.
         """
-        forward_only = _as_single_microbatch(self.table)
-        comm = StageComm(self.link, forward_only, lambda _: call.key, backward=False)
         result = None
-        for stage in self.stages:
-            action = Action("F", stage, 0)
-            message = message_before(self.table, action)
-            values = comm.recv_forward(message)[0] if message else []
+
+        def compute(stage: int, _: int, values: tuple[Tensor, ...]) -> StageOutput:
+            nonlocal result
             found = self._run_stage(stage, call, crossing, values)
-            result = found.result
-            sent = message_after(self.table, action)
-            if sent is not None:
-                self._check_constants(stage, found.values)
-                comm.send(sent, found.values)
-        self.link.flush()
-        return result if self.last_stage in self.stages else None
+            if stage == self.last_stage:
+                result = found.result
+            self._check_constants(stage, found.values)
+            return StageOutput(found.values)
+
+        forward_only = _as_single_microbatch(self.table)
+        comm = StageComm(self.link, forward_only, lambda _: call.key)
+        for _ in ScheduleExecutor(forward_only, comm, compute, self.divided.parameters).run():
+            pass
+        return result
 
     def _check_constants(self, stage: int, values: Sequence[Tensor]) -> None:
         """Raise StrategyRefused if what an earlier stage sends without a graph depends on a tensor

@@ -8,12 +8,9 @@
 long as the run. Every rank knows the whole schedule table, so every rank knows which messages it
 gets from whom, and in which order. Messages therefore need no label.
 
-[1] *Headers* have what the table does not tell. One is sent once for each shape of the model's
-    inputs, forward and backward. All ranks of a pipeline see the same inputs, so sender and
-    receiver agree on when a header comes. It is an int64 tensor:
-
-        n │ dtype  has_gradient  dims  shape ... │ dtype  ...     256 numbers
-
+[1] *Headers* have what the table does not tell: dtype and shape of each tensor, and which has a
+    gradient. One is sent once for each shape of the model's inputs, forward and backward. All ranks
+    of a pipeline see the same inputs, so sender and receiver agree on when a header comes.
 [2] *Missing gradients.* Where an activation has no gradient, none is sent, which the header tells.
     A zero gradient would be wrong: momentum and weight decay would still change the weight.
 [3] *Contiguous.* Every tensor is made contiguous before it is sent. A `batch_first` LSTM returns a
@@ -32,6 +29,7 @@ gets from whom, and in which order. Messages therefore need no label.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -125,9 +123,8 @@ def _sending_action(table: ScheduleTable, message: Message) -> Action:
     return backward if table.has(backward) else backward._replace(kind="I")
 
 
-HEADER_LENGTH = 256
-"""Numbers in a header. The length is fixed, since the receiver does not know how
-many tensors come."""
+HEADER_BYTES = 1536
+"""Length of a header. It is fixed, since the receiver does not know how many tensors come."""
 
 
 class TensorMeta(NamedTuple):
@@ -145,33 +142,24 @@ NO_GRADIENT = TensorMeta(torch.float32, (), False)
 
 
 def encode_metas(metas: TensorMetas, device: torch.device) -> Tensor:
-    """Return a header: (HEADER_LENGTH,), int64.
+    """Return a header: (HEADER_BYTES,), uint8.
 
     Raises: UsageError: the tensors are too many for one header.
     """
-    numbers = [len(metas)]
-    for meta in metas:
-        numbers += [DTYPE_NUMBERS[meta.dtype], meta.has_gradient, len(meta.shape), *meta.shape]
-    if len(numbers) > HEADER_LENGTH:
+    rows = [(DTYPE_NUMBERS[meta.dtype], meta.shape, meta.has_gradient) for meta in metas]
+    text = json.dumps(rows).encode()
+    if len(text) > HEADER_BYTES:
         raise UsageError(
             f"pipeline: {len(metas)} tensors cross one cut, more than a header describes. Put the "
             "cut where fewer do, with cuts=NAME."
         )
-    padding = [0] * (HEADER_LENGTH - len(numbers))
-    return torch.tensor(numbers + padding, dtype=torch.int64, device=device)
+    return torch.tensor(list(text.ljust(HEADER_BYTES)), dtype=torch.uint8, device=device)
 
 
 def decode_metas(header: Tensor) -> TensorMetas:
     """Return what `encode_metas` has encoded."""
-    numbers = deque(header.tolist())
-    metas = []
-    for _ in range(numbers.popleft()):
-        dtype = DTYPES[numbers.popleft()]
-        has_gradient = bool(numbers.popleft())
-        dims = numbers.popleft()
-        shape = tuple(numbers.popleft() for _ in range(dims))
-        metas.append(TensorMeta(dtype, shape, has_gradient))
-    return tuple(metas)
+    rows = json.loads(bytes(header.tolist()))
+    return tuple(TensorMeta(DTYPES[number], tuple(shape), has) for number, shape, has in rows)
 
 
 def describe_metas(metas: TensorMetas) -> str:
@@ -256,7 +244,7 @@ class P2PLink:
 
     def recv_header(self, sender: int) -> TensorMetas:
         """Receive a header. Blocks."""
-        pending = self.post_recv(TensorMeta(torch.int64, (HEADER_LENGTH,), False), sender)
+        pending = self.post_recv(TensorMeta(torch.uint8, (HEADER_BYTES,), False), sender)
         pending.work.wait()
         return decode_metas(pending.tensor)
 
@@ -288,7 +276,6 @@ class StageComm:
         link: moves the tensors.
         table: the schedule, which says who sends what in which order.
         key_of: micro-batch -> what determines the shapes of its values; equal on all ranks.
-        backward: gradients come back too; False in evaluation.
     """
 
     def __init__(
@@ -296,7 +283,6 @@ class StageComm:
         link: P2PLink,
         table: ScheduleTable,
         key_of: Callable[[int], Hashable],
-        backward: bool = True,
     ) -> None:
         self.link = link
         self.table = table
@@ -304,10 +290,7 @@ class StageComm:
         self.rank = link.axis.rank
         # Messages whose receive is not posted yet, for each sender in its order of sending.
         self._unposted = {
-            sender: deque(
-                m for m in messages(table, sender, self.rank) if backward or m.kind == "F"
-            )
-            for sender in range(table.num_ranks)
+            sender: deque(messages(table, sender, self.rank)) for sender in range(table.num_ranks)
         }
         self._posted: dict[Message, list[PendingRecv]] = {}
         self._handed_over: dict[Message, tuple[list[Tensor | None], TensorMetas]] = {}
