@@ -55,7 +55,7 @@ class DDPWeighsTwice(Replaced):
 
 
 @planted(
-    "Shoal's ddp leaves the last parameter of its buckets as it is",
+    "Shoal's ddp leaves the last parameter of its message as it is",
     module="head",
     cause="missing reduction",
 )

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
+from shoal.comm.mappings import copy_to_region, local_slice, reduce_from_region
 from shoal.comm.norm import full_tensor
 from shoal.errors import StrategyRefused, UsageError
+from shoal.strategies.tensor.parallel_layers import regroup_qkv
 from shoal.testing import world
 
 
@@ -214,3 +216,28 @@ def test_several_models_and_a_batch_of_names_train_and_evaluate_as_on_one_device
         assert other_losses == pytest.approx(losses, rel=1e-10)
         assert other_loss == pytest.approx(loss, rel=1e-10)
         assert_same(weights, other_weights)
+
+
+def slopes_through_a_fused_matrix() -> float:
+    """Return the largest difference of second gradients to those of the whole matrix."""
+    axis = shoal.init("tensor=2", announce=lambda _: None).mesh.tensor
+    torch.manual_seed(0)
+    whole, x = (torch.randn(*shape, dtype=torch.float64) for shape in ((12, 4), (3, 4)))
+
+    def penalty(weight: Tensor, given: Tensor, x: Tensor) -> Tensor:
+        sums = (given @ weight.T).tanh().sum(1)
+        total = sums if weight is whole else reduce_from_region(sums, axis)
+        (slope,) = torch.autograd.grad(total.sum(), x, create_graph=True)
+        return slope.square().sum()
+
+    stored = local_slice(whole, axis, 0).clone().requires_grad_()
+    whole.requires_grad_()
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(penalty(whole, x, x), whole)
+    used = regroup_qkv(stored, axis, 3)
+    (found,) = torch.autograd.grad(penalty(used, copy_to_region(x, axis), x), stored)
+    return (found - local_slice(expected, axis, 0)).abs().max().item()
+
+
+def test_gradients_of_gradients_go_through_a_fused_matrix() -> None:
+    assert max(world.run(2, slopes_through_a_fused_matrix)) < 1e-10
