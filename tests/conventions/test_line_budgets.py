@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_690,
-    "shoal/cli": 2_800,
+    "shoal/cli": 2_820,
     "shoal/comm": 3_110,
     "shoal/config": 1_830,
     "shoal/costs": 2_030,
@@ -22,22 +22,22 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/loggers": 550,
     "shoal/models": 880,
     "shoal/optim": 250,
-    "shoal/parameter_server": 7_170,
+    "shoal/parameter_server": 7_120,
     "shoal/planner": 2_690,
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
     "shoal/run": 9_750,
     "shoal/shm_backend": 2_620,
-    "shoal/strategies": 16_590,
+    "shoal/strategies": 16_570,
     "shoal/testing": 240,
-    "shoal/trace": 820,
-    "shoal/train": 3_260,
+    "shoal/trace": 810,
+    "shoal/train": 3_240,
     "shoal/trial": 2_990,
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_450,
-    "benchmarks": 12_190,
+    "tests": 66_520,
+    "benchmarks": 12_160,
 }
 SLACK = 0.03
 """Share by which a budget may lie above what is there; `integrations` may grow."""
