@@ -113,24 +113,28 @@ class StepTrials:
         is_tried_again = is_power and step.bit_length() % 4 == 1  # 16, 256, 4096, ...
         written: list[str] = []
         if is_tried_again or step == 2:  # the script has had one step to change its numbers in
-            own, first = self._numbers_of_ranks(batch), self._first_digests.get(code, {})
+            own = self._numbers_of_ranks(batch)
             self._own_numbers = {name: number for name, number in own.items() if number.is_real}
-            written = [name for name, number in own.items() if first.get(name) != number.digest()]
-        is_read = ""
+            written = _changed_since(self._first_digests.get(code, {}), own)
         self._has_news |= is_tried_again or bool(self._own_numbers)
+        is_read = ""
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
-                self._has_news = False
-                with self._guards.phase:
-                    verdict = self._judged(batch, batch.num_samples)
-                is_read = verdict.own_numbers
-                if verdict.ends_a_run:
-                    raise UsageError(verdict.text())
-                if verdict.computes_with_own_values:
-                    self._note(verdict)
+                is_read = self._try_alone(batch)
         elif is_power:
             is_read = self._try_together(batch)
         self._note_written([name for name in written if name not in is_read.split(" and ")])
+
+    def _try_alone(self, batch: LocalBatch) -> str:
+        """Try a loss again on this rank. Returns and raises as `_try_together`."""
+        self._has_news = False
+        with self._guards.phase:
+            verdict = self._judged(batch, batch.num_samples)
+        if verdict.ends_a_run:
+            raise UsageError(verdict.text())
+        if verdict.computes_with_own_values:
+            self._note(verdict)
+        return verdict.own_numbers
 
     def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
         """Return the numbers of the script that the loss reaches and that differ on data ranks.
@@ -313,6 +317,10 @@ def is_divided(model: LocalModel) -> bool:
         isinstance(module, BatchNormBase) and module.running_mean is None
         for module in model.module.modules()
     )
+
+
+def _changed_since(first: dict[str, str], numbers: dict[str, ReachedNumber]) -> list[str]:
+    return [name for name, number in numbers.items() if first.get(name) != number.digest()]
 
 
 def _digests(numbers: dict[str, ReachedNumber]) -> dict[str, str]:

@@ -79,19 +79,13 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
     entries = _all_gather(store, "here", rank, size, record)  # [1]
     records = [_checked_record(peer, entry) for peer, entry in enumerate(entries)]
-    neighbours = [
-        peer
+    neighbours = {
+        peer: entry
         for peer, entry in enumerate(records)
         if peer != rank and entry.host_id == record.host_id
-    ]
-    attached: dict[int, AttachedSegment] = {}
-    for peer in neighbours:  # [2]
-        segment = attach(records[peer].memory)
-        if segment is not None:
-            attached[peer] = segment
-        elif not problem:
-            path = f"/proc/{records[peer].pid}/fd"
-            problem = f"rank {rank} cannot open the memory of rank {peer} ({path})"
+    }
+    attached, unreached = _attach_all(rank, neighbours)  # [2]
+    problem = problem or unreached
     answers = _all_gather(store, "reached", rank, size, problem)  # [3]
     problems = [_checked_problem(peer, answer) for peer, answer in enumerate(answers)]
     if memory is not None:
@@ -102,10 +96,26 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
         num_hosts=num_hosts,
         memory=None if reason or num_hosts > 1 else memory,
         attached=attached,
-        pids={} if reason else {peer: records[peer].pid for peer in neighbours},
+        pids={} if reason else {peer: entry.pid for peer, entry in neighbours.items()},
         compiled=all(entry.compiled == native.VERSION for entry in records),
         reason=reason,
     )
+
+
+def _attach_all(
+    rank: int, neighbours: Mapping[int, _RendezvousRecord]
+) -> tuple[dict[int, AttachedSegment], str]:
+    """Attach the segments of other ranks of this host; return them, and the first problem or ""."""
+    attached: dict[int, AttachedSegment] = {}
+    problem = ""
+    for peer, entry in neighbours.items():
+        segment = attach(entry.memory)
+        if segment is not None:
+            attached[peer] = segment
+        elif not problem:
+            path = f"/proc/{entry.pid}/fd"
+            problem = f"rank {rank} cannot open the memory of rank {peer} ({path})"
+    return attached, problem
 
 
 def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:

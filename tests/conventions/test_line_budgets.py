@@ -26,8 +26,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_690,
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
-    "shoal/run": 9_750,
-    "shoal/shm_backend": 2_620,
+    "shoal/run": 9_760,
+    "shoal/shm_backend": 2_630,
     "shoal/strategies": 16_570,
     "shoal/testing": 240,
     "shoal/trace": 810,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_520,
+    "tests": 66_530,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
