@@ -37,7 +37,7 @@ def settings_table() -> str:
 
 def distribuuuu_table() -> str:
     """Return the keys of distribuuuu with our settings for them: a list, and a table with notes."""
-    alike = [f"`{key}` `{row.setting}`" for key, row in KEYS.items() if key not in NOTES]
+    alike = [f"`{key}` as `{row.setting}`" for key, row in KEYS.items() if key not in NOTES]
     rows = (
         (
             f"`{key}`",
@@ -47,8 +47,8 @@ def distribuuuu_table() -> str:
         )
         for key, note in NOTES.items()
     )
-    noted = _table(("key", "setting here", "KEY VALUE ..."), rows)
-    return f"Taken as they are: {', '.join(alike)}.\n\n{noted}"
+    noted = _table(("key", "setting here", "what the pair KEY VALUE does"), rows)
+    return f"Values taken as they are: {', '.join(alike)}.\n\n{noted}"
 
 
 def _limits(setting: Setting) -> str:
