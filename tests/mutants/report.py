@@ -27,7 +27,9 @@ Results = Mapping[str, Found]
 
 TEXT = """\
 {bugs} bugs were planted in right hand-written loops of two ranks, {linked} of them of a kind that
-others have reported ([tests/mutants/catalog](../tests/mutants/catalog) has each with its reports).
+others have reported ([tests/mutants/catalog](../tests/mutants/catalog) has each with its reports,
+which were found by search: six were opened again, one was looked for and not found, the others
+were not opened).
 Each loop runs three steps on two ranks and, unchanged, in one process on the same batches, under
 the recorder and the comparison of `shoal.verify_script`. No bug acts where there is one process.
 
