@@ -88,9 +88,10 @@ one process and once under the strategy, in float64 on the CPU, from the same we
 global batches (10, 10, 10, 1 samples: some ranks have none). Compared on every rank: every
 parameter's gradient in every step, every loss, every weight at the end.
 
-A model is **exact** where the largest relative error is at most {tolerance:g}; of all {exact} exact
-cells it is {largest:.0e}. Models that are not exact are named with the number of their reason:
-{models}. `on 3 x 4` are 3 ranks with 4 micro-batches each. Every cell is in
+A cell is **exact** where the largest relative error is at most {tolerance:g}; in all {exact} exact
+cells it is at most {largest:.0e}. The table names the models that are not exact, each by a letter, and
+in brackets the number of the reason below: {models}.
+`on 3 x 4` are 3 ranks with 4 micro-batches each. Every cell is in
 [verified.json](verified.json).
 
 {table}
