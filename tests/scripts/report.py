@@ -51,8 +51,8 @@ a cure. Any other cell would be a defect: numbers that differ silently, or an er
 
 The table has the layouts in which scripts are not exact, with the number of the message below.
 `local=2` and `diloco=2`, which are never exact, stand there only where they are refused.
-In brackets stands what a script follows; *unchanged* ones leave out what Shoal must know, so a
-refusal is their aim. Every cell, its error and its whole message are in
+In brackets stands what a script follows; *unchanged* ones leave out what Shoal must know, and
+should be refused. Every cell, its error and its whole message are in
 [scripts.json](scripts.json). Layouts: {layouts}.
 
 {table}
