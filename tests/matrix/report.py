@@ -99,7 +99,7 @@ in brackets the number of the reason below: {models}.
 {notes}
 
 Written by `make verified` on {date}: Python {python}, torch {torch}, shoal {shoal}.
-Try it on your own model: `shoal verify --help`, or [`shoal.verify`](library.md).
+Try it on your own model: `shoal verify --help`, or [`shoal.verify`](proof.md#from-python).
 """
 
 
