@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,25 +36,18 @@ def test_a_small_model_has_buckets_of_our_own(model: nn.Module, ranks: int) -> N
     assert not has_engine(model, ranks)
 
 
-def test_a_large_model_has_torchs_engine() -> None:
-    assert has_engine(LARGE)
+ASKED = [{"bucket_mb": 0.0001}, {"device": "cuda"}, {"allreduce": "ring"}]
 
 
-def test_what_is_larger_than_a_bucket_has_the_engine() -> None:
-    assert has_engine(SMALL, bucket_mb=0.0001)
+@pytest.mark.parametrize(("model", "asked"), [(LARGE, {}), *((SMALL, each) for each in ASKED)])
+def test_torchs_engine_has_large_models_and_what_it_does_better(
+    model: nn.Module, asked: dict[str, Any]
+) -> None:
+    assert has_engine(model, **asked)
 
 
-def test_a_model_on_a_gpu_has_the_engine() -> None:
-    assert has_engine(SMALL, device="cuda")
-
-
-def test_a_named_algorithm_has_the_engine_however_small_the_model() -> None:
-    assert has_engine(SMALL, allreduce="ring")
-
-
-@pytest.mark.parametrize("model", [SMALL, LARGE])
-def test_compressed_gradients_have_buckets_of_our_own(model: nn.Module) -> None:
-    assert not has_engine(model, compress="bf16")
+def test_compressed_gradients_have_buckets_of_our_own() -> None:
+    assert not has_engine(LARGE, compress="bf16")
 
 
 @pytest.mark.parametrize(("ranks", "engine"), [(2, True), (3, False)])
@@ -64,5 +58,5 @@ def test_sparse_gradients_have_our_buckets_where_their_sum_has_several_orders(
 
 
 def test_a_stage_of_a_pipeline_has_buckets_of_our_own() -> None:
-    traits = PassTraits(complete_after_run=True)
-    assert not has_engine(replace(single_device(LARGE), pass_traits=traits))
+    model = single_device(LARGE)
+    assert not has_engine(replace(model, pass_traits=PassTraits(complete_after_run=True)))

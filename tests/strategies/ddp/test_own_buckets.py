@@ -113,7 +113,5 @@ def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(
 )
 def test_both_ways_train_as_one_process_does(name: str, ranks: int, accumulate: int) -> None:
     for strategy in ("ddp", SMALL_BUCKETS):
-        verdict = verify_job(
-            EXPERIMENTS[name], strategy, ranks, accumulate=accumulate, timeout_s=60
-        )
+        verdict = verify_job(EXPERIMENTS[name], strategy, ranks, accumulate=accumulate)
         assert verdict.verdict == "exact", verdict

@@ -226,16 +226,15 @@ def slopes_through_a_fused_matrix() -> float:
 
     def penalty(weight: Tensor, given: Tensor, x: Tensor) -> Tensor:
         sums = (given @ weight.T).tanh().sum(1)
-        total = sums if weight is whole else reduce_from_region(sums, axis)
-        (slope,) = torch.autograd.grad(total.sum(), x, create_graph=True)
+        sums = sums if weight is whole else reduce_from_region(sums, axis)
+        (slope,) = torch.autograd.grad(sums.sum(), x, create_graph=True)
         return slope.square().sum()
 
     stored = local_slice(whole, axis, 0).clone().requires_grad_()
-    whole.requires_grad_()
-    x.requires_grad_()
+    whole, x = whole.requires_grad_(), x.requires_grad_()
     (expected,) = torch.autograd.grad(penalty(whole, x, x), whole)
-    used = regroup_qkv(stored, axis, 3)
-    (found,) = torch.autograd.grad(penalty(used, copy_to_region(x, axis), x), stored)
+    sliced = penalty(regroup_qkv(stored, axis, 3), copy_to_region(x, axis), x)
+    (found,) = torch.autograd.grad(sliced, stored)
     return (found - local_slice(expected, axis, 0)).abs().max().item()
 
 
