@@ -119,6 +119,7 @@ class Lockstep:
         self.frees_after_backward = True
         self.lacking: set[str] = set()
         self.had: set[str] = set()
+        self._pending_count: tuple[Tensor, dist.Work] | None = None
 
     def _make_hooks(self, units: Mapping[str, nn.Module], root: nn.Module) -> list[UnitHooks]:
         """Return the hooks of all units and of the root. Each parameter belongs to one of them."""
@@ -167,11 +168,23 @@ class Lockstep:
         """
         lacking = (self.lacking - self.had) | also_lacking
         num_users = torch.tensor([name not in lacking for name in self.trained], dtype=torch.int32)
-        dist.all_reduce(num_users, group=self.group)
+        work = dist.all_reduce(num_users, group=self.group, async_op=True)
         self.lacking.clear()
         self.had.clear()
+        if not lacking:
+            # This rank has used all, so no parameter is unused. Others may need the sum.
+            self._pending_count = (num_users, work)
+            return []
+        work.wait()
         counts = zip(self.trained, num_users.tolist(), strict=True)
         return [name for name, num_ranks in counts if num_ranks == 0]
+
+    def close(self) -> None:
+        """Wait until other ranks have received the count of `unused`."""
+        if self._pending_count is not None:
+            _, work = self._pending_count
+            work.wait()
+            self._pending_count = None
 
     def begin(self, name: str) -> UnitHooks:
         """Begin a forward pass, with a new token if gradients are enabled.
@@ -180,6 +193,7 @@ class Lockstep:
 
         Returns: the hooks of the root.
         """
+        self.close()
         with_gradients = torch.is_grad_enabled()
         self._key = (name, self.model.training, with_gradients)
         self.order = []

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -28,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.comm.axis import Axis
+from shoal.comm.mesh import register_cleanup
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
@@ -46,6 +48,7 @@ class ShardedStep:
     steps a DTensor that shares the memory of the scalar, for it takes no mix of both kinds.
 
     Attributes:
+        totals: totals of this step; their sum over ranks when `totals_work` is done.
         scalars: 0-dimensional trainable parameters, by name.
         replicated: their DTensors, by name.
         sharded: parameters that the optimizer steps, by name.
@@ -58,6 +61,8 @@ class ShardedStep:
         self.stage = stage
         self.model = model
         self.data = data
+        self.totals: Tensor | None = None
+        self.totals_work: dist.Work | None = None
         self.scalars = {name: p for name, p in model.trainable_params.items() if p.dim() == 0}
         self.replicated: dict[str, nn.Parameter] = {}
         self.sharded: dict[str, nn.Parameter] = {}
@@ -100,6 +105,7 @@ class ShardedStep:
                 frees=self.stage == 3,
                 finite_check=self.model.finite_check,
             )
+            register_cleanup(self.lockstep)
         self.root.lockstep = self.lockstep
         for module in wrapped.values():
             module.register_forward_hook(_clone_views)
@@ -156,7 +162,7 @@ class ShardedStep:
             )
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        """Compute a micro-batch and its loss."""
+        """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
         self._configure(reduces=False, frees=False, is_last=False)
         output = self.root.run(batch.step.compute_loss, partial(self.model.forward, batch))
         reduces = batch.is_last_microbatch or self.stage > 1
@@ -166,6 +172,14 @@ class ShardedStep:
             self.lockstep.reduces = reduces
             self.lockstep.frees_after_backward = frees
             output = output._replace(loss=self.lockstep.attach_token(output.loss))
+        if batch.is_last_microbatch:
+            self.totals = output.step_totals
+            self.totals_work = None
+            if self.data.size > 1:
+                # On its way during the backward pass: nothing before `run`'s end reads it.
+                self.totals_work = dist.all_reduce(
+                    self.totals, group=self.data.group, async_op=True
+                )
         return output
 
     def _configure(self, reduces: bool, frees: bool, is_last: bool) -> None:
@@ -200,7 +214,10 @@ class ShardedStep:
             result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.is_last_microbatch:
             return result
-        return mean_result(result, self.data.all_reduce(result.step_totals), self.data.size)
+        assert self.totals is not None
+        if self.totals_work is not None:
+            self.totals_work.wait()
+        return mean_result(result, self.totals, self.data.size)
 
     @contextmanager
     def _explain_sharded_weights(self) -> Iterator[None]:

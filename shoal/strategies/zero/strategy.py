@@ -10,8 +10,9 @@
       step       each rank steps its shard
 
 With gradient accumulation, zero1 sums full gradients and communicates once, with the last
-micro-batch. zero2 and zero3 reduce-scatter after each micro-batch, and hold shards only. All ranks
-gather and reduce the same units, whichever they use (`lockstep.py`).
+micro-batch. zero2 and zero3 reduce-scatter after each micro-batch, and hold shards only. The totals
+of a step are summed during the backward pass. All ranks gather and reduce the same units, whichever
+they use (`lockstep.py`).
 
 The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023). ZeRO is Rajbhandari et al., SC 2020.
 """
