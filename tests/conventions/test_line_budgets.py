@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 490,
     "shoal/run": 9_760,
     "shoal/shm_backend": 2_630,
-    "shoal/strategies": 16_570,
+    "shoal/strategies": 16_610,
     "shoal/testing": 240,
     "shoal/trace": 810,
     "shoal/train": 3_240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_530,
+    "tests": 66_520,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
