@@ -44,8 +44,8 @@ PAGE = """\
 
 Every check of a run, and what becomes of scripts without it: {scripts} scripts in {layouts}. Checks
 are switched off ten at a time, and where a cell changes, one by one. Checks that look at certain
-calls of torch are tried on the scripts that make these calls, and in {servers} too. *Lines* are those
-of the modules that only this check needs.
+calls of torch are tried on the scripts that make these calls, and in {servers} too. *Lines* are
+those of the modules that only this check needs.
 
 **Silent** are cells whose numbers then differ without a word; **worse** are cells that end in an
 error of torch, hang, or are refused where they were exact. **Better** are cells that only this

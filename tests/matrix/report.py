@@ -89,8 +89,8 @@ global batches (10, 10, 10, 1 samples: some ranks have none). Compared on every 
 parameter's gradient in every step, every loss, every weight at the end.
 
 A cell is **exact** where the largest relative error is at most {tolerance:g}; in all {exact} exact
-cells it is at most {largest:.0e}. The table names the models that are not exact, each by a letter, and
-in brackets the number of the reason below: {models}.
+cells it is at most {largest:.0e}. The table names the models that are not exact, each by a letter,
+and in brackets the number of the reason below: {models}.
 `on 3 x 4` are 3 ranks with 4 micro-batches each. Every cell is in
 [verified.json](verified.json).
 

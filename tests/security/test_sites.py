@@ -27,7 +27,7 @@ SITES = {
     # module: the calls there, and words of the row of docs/security.md that tells of them
     "comm/mesh.py": (["FileStore", "HashStore"], "the meeting of ranks"),
     "launch/control_channel.py": (["bind", "listen"], "a socket in the run directory"),
-    "launch/hosts/addresses.py": (["listen_at"], "the try of the network"),
+    "launch/hosts/addresses.py": (["listen_at"], "the test of the network"),
     "launch/private_memory.py": (["memfd_create"], "the secret of a job on several hosts"),
     "launch/rank.py": (["TCPStore"], "torch's TCPStore"),
     "launch/start.py": (["create_server"], "torch's TCPStore"),
