@@ -49,11 +49,15 @@ class FiniteCheck:
         self.names.clear()
         self.losses.clear()
 
-    def look(self, gradients: Mapping[str, Tensor | None]) -> None:
-        """Look at gradients of this rank before they are sent."""
+    def look(self, gradients: Mapping[str, Tensor | None], joined: Tensor | None = None) -> None:
+        """Look at gradients of this rank before they are sent.
+
+        Args: joined: all of them in one tensor, where there is one.
+        """
         if not self.enabled:
             return
-        if not seem_finite(gradient for gradient in gradients.values() if gradient is not None):
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        if not seem_finite(present if joined is None else [joined]):
             names = nonfinite_names(gradients)
             self.found = self.found or bool(names)
             self.names += names

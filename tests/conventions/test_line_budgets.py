@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 490,
     "shoal/run": 9_760,
     "shoal/shm_backend": 2_630,
-    "shoal/strategies": 16_610,
+    "shoal/strategies": 16_660,
     "shoal/testing": 240,
     "shoal/trace": 810,
     "shoal/train": 3_240,

@@ -51,7 +51,6 @@ from shoal.strategies.grad_checks import accumulated_twice_error
 
 Wait = Callable[[], object]
 """Waits for a mean that is not finished."""
-NO_GRADIENTS = torch.empty(0, dtype=torch.float64)
 
 
 class Bucket:
@@ -73,6 +72,10 @@ class Bucket:
     def dtype(self) -> torch.dtype:
         return self.parameters[0].dtype
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by name."""
+        return {e.name: p for e, p in zip(self.members, self.parameters, strict=True)}
+
     @property
     def num_elements(self) -> int:
         """Elements of the message."""
@@ -80,7 +83,7 @@ class Bucket:
 
     def pack(self) -> Tensor:
         """Return the gradients one after the other, zeros for missing ones."""
-        return torch.cat([_flat_gradient(parameter) for parameter in self.parameters])
+        return torch.cat([*map(_flat_gradient, self.parameters)])
 
     def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
         """Copy means to the gradients, and return the names of the parameters that have one.
@@ -105,6 +108,52 @@ class Bucket:
         if gradients:
             foreach_copy_(gradients, found)
         return names
+
+
+class LastBucket(Bucket):
+    """The last bucket of a small model, and the message that it shares with totals and flags.
+
+    Its gradients are views of the message after a step, so that nothing is copied back.
+
+    Args: num_flags: of this message.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], num_flags: int) -> None:
+        super().__init__(parameters)
+        sizes = [*(member.count for member in self.members), TOTALS_LENGTH, num_flags]
+        self.message = torch.zeros(sum(sizes), dtype=self.dtype)
+        *pieces, self.totals, self._flags = self.message.split(sizes)
+        self.gradients = self.message[: self.num_elements]
+        self._views = [
+            piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())
+            for parameter, piece in zip(self.parameters, pieces, strict=True)
+        ]
+        self._known_flags: Sequence[float] = ()  # content of `_flags`
+
+    def fill(self, totals: Tensor, flags: Sequence[bool]) -> None:
+        """Copy this rank's gradients, totals and flags to the message."""
+        targets, sources = [self.totals], [totals]
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(dense(parameter.grad))
+        if flags != self._known_flags:
+            targets.append(self._flags)
+            sources.append(torch.tensor(flags, dtype=self.dtype))
+        foreach_copy_(targets, sources)
+        self._known_flags = ()  # unknown while the message is sent, also after an error
+
+    def means(self) -> tuple[Tensor, list[float]]:
+        """Return the means of the totals and of the flags."""
+        self._known_flags = found = self._flags.tolist()
+        return self.totals.clone(), found  # the next step overwrites them
+
+    def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad = view if next(used) else None
+        return []
 
 
 def bucketize_backward(parameters: Mapping[str, nn.Parameter], bucket_mb: float) -> list[Bucket]:
@@ -152,16 +201,20 @@ class OwnBuckets(GradientReducer):
         overlaps: bool,
     ) -> None:
         super().__init__(model, reduce, axis.size)
-        self.buckets = buckets
+        self.buckets = [*buckets]
         self._axis = axis
         self._overlaps = overlaps
         self._buffers = BufferSync(model.module, axis)
-        self._totals_ride = (
+        self._last: LastBucket | None = None
+        if (
             not overlaps
             and axis.device.type == "cpu"
             and isinstance(reduce, RankOrderMean)
             and {bucket.dtype for bucket in buckets} in ({torch.float32}, {torch.float64})
-        )
+            and not any(isinstance(p, DTensor) for p in buckets[-1].parameters)
+        ):
+            num_flags = sum(len(bucket.parameters) for bucket in buckets) + 1
+            self._last = self.buckets[-1] = LastBucket(buckets[-1].named_parameters(), num_flags)
         self._is_last_pass: bool | None = None  # None outside of passes: hooks do nothing
         self._sent: list[tuple[Tensor, Wait]] = []
         self._hooks = [
@@ -195,13 +248,9 @@ class OwnBuckets(GradientReducer):
     def finish_step(self, totals: Tensor) -> Tensor:
         flags = [p.grad is not None for bucket in self.buckets for p in bucket.parameters]
         flags.append(self._buffers.changed())
-        while len(self._sent) < len(self.buckets) - self._totals_ride:
+        while len(self._sent) < len(self.buckets) - (self._last is not None):
             self._send_next()
-        last = self._next_message() if self._totals_ride else NO_GRADIENTS.to(totals.device)
-        if self.model.finite_check.found:
-            totals = totals.clone()
-            totals[NONFINITE] = 1.0
-        means, (*used, changed) = self._exchange_totals(last, totals, flags)
+        means, (*used, changed) = self._exchange_totals(totals, flags)
         self._buffers.record_change(changed)
         remaining = iter(used)
         names: list[str] = []
@@ -220,21 +269,28 @@ class OwnBuckets(GradientReducer):
         self._axis = replace(self._axis, group=None)
         super().close()
 
-    def _exchange_totals(
-        self, last: Tensor, totals: Tensor, flags: Sequence[bool]
-    ) -> tuple[Tensor, list[bool]]:
+    def _exchange_totals(self, totals: Tensor, flags: Sequence[bool]) -> tuple[Tensor, list[bool]]:
         """Return the mean of the totals, and for each flag if any rank has set it. Collective.
 
-        Args: last: gradients that are sent with them, and averaged too.
+        After the backward pass of a small model the last bucket is sent with them.
         """
+        if self._last is not None:
+            self._last.fill(totals, flags)
+            self._look(self._last, self._last.gradients)
+            if self.model.finite_check.found:
+                self._last.totals[NONFINITE] = 1.0
+            self._start_mean(self._last.message)()
+            self._sent.append((self._last.gradients, no_op))
+            means, shares = self._last.means()
+            return means, [share > 0 for share in shares]
         to_host = self._axis.host_device != totals.device
         # Nobody may wait for a GPU to read flags, so they go over the CPU.
-        own = last.new_tensor([] if to_host else flags)
-        message = torch.cat((last, totals.to(last.dtype), own))
+        own = totals.new_tensor([] if to_host else flags, dtype=torch.float64)
+        message = torch.cat((totals.to(torch.float64), own))
+        if self.model.finite_check.found:
+            message[NONFINITE] = 1.0
         self._start_mean(message)()
-        gradients, means, found = message.split([len(last), TOTALS_LENGTH, len(own)])
-        if self._totals_ride:
-            self._sent.append((gradients, no_op))
+        means, found = message.split([TOTALS_LENGTH, len(own)])
         used = self._axis.sum_of_host_numbers(flags) if to_host else found.tolist()
         return means, [share > 0 for share in used]
 
@@ -254,17 +310,16 @@ class OwnBuckets(GradientReducer):
     def _send_next(self) -> None:
         """Start the mean of the next bucket. Collective."""
         bucket = self.buckets[len(self._sent)]
-        message = self._next_message()
+        message = bucket.pack()
+        self._look(bucket, message)
         self._sent.append((message, self._start_mean(message, bucket.members)))
 
-    def _next_message(self) -> Tensor:
-        """Return the gradients of the next bucket. Those that are not finite are found here."""
-        bucket = self.buckets[len(self._sent)]
+    def _look(self, bucket: Bucket, message: Tensor) -> None:
+        """Find gradients of a bucket that are not finite."""
         check = self.model.finite_check
         check.has_looked = True
         pairs = zip(reversed(bucket.members), reversed(bucket.parameters), strict=True)
-        check.look({member.name: parameter.grad for member, parameter in pairs})
-        return bucket.pack()
+        check.look({member.name: parameter.grad for member, parameter in pairs}, message)
 
     def _start_mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> Wait:
         """Start to replace `message` by its mean over ranks; return what waits for it. Collective.
