@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import Work
 from shoal.errors import CollectiveFailed
 from shoal.shm_backend.call import CallSignature
 from shoal.shm_backend.phase_board import Steps
+from shoal.shm_backend.waiter import Condition
 from shoal.trace.recorder import InFlight, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
@@ -50,6 +51,8 @@ class QueuedCall(CallHandle):
         call, word: the signature, and its encoding.
         start: makes the steps.
         opts: torch's options of the call, with its timeout.
+        steps: the generator; None before the call has started.
+        pending: the condition and its argument that the caller did not wait for any longer.
         error: the exception with which the call ended.
         done: set when the call has ended.
     """
@@ -67,6 +70,8 @@ class QueuedCall(CallHandle):
         self.word = word
         self.start = start
         self.opts = opts
+        self.steps: Steps | None = None
+        self.pending: tuple[Condition, Any] | None = None
         self.error: BaseException | None = None
         self.done = threading.Event()
         self._results = results

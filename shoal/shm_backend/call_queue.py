@@ -1,12 +1,12 @@
 """The queue of a group's calls: they run in the order in which they were made, each with a handle.
 
-      caller    all_reduce ─ waits for all ranks, spinning ──> done
-      caller    all_reduce, asynchronous ─┐                    handle
-      thread                              └─ sleeps, goes on, completes ─^
+      caller    all_reduce ─ all ranks are there: done at once ───────────> handle, complete
+      caller    all_reduce ─ not yet ─┐                                     handle
+      thread                          └─ sleeps, goes on, completes ───────────^
 
-A synchronous call is driven by its caller, unless earlier ones are still in the queue: waking a
-thread takes longer than a small all-reduce.
-"""
+A synchronous call is driven by its caller. An asynchronous call is started by its caller too: its
+values are written to the slots, and often all other ranks have already come. Only a call that has
+to wait is left to the thread, because waking a thread takes longer than a small all-reduce."""
 
 from __future__ import annotations
 
@@ -70,19 +70,33 @@ class CallQueue:
         """
         if self.error is not None:
             raise self._repeat_error()
-        if opts.asyncOp or self._jobs or not self._turn.acquire(False):
+        if self._jobs or not self._turn.acquire(False):
             return self._enqueue(QueuedCall(call, word, start, results, opts), not opts.asyncOp)
+        job: QueuedCall | None = None
         try:
             self._board.begin(call, word)
-            for condition, phase in start():
+            is_sync = not opts.asyncOp
+            steps = start()
+            if is_sync:
+                for condition, phase in steps:
+                    if not condition(phase):
+                        self._waiter.until(condition, phase, opts)
+                return self._completed
+            for condition, phase in steps:
                 if not condition(phase):
-                    self._waiter.until(condition, phase, opts)
-            return self._completed
+                    job = QueuedCall(call, word, start, results, opts)
+                    job.steps = steps
+                    job.pending = (condition, phase)
+                    break
+            else:
+                return CompletedWork(results)
         except BaseException as error:
             self._give_up(error)
             raise
         finally:
-            self._turn.release()
+            if job is None:
+                self._turn.release()
+        return self._enqueue(job, is_sync, has_turn=True)
 
     def close(self) -> bool:
         """Refuse new calls, and finish those that were made if other ranks come within GRACE_S.
@@ -101,10 +115,18 @@ class CallQueue:
             self.error = CollectiveFailed("the group was destroyed.")
         return True
 
-    def _enqueue(self, job: QueuedCall, is_sync: bool) -> Work:
-        """Leave a call to the thread."""
+    def _enqueue(self, job: QueuedCall, is_sync: bool, has_turn: bool = False) -> Work:
+        """Leave a call to the thread.
+
+        Args: has_turn: the caller has started the call and holds `turn`, which the thread takes.
+        """
         with self._changed:
-            self._jobs.append(job)
+            if has_turn:
+                # First append, then release: no other caller may drive the board in between.
+                self._jobs.appendleft(job)
+                self._turn.release()
+            else:
+                self._jobs.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name=f"shoal {self._name}", daemon=True
@@ -146,8 +168,12 @@ class CallQueue:
         try:
             if self.error is not None:
                 raise self._repeat_error()
-            self._board.begin(job.call, job.word)
-            for condition, phase in job.start():
+            if job.steps is None:
+                self._board.begin(job.call, job.word)
+                job.steps = job.start()
+            elif job.pending is not None:
+                self._waiter.until_without_spinning(*job.pending, job.opts)
+            for condition, phase in job.steps:
                 if not condition(phase):
                     self._waiter.until_without_spinning(condition, phase, job.opts)
         except BaseException as error:  # noqa: BLE001 - `wait` of the handle raises it
