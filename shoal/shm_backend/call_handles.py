@@ -7,6 +7,7 @@ ForwardedWork   a call of Gloo, or, as TracedWork, one that a trace records
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -75,7 +76,7 @@ class QueuedCall(CallHandle):
         self.error: BaseException | None = None
         self.done = threading.Event()
         self._results = results
-        self._ended: torch.futures.Future[Any] = Future([])
+        self._futures: list[torch.futures.Future[Any]] = []
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
         """Wait until the call is complete.
@@ -103,6 +104,7 @@ class QueuedCall(CallHandle):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete when the call is; its value is the list of results."""
+        base: torch.futures.Future[Any] = Future([])
 
         def outcome(_: torch.futures.Future[Any]) -> Any:
             # Only an exception of a callback is an error for C++ code that waits for the future.
@@ -110,12 +112,27 @@ class QueuedCall(CallHandle):
                 raise self.error
             return list(self._results)
 
-        return self._ended.then(outcome)
+        future = base.then(outcome)
+        self._futures.append(base)
+        # The call may have ended before the future was in the list.
+        if self.done.is_set():
+            self._resolve_futures()
+        return future
 
     def end(self) -> None:
         """Say that the call has ended, with `error` or without."""
         self.done.set()
-        self._ended.set_result(None)
+        self._resolve_futures()
+
+    def _resolve_futures(self) -> None:
+        """Resolve the futures that are in the list.
+
+        Both the end of the call and `get_future` call this function. The later of the two finds the
+        future in the list.
+        """
+        while self._futures:
+            with contextlib.suppress(IndexError):  # both may be here at the same time
+                self._futures.pop().set_result(None)
 
 
 class CompletedWork(CallHandle):

@@ -5,8 +5,9 @@
       thread                          └─ sleeps, goes on, completes ───────────^
 
 A synchronous call is driven by its caller. An asynchronous call is started by its caller too: its
-values are written to the slots, and often all other ranks have already come. Only a call that has
-to wait is left to the thread, because waking a thread takes longer than a small all-reduce."""
+values are written to the slots, and often all other ranks have already come. Only a call that is
+not complete after INLINE_WAIT_S is left to the thread, because waking a thread takes longer than a
+small all-reduce."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from shoal.shm_backend.call_handles import CompletedWork, QueuedCall
 from shoal.shm_backend.phase_board import Steps
 from shoal.shm_backend.waiter import Waiter
 
+INLINE_WAIT_S = 1e-3
 GRACE_S = 0.5
 
 
@@ -83,7 +85,9 @@ class CallQueue:
                         self._waiter.until(condition, phase, opts)
                 return self._completed
             for condition, phase in steps:
-                if not condition(phase):
+                if not condition(phase) and not self._waiter.poll_for(
+                    condition, phase, INLINE_WAIT_S
+                ):
                     job = QueuedCall(call, word, start, results, opts)
                     job.steps = steps
                     job.pending = (condition, phase)

@@ -43,6 +43,7 @@ def exchange_slices(
     count: int,
     write: WriteSlice | None,
     read: ReadSlice | None,
+    root: int | None = None,
 ) -> Steps:
     """Write and read `count` slices, as in the drawing above.
 
@@ -52,6 +53,7 @@ def exchange_slices(
     Args:
         write: writes a slice into a slot; None if this rank has nothing to write.
         read: reads a slice from a slot; None if this rank needs nothing.
+        root: the rank that must have published before a later read; None for all ranks.
     """
     if board.size == 1:
         return
@@ -64,8 +66,10 @@ def exchange_slices(
                 write(index, (first + index) % SLOTS)
             board.publish()
         written = first + index - 1
-        if index == 1 or (index and read is not None):
+        if index == 1 or (index and read is not None and root is None):
             yield board.all_reached, written
+        elif index and read is not None:
+            yield board.has_reached, (written, root)
         if index and read is not None:
             read(index - 1, written % SLOTS)
 
@@ -76,14 +80,31 @@ def barrier(board: PhaseBoard) -> Steps:
 
 
 def all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Steps:
-    """Reduce `tensor` over all ranks in the order of ranks, in place."""
+    """Reduce `tensor` over all ranks in the order of ranks, in place.
+
+    This is `exchange_slices` written out, because each microsecond of Python counts here. Ranks 0
+    and 1 read their own values from `tensor` itself and not from their slot: their values are the
+    first two terms, so they are read before the result overwrites them."""
+    if board.size == 1:
+        return
     slices = slot_slices(tensor)
-
-    def read(index: int, slot: int) -> None:
-        out = slices[index]
-        reduce_into(out, board.slot_views(out.dtype, out.numel()).full[slot], operation)
-
-    return exchange_slices(board, len(slices), _slice_writer(board, slices), read)
+    rank = board.rank
+    first = board.phase + 1
+    current: Tensor | None = None
+    for index, following in enumerate((*slices, None)):
+        previous, current = current, following
+        if current is not None:
+            phase = first + index
+            yield board.all_at_phase, phase - MAX_PHASES_AHEAD
+            board.slot_tensors(current, phase)[rank].copy_(current)
+            board.publish()
+        if previous is not None:
+            phase = first + index - 1
+            yield board.all_reached, phase
+            terms = board.slot_tensors(previous, phase)
+            if rank < 2:
+                terms = [previous if r == rank else term for r, term in enumerate(terms)]
+            reduce_into(previous, terms, operation)
 
 
 def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
@@ -91,7 +112,7 @@ def broadcast(board: PhaseBoard, tensor: Tensor, root: int) -> Steps:
     slices = slot_slices(tensor)
     if root == board.rank:
         return exchange_slices(board, len(slices), _slice_writer(board, slices), None)
-    return exchange_slices(board, len(slices), None, _slice_reader(board, slices, root))
+    return exchange_slices(board, len(slices), None, _slice_reader(board, slices, root), root)
 
 
 def all_gather(board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor]) -> Steps:
@@ -111,23 +132,28 @@ def all_gather(board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor]) -> Ste
 def reduce_scatter(
     board: PhaseBoard, tensor: Tensor, rows: Sequence[Tensor], operation: str
 ) -> Steps:
-    """Reduce row r of all ranks into the `tensor` of rank r, which may be its row itself."""
+    """Reduce row r of all ranks into the `tensor` of rank r.
+
+    `tensor` may be this rank's row itself.
+    """
+    rank = board.rank
     if board.size == 1:
         tensor.copy_(rows[0])
     bounds = row_bounds(tensor, board.size)
-
-    def views(index: int, slot: int) -> list[tuple[Tensor, ...]]:
-        begin, end = bounds[index]
-        return board.slot_views(tensor.dtype, (end - begin) * board.size).rows[slot]
-
-    def write(index: int, slot: int) -> None:
-        for out, row in zip(views(index, slot)[board.rank], rows, strict=True):
-            out.copy_(_part(row, *bounds[index]))
+    # Ranks 0 and 1 read their values from their row and not from their slot. On later ranks the
+    # result could overwrite the row before the turn of its values in the order of ranks.
+    reads_local_row = rank < 2
 
     def read(index: int, slot: int) -> None:
-        terms = [written[board.rank] for written in views(index, slot)]
-        reduce_into(_part(tensor, *bounds[index]), terms, operation)
+        begin, end = bounds[index]
+        out = _part(tensor, begin, end)
+        slots = board.slot_views(out.dtype, (end - begin) * board.size).rows
+        terms = [written[rank] for written in slots[slot]]
+        if reads_local_row:
+            terms[rank] = _part(rows[rank], begin, end)
+        reduce_into(out, terms, operation)
 
+    write = _row_writer(board, rows, bounds, skipped=rank if reads_local_row else None)
     return exchange_slices(board, len(bounds), write, read)
 
 
@@ -167,3 +193,22 @@ def _slice_reader(board: PhaseBoard, slices: Sequence[Tensor], rank: int) -> Rea
         out.copy_(board.slot_views(out.dtype, out.numel()).full[slot][rank])
 
     return read
+
+
+def _row_writer(
+    board: PhaseBoard,
+    rows: Sequence[Tensor],
+    bounds: Sequence[tuple[int, int]],
+    skipped: int | None,
+) -> WriteSlice:
+    """Return a function that writes slices of all rows, except that of the rank `skipped`."""
+    written_rows = [(rank, row) for rank, row in enumerate(rows) if rank != skipped]
+
+    def write(index: int, slot: int) -> None:
+        begin, end = bounds[index]
+        views = board.slot_views(rows[0].dtype, (end - begin) * board.size)
+        outs = views.rows[slot][board.rank]
+        for rank, row in written_rows:
+            outs[rank].copy_(_part(row, begin, end))
+
+    return write

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ OPERATIONS = {
     ReduceOp.MIN.value: "min",
     ReduceOp.MAX.value: "max",
 }
-MAX_CACHED_CALLS = 4096
+MAX_CACHED_CALLS = 4096  # entries in each cache of a group
 # torch's stubs know each collective in several forms, of which torch.distributed uses one.
 Base: Any = dist.ProcessGroup
 
@@ -108,6 +108,8 @@ class ShoalGroup(Base):
         self._timeout_s = lambda: timeout_of(gloo).total_seconds()
         self._ranks = list(ranks) or list(range(size))
         self._gloo_calls = GlooCalls(gloo, label, self._ranks, rank)
+        # Signatures with their encodings, by the arguments of `_call`.
+        self._signatures: dict[tuple[Any, ...], tuple[CallSignature, int]] = {}
         self._board: PhaseBoard
         self._queue: CallQueue | None = None
         self._peers: PeerLiveness | None = None
@@ -205,7 +207,7 @@ class ShoalGroup(Base):
             return self._by_gloo("allreduce", tensors, opts)
         flat = flattened(tensors[0])
         steps = partial(self._all_reduce_steps, flat, operation)
-        call = _call("all_reduce", flat, operation)
+        call = self._call("all_reduce", flat, operation)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
 
     def _all_reduce_steps(self, flat: Tensor, operation: str) -> Steps:
@@ -223,7 +225,7 @@ class ShoalGroup(Base):
             return self._by_gloo("broadcast", tensors, opts)
         flat = flattened(tensors[0])
         steps = partial(self._broadcast_steps, flat, root)
-        call = _call("broadcast", flat, root=root)
+        call = self._call("broadcast", flat, root=root)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
 
     def _broadcast_steps(self, flat: Tensor, root: int) -> Steps:
@@ -258,7 +260,7 @@ class ShoalGroup(Base):
     ) -> Work:
         flat, flat_rows = flattened(tensor), [flattened(row) for row in rows]
         steps = partial(collectives.all_gather, self._board, flat, flat_rows)
-        return self._run(_call("all_gather", flat), steps, rows, flat_rows, results, opts)
+        return self._run(self._call("all_gather", flat), steps, rows, flat_rows, results, opts)
 
     @torch_call("reduce_scatter_")
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Work:
@@ -296,7 +298,7 @@ class ShoalGroup(Base):
     ) -> Work:
         flat, flat_rows = flattened(outputs[0]), [flattened(row) for row in rows]
         steps = partial(collectives.reduce_scatter, self._board, flat, flat_rows, operation)
-        call = _call("reduce_scatter", flat, operation)
+        call = self._call("reduce_scatter", flat, operation)
         return self._run(call, steps, outputs, (flat,), outputs, opts)
 
     @torch_call("barrier")
@@ -337,6 +339,19 @@ class ShoalGroup(Base):
             )
         )
 
+    def _call(
+        self, kind: str, tensor: Tensor, operation: str = "", root: int = 0
+    ) -> tuple[CallSignature, int]:
+        """Return the signature of a call and its encoding, from the cache if possible."""
+        key = (kind, tensor.dtype, tensor.numel(), operation, root)
+        entry = self._signatures.get(key)
+        if entry is None:
+            if len(self._signatures) > MAX_CACHED_CALLS:
+                self._signatures.clear()
+            call = CallSignature(kind, tensor.dtype, tensor.numel(), operation, root)
+            entry = self._signatures[key] = call, call.encoded
+        return entry
+
     def _run(
         self,
         call: tuple[CallSignature, int],
@@ -366,21 +381,6 @@ class ShoalGroup(Base):
         steps = partial(_finish_after, flight, start)
         make = partial(self._queue.call, *call, steps, results, opts)
         return traced(self.recorder, flight, make)
-
-
-@lru_cache(MAX_CACHED_CALLS)
-def _encoded(
-    kind: str, dtype: torch.dtype, length: int, operation: str, root: int
-) -> tuple[CallSignature, int]:
-    """Return the signature of a call and its encoding."""
-    call = CallSignature(kind, dtype, length, operation, root)
-    return call, call.encoded
-
-
-def _call(
-    kind: str, tensor: Tensor, operation: str = "", root: int = 0
-) -> tuple[CallSignature, int]:
-    return _encoded(kind, tensor.dtype, tensor.numel(), operation, root)
 
 
 def flattened(tensor: Tensor) -> Tensor:

@@ -41,8 +41,8 @@
 /* The code of a call. A broadcast has the code BROADCAST + root. */
 enum { FLOAT_SUM, FLOAT_MEAN, DOUBLE_SUM, DOUBLE_MEAN, BROADCAST };
 
-/* Whom a step waits for: all ranks in any call, or all in this call. */
-enum { ANY_CALL, SAME_CALL };
+/* Whom a step waits for: all ranks in any call, all in this call, or the root in this call. */
+enum { ANY_CALL, SAME_CALL, ROOT_IN_SAME_CALL };
 
 typedef struct {
     PyObject_HEAD
@@ -108,6 +108,13 @@ static int all_reached(const NativeAllReduce *self, int64_t phase, int64_t word)
     for (int r = 0; r < self->size; r++)
         if (r != self->rank && self->words[r][self->ring_at + phase % self->ring] != word) return 0;
     return 1;
+}
+
+/* Has the root published this phase in this call? */
+static int root_reached(const NativeAllReduce *self, const Call *call, int64_t phase) {
+    int64_t *words = self->words[call->root];
+    if (__atomic_load_n(&words[self->phase_at], __ATOMIC_ACQUIRE) < phase) return 0;
+    return words[self->ring_at + phase % self->ring] == call->word;
 }
 
 static void publish(const NativeAllReduce *self, int64_t phase, int64_t word) {
@@ -220,7 +227,8 @@ static int64_t clock_ns(void) {
 }
 
 static int is_reached(const NativeAllReduce *self, const Call *call) {
-    if (self->same_call) return all_reached(self, self->awaited_phase, call->word);
+    if (self->same_call == SAME_CALL) return all_reached(self, self->awaited_phase, call->word);
+    if (self->same_call) return root_reached(self, call, self->awaited_phase);
     return all_at_phase(self, self->awaited_phase);
 }
 
@@ -253,8 +261,12 @@ static int take_step(NativeAllReduce *self, const Call *call, int64_t step) {
         return 1;
     default:
         if (turn < 1 || turn > slices) return 1;
-        if (turn > 1 && self->rank == call->root) return 1;
-        if (!wait_for(self, call, write_phase(call, turn - 1), SAME_CALL)) return 0;
+        if (call->root >= 0 && turn > 1) {
+            if (self->rank == call->root) return 1;
+            if (!wait_for(self, call, write_phase(call, turn - 1), ROOT_IN_SAME_CALL)) return 0;
+        } else if (!wait_for(self, call, write_phase(call, turn - 1), SAME_CALL)) {
+            return 0;
+        }
         if (call->root >= 0) {
             read_slice(self, call, turn - 1);
             return 1;
@@ -358,7 +370,7 @@ static PyMemberDef members[] = {
     {"awaited_phase", T_LONGLONG, offsetof(NativeAllReduce, awaited_phase), READONLY,
      "the phase that the step which could not be taken needs"},
     {"same_call", T_INT, offsetof(NativeAllReduce, same_call), READONLY,
-     "1 if all ranks must be in this call there, else 0"},
+     "1 if all ranks must be in this call there, 2 if only the root must, else 0"},
     {NULL},
 };
 

@@ -58,6 +58,7 @@ CODES: Mapping[tuple[torch.dtype, str], int] = {
     (torch.float64, "avg"): 3,
 }
 BROADCAST = 4  # the code of a broadcast is this number + its root
+ROOT_IN_SAME_CALL = 2  # a value of NativeAllReduce.same_call
 
 
 def version() -> int:
@@ -117,8 +118,11 @@ class NativeCalls:
         """
         board = self._board
         while step >= 0:
-            condition = board.all_reached if native.same_call else board.all_at_phase
-            yield condition, native.awaited_phase
+            if native.same_call == ROOT_IN_SAME_CALL:
+                yield board.has_reached, (native.awaited_phase, call[2] - BROADCAST)
+            else:
+                condition = board.all_reached if native.same_call else board.all_at_phase
+                yield condition, native.awaited_phase
             step = native.advance(*call, step)
             board.resync_phase()
 

@@ -30,9 +30,9 @@ from shoal.shm_backend.call import CallSignature, decode
 from shoal.shm_backend.segment import TOKEN_BYTES, AttachedSegment, SharedSegment
 from shoal.watchdog.progress_writer import CallProgress
 
-# A collective as a generator: each item is a condition of a phase, which must be true before the
-# generator may go on.
-Steps: TypeAlias = Iterable[tuple[Callable[[int], bool], int]]
+# A collective as a generator: each item is a condition and its argument, which must be true before
+# the generator may go on.
+Steps: TypeAlias = Iterable[tuple[Callable[[Any], bool], Any]]
 
 LAG = 3
 SLOTS = 8
@@ -169,6 +169,10 @@ class PhaseBoard:
         self._last_views = views
         return views
 
+    def slot_tensors(self, like: Tensor, phase: int) -> list[Tensor]:
+        """Return the slot of each rank in `phase`, with the dtype and length of `like`."""
+        return self.slot_views(like.dtype, like.numel()).full[phase % SLOTS]
+
     def publish(self) -> None:
         """Publish the next phase, with the values that this rank has written into its slot."""
         phase = self.phase + 1
@@ -201,6 +205,20 @@ class PhaseBoard:
         for rank, words in self._peer_words:
             if words[index] != self.word:
                 raise self.mismatch(rank, words[index])
+        return True
+
+    def has_reached(self, phase_and_rank: tuple[int, int]) -> bool:
+        """Return True if one other rank has published a phase in the same call as this rank.
+
+        Raises: CollectiveFailed: that rank makes another call.
+        """
+        phase, rank = phase_and_rank
+        words = self.words[rank]
+        if words[PHASE] < phase:
+            return False
+        self._memory_fence()
+        if words[RING_AT + phase % RING] != self.word:
+            raise self.mismatch(rank, words[RING_AT + phase % RING])
         return True
 
     def not_arrived(self, phase: int) -> list[int]:
@@ -238,16 +256,21 @@ class PhaseBoard:
                 return rank, text.decode(errors="replace")
         return None
 
-    def sleep(self, phase: int, limit_s: float) -> None:
+    def sleep(self, phase: int, limit_s: float, rank: int | None = None) -> None:
         """Sleep until a rank that has not published `phase` publishes something or gives up.
 
-        The sleep may end earlier, at `limit_s` at the latest: the caller tests its condition again.
+        The sleep may end earlier, so the caller must test its condition again.
+
+        Args:
+            limit_s: the longest sleep.
+            rank: the rank to wait for; None for all.
         """
         self._self_words[SLEEPS] = 1
         self._memory_fence()
         for peer, words in self._peer_words:
             seen = words[PHASE]
-            if seen < phase and not words[FAILED]:
+            is_late = seen < phase and not words[FAILED]
+            if is_late and rank in (None, peer):
                 # The kernel compares the word with `seen`, so a phase that is published between
                 # these two lines is not missed.
                 futex_wait(self._phase_addresses[peer], seen, limit_s)

@@ -79,13 +79,13 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
     entries = _all_gather(store, "here", rank, size, record)  # [1]
     records = [_checked_record(peer, entry) for peer, entry in enumerate(entries)]
-    neighbours = {
-        peer: entry
+    neighbours = [
+        peer
         for peer, entry in enumerate(records)
         if peer != rank and entry.host_id == record.host_id
-    }
-    attached, unreached = _attach_all(rank, neighbours)  # [2]
-    problem = problem or unreached
+    ]
+    attached = _attach_peers(records, neighbours)  # [2]
+    problem = problem or _attach_problem(rank, records, neighbours, attached)
     answers = _all_gather(store, "reached", rank, size, problem)  # [3]
     problems = [_checked_problem(peer, answer) for peer, answer in enumerate(answers)]
     if memory is not None:
@@ -96,26 +96,10 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
         num_hosts=num_hosts,
         memory=None if reason or num_hosts > 1 else memory,
         attached=attached,
-        pids={} if reason else {peer: entry.pid for peer, entry in neighbours.items()},
+        pids={} if reason else {peer: records[peer].pid for peer in neighbours},
         compiled=all(entry.compiled == native.VERSION for entry in records),
         reason=reason,
     )
-
-
-def _attach_all(
-    rank: int, neighbours: Mapping[int, _RendezvousRecord]
-) -> tuple[dict[int, AttachedSegment], str]:
-    """Attach the segments of other ranks of this host; return them, and the first problem or ""."""
-    attached: dict[int, AttachedSegment] = {}
-    problem = ""
-    for peer, entry in neighbours.items():
-        segment = attach(entry.memory)
-        if segment is not None:
-            attached[peer] = segment
-        elif not problem:
-            path = f"/proc/{entry.pid}/fd"
-            problem = f"rank {rank} cannot open the memory of rank {peer} ({path})"
-    return attached, problem
 
 
 def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
@@ -174,6 +158,28 @@ def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
         "Either ranks run different versions of Shoal, or a stranger writes into the store; "
         "docs/security.md tells who can."
     )
+
+
+def _attach_peers(
+    records: Sequence[_RendezvousRecord], neighbours: Sequence[int]
+) -> dict[int, AttachedSegment]:
+    """Return the segments that can be attached, by rank."""
+    segments = {peer: attach(records[peer].memory) for peer in neighbours}
+    return {peer: segment for peer, segment in segments.items() if segment is not None}
+
+
+def _attach_problem(
+    rank: int,
+    records: Sequence[_RendezvousRecord],
+    neighbours: Sequence[int],
+    attached: Mapping[int, AttachedSegment],
+) -> str:
+    """Return a sentence about the first segment that is not attached; empty if all are."""
+    missing = next((peer for peer in neighbours if peer not in attached), None)
+    if missing is None:
+        return ""
+    path = f"/proc/{records[missing].pid}/fd"
+    return f"rank {rank} cannot open the memory of rank {missing} ({path})"
 
 
 def host_id() -> str:

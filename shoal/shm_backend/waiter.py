@@ -26,7 +26,7 @@ SPIN_S = 1e-3
 SHORT_SPIN_S = 50e-6
 HEALTH_EVERY_S = 20e-3
 
-Condition = Callable[[int], bool]
+Condition = Callable[[Any], bool]
 
 
 class AdaptiveSpin:
@@ -52,7 +52,7 @@ class AdaptiveSpin:
 
 
 class Waiter:
-    """Waits for conditions of a phase board, whose argument is a phase.
+    """Waits for conditions of a phase board. A condition's argument is a phase or (phase, rank).
 
     Args:
         board: the phase board.
@@ -79,7 +79,7 @@ class Waiter:
         """Let all waits fail after `grace_s` from now, because this rank leaves its group."""
         self._leave_at_s = time.monotonic() + grace_s
 
-    def until(self, condition: Condition, phase: int, opts: Any = None) -> None:
+    def until(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait until `condition(phase)` is true.
 
         Args: opts: torch's options of the call; their timeout replaces the group's.
@@ -94,7 +94,29 @@ class Waiter:
             with self._progress.waiting():
                 self.until_without_spinning(condition, phase, opts)
 
-    def _spin(self, condition: Condition, phase: int) -> bool:
+    def poll_for(self, condition: Condition, phase: Any, limit_s: float) -> bool:
+        """Spin, then sleep for up to `limit_s`. Return True if the condition became true."""
+        start_s = time.perf_counter()
+        try:
+            if self._spin(condition, phase):
+                return True
+            end_s = time.perf_counter() + limit_s
+            while not condition(phase):
+                remaining_s = end_s - time.perf_counter()
+                if remaining_s <= 0:
+                    return False
+                self._sleep(phase, remaining_s)
+            return True
+        finally:
+            self._progress.add_waited(int((time.perf_counter() - start_s) * 1e9))
+
+    def _sleep(self, phase: Any, limit_s: float) -> None:
+        if isinstance(phase, int):
+            self.board.sleep(phase, limit_s)
+        else:
+            self.board.sleep(phase[0], limit_s, phase[1])
+
+    def _spin(self, condition: Condition, phase: Any) -> bool:
         """Spin until the condition is true; return False at the limit."""
         end_s = time.perf_counter() + self.spins.limit_s
         while not condition(phase):
@@ -104,7 +126,7 @@ class Waiter:
         self.spins.on_hit()
         return True
 
-    def until_without_spinning(self, condition: Condition, phase: int, opts: Any = None) -> None:
+    def until_without_spinning(self, condition: Condition, phase: Any, opts: Any = None) -> None:
         """Wait like `until`, but asleep from the beginning."""
         start_s = time.monotonic()
         try:
@@ -112,12 +134,12 @@ class Waiter:
         finally:
             self._progress.add_waited(int((time.monotonic() - start_s) * 1e9))
 
-    def _sleep_until(self, condition: Condition, phase: int, opts: Any, start_s: float) -> None:
+    def _sleep_until(self, condition: Condition, phase: Any, opts: Any, start_s: float) -> None:
         limit_s = self._limit_s(opts)
         end_s = start_s + limit_s
         check_at_s = start_s + HEALTH_EVERY_S
         while not condition(phase):
-            self.board.sleep(phase, HEALTH_EVERY_S)
+            self._sleep(phase, HEALTH_EVERY_S)
             now_s = time.monotonic()
             # A sleep also ends when one of several late ranks has come. The system is asked about
             # the processes only when the time has passed.
@@ -132,7 +154,7 @@ class Waiter:
                 if now_s > end_s and not condition(phase):
                     raise CollectiveFailed(self._timeout_text(phase, limit_s))
 
-    def _check_health(self, condition: Condition, phase: int) -> None:
+    def _check_health(self, condition: Condition, phase: Any) -> None:
         """Raise PeerLost if a rank has given up, or a late rank has ended."""
         board = self.board
         failure, dead = board.failure(), self.peers.dead()
@@ -143,7 +165,7 @@ class Waiter:
         if failure is not None:
             rank, text = failure
             raise PeerLost(f"rank {board.names[rank]} gave up {doing}: {text}")
-        late = board.not_arrived(phase)
+        late = self._late_ranks(phase)
         if lost := [rank for rank in dead if rank in late]:
             rank = lost[0]
             raise PeerLost(
@@ -151,18 +173,21 @@ class Waiter:
                 f"(call {board.calls} of a group of ranks {board.names})."
             )
 
+    def _late_ranks(self, phase: Any) -> list[int]:
+        return self.board.not_arrived(phase) if isinstance(phase, int) else [phase[1]]
+
     def _limit_s(self, opts: Any) -> float:
         """Return the timeout of a call, or the group's if the call has none (torch: below 0)."""
         own_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return float(own_s) if own_s > 0 else self.timeout_s()
 
-    def _timeout_text(self, phase: int, limit_s: float) -> str:
+    def _timeout_text(self, phase: Any, limit_s: float) -> str:
         """Return the error text for a time-out, which names the late ranks."""
         board = self.board
         late = [
             f"rank {board.names[rank]} (process {self.peers.pids[rank]}), which "
             f"{self.peers.state(rank)} and has made {board.calls_of(rank)} calls"
-            for rank in board.not_arrived(phase)
+            for rank in self._late_ranks(phase)
         ]
         return (
             f"rank {board.names[board.rank]} waited {limit_s:g} s in "

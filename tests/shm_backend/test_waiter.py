@@ -22,9 +22,13 @@ def test_spins_grow_after_a_hit_and_shrink_after_a_miss() -> None:
     for _ in range(20):
         spins.on_hit()
     assert spins.limit_s == SPIN_S
-    never = AdaptiveSpin(0.0)  # with more ranks than cores
-    never.on_hit()
-    assert never.limit_s == 0.0
+
+
+def test_nobody_spins_where_there_are_more_ranks_than_cores() -> None:
+    spins = AdaptiveSpin(0.0)
+    spins.on_hit()
+    spins.on_miss()
+    assert spins.limit_s == 0.0
 
 
 def test_a_rank_spins_for_less_after_the_others_came_late(monkeypatch: pytest.MonkeyPatch) -> None:
