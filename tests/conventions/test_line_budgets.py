@@ -27,7 +27,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/platform": 1_980,
     "shoal/plotting": 490,
     "shoal/run": 9_760,
-    "shoal/shm_backend": 2_630,
+    "shoal/shm_backend": 2_780,
     "shoal/strategies": 16_660,
     "shoal/testing": 240,
     "shoal/trace": 810,
