@@ -5,11 +5,14 @@ Python and torch are imported first: their own parts for the system are not what
 
 import builtins
 import io
+import multiprocessing.popen_spawn_posix  # noqa: F401
 import os
 import socket
 import sys
 import sysconfig
 from typing import Any
+
+import torch.distributed  # noqa: F401
 
 HIDDEN = ("/proc/", "/sys/", "/dev/shm")
 LINUX_ONLY = {
