@@ -78,14 +78,8 @@ def dies(job: Any) -> None:
     tiny_jobs.go(DiesBesideASave(job))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "strategy"),
-    [
-        pytest.param(1, "single", marks=pytest.mark.slow),
-        pytest.param(2, "zero3", marks=pytest.mark.slow),
-        (2, "ddp"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "zero3"), (2, "ddp")])
 def test_killed_beside_a_save_it_ends_bit_equal(tmp_path: Path, ranks: int, strategy: str) -> None:
     world.run(
         ranks, tiny_jobs.trains, tiny(tmp_path / "undisturbed", GPT, EVERY_STEP, strategy=strategy)

@@ -77,6 +77,7 @@ def test_there_are_at_least_twenty_points() -> None:
     assert set(EVERY_DAY) < set(POINTS)
 
 
+@pytest.mark.slow
 def test_the_loss_scale_of_fp16_has_something_to_remember(undisturbed: Undisturbed) -> None:
     assert undisturbed("fp16")[0]["info"]["loss_scale"]["skipped"] > 0
 

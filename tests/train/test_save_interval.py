@@ -153,9 +153,10 @@ def saved_steps(directory: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (directory / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "beside"),
-    [("ddp", False), pytest.param("zero3", True, marks=pytest.mark.slow)],
+    [("ddp", False), ("zero3", True)],
 )
 def test_a_run_is_the_same_with_any_interval_and_all_ranks_agree(
     tmp_path: Path, strategy: str, beside: bool
