@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.comm.mappings import conjugate
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.strategies.ddp import gradient_reducer
-from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets
+from shoal.strategies.ddp.own_buckets import LastBucket, OwnBuckets
 from shoal.strategies.pipeline.p2p import StageComm
 from shoal.strategies.pipeline.ties import Ties
 from shoal.strategies.tensor import region, vocabulary
@@ -79,16 +79,17 @@ class DDPLeavesOneOut(Replaced):
     cause=("wrong gradient", "missing gradient"),
 )
 class DDPSendsEarlier(Replaced):
-    owner, function = Bucket, "pack"
+    owner, function = LastBucket, "fill"
 
     def wrong(self, right: Callable[..., Any]) -> Any:
-        packed: list[Tensor] = []
+        sent: list[Tensor] = []
 
-        def pack(bucket: Any) -> Tensor:
-            packed.append(right(bucket))
-            return packed[max(0, len(packed) - 2)].clone()
+        def fill(bucket: Any, *totals_and_flags: Any) -> None:
+            right(bucket, *totals_and_flags)
+            sent.append(bucket.gradients.clone())
+            bucket.gradients.copy_(sent[max(0, len(sent) - 2)])
 
-        return pack
+        return fill
 
 
 @planted(
