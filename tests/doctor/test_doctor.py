@@ -50,6 +50,7 @@ def test_ranks_that_cannot_talk_are_named_and_the_exit_code_is_1(report):
     assert ill.exit_code == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_sum_of_either_rank_is_an_error(monkeypatch, tmp_path):
     program = (
         "import os\n"

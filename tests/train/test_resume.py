@@ -72,6 +72,7 @@ def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> N
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_data_loader_workers_change_nothing(tmp_path: Path) -> None:
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "without", GPT))
     world.run(2, tiny_jobs.trains, tiny(tmp_path / "with", GPT, WORKERS))

@@ -14,6 +14,7 @@ from shoal.verification import verify_job
 from tests.matrix.cases import EXPERIMENTS, images
 
 
+@pytest.mark.slow
 def test_training_with_an_algorithm_is_exact() -> None:
     strategy = "ddp,allreduce=tree,bucket_mb=0.01"  # several buckets
     for name in ("lstm", "unused, frozen, shared and scalar parameters"):
