@@ -133,7 +133,7 @@ class ServerPool:
             answered=self._on_answer,
         )
         self.watcher.begin()
-        threading.Thread(target=self._run, name="fleet", daemon=True).start()
+        threading.Thread(target=self._run, name="server pool", daemon=True).start()
 
     def start(self, shard: int) -> int:
         """Start one more server of a shard; return its pid."""

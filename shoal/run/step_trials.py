@@ -51,8 +51,8 @@ MIXES = (
     'run.backward(loss, reduction="ranks").'
 )
 WRITTEN = (
-    "note: ranks differ in {names}, and did not before the first step. What compute_loss writes "
-    "there is of one rank's samples, and so is what the script prints or decides by it. "
+    "note: ranks differ in {names}, and did not before the first step. What compute_loss or the "
+    "loop writes there is of one rank's samples, and so is what is printed or decided by it. "
     'shoal.all_reduce(value, op="sum") gives that of all ranks.'
 )
 DIVIDED = "no rank has the whole models, and they are not put together for it"
@@ -117,15 +117,15 @@ class StepTrials:
             self._own_numbers = {name: number for name, number in own.items() if number.is_real}
             written = _changed_since(self._first_digests.get(code, {}), own)
         self._has_news |= is_tried_again or bool(self._own_numbers)
-        is_read = ""
+        read: Sequence[str] = ()
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
-                is_read = self._try_alone(batch)
+                read = self._try_alone(batch)
         elif is_power:
-            is_read = self._try_together(batch)
-        self._note_written([name for name in written if name not in is_read.split(" and ")])
+            read = self._try_together(batch)
+        self._note_written([name for name in written if name not in read])
 
-    def _try_alone(self, batch: LocalBatch) -> str:
+    def _try_alone(self, batch: LocalBatch) -> Sequence[str]:
         """Try a loss again on this rank. Returns and raises as `_try_together`."""
         self._has_news = False
         with self._guards.phase:
@@ -184,7 +184,7 @@ class StepTrials:
             if objection:
                 raise UsageError(objection)
 
-    def _try_together(self, batch: LocalBatch) -> str:
+    def _try_together(self, batch: LocalBatch) -> Sequence[str]:
         """Try a loss again if the batch of any rank has had news since the last time. Collective.
 
         Returns: names of the numbers that differ on ranks and that the loss reads.
@@ -195,7 +195,7 @@ class StepTrials:
         is_pipeline = mesh.pipeline.size > 1
         wants = self._news.has_padding if is_pipeline else self._has_news
         if not mesh.all_reduce_max(torch.tensor(float(wants), device=mesh.host_device)):
-            return ""
+            return ()
         self._has_news = False
         if not is_pipeline:
             verdict = self._try(batch)
@@ -205,7 +205,7 @@ class StepTrials:
         if PADDING not in self._noted:
             self._noted.add(PADDING)
             self._announce(PADDING)
-        return ""
+        return ()
 
     @property
     def _has_parts(self) -> bool:

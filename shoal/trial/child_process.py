@@ -18,7 +18,7 @@ import signal
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple
+from dataclasses import astuple, replace
 
 import torch
 
@@ -86,9 +86,10 @@ def _received(receiving: int) -> LossVerdict:
             break
         text += data
     try:
-        kind, difference, sizes, *others = json.loads(text)
+        kind, difference, sizes, *others, own = json.loads(text)
     except ValueError:
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
         reason = f"its trial in a process of its own {what}"
         return LossVerdict(LossKind.NOT_JUDGED, reason=reason)
-    return LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
+    verdict = LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
+    return replace(verdict, own_numbers=tuple(own))

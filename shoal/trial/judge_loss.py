@@ -181,7 +181,7 @@ class LossJudge:
         difference = distance_of_repeat(*after)
         return difference if difference > TOLERANCE else 0.0
 
-    def numbers_read(self, numbers: Mapping[str, ReachedNumber]) -> str:
+    def numbers_read(self, numbers: Mapping[str, ReachedNumber]) -> tuple[str, ...]:
         """Return the names of those that change the loss, or its gradients, where they change."""
         names = []
         for name, number in [*numbers.items()][:MOST_NUMBERS]:
@@ -196,7 +196,7 @@ class LossJudge:
                     names.append(name)
             except (_FailedError, CannotTry):
                 continue
-        return " and ".join(names)
+        return tuple(names)
 
     def _measure_again(self) -> Measured:
         return self._pass(lambda: self._loss.whole(self._all), self._all)

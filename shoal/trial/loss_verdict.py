@@ -71,7 +71,7 @@ class LossVerdict:
     reason: str = ""
     misplaced: str = ""
     memory: float = 0.0
-    own_numbers: str = ""
+    own_numbers: tuple[str, ...] = ()
 
     @property
     def objects(self) -> bool:
@@ -124,10 +124,10 @@ class LossVerdict:
             )
         if self.own_numbers:
             return (
-                f"ranks differ in {self.own_numbers}, with which compute_loss computes. One device "
-                "has one value: compute it from run.gather(tensor), or from the loss that "
-                "run.forward_backward returns, or draw it by a torch.Generator that has the same "
-                "seed on all ranks."
+                f"ranks differ in {' and '.join(self.own_numbers)}, with which compute_loss "
+                "computes. One device has one value: compute it from run.gather(tensor), or from "
+                "the loss that run.forward_backward returns, or draw it by a torch.Generator that "
+                "has the same seed on all ranks."
             )
         return f"compute_loss is a {self.kind.value} over samples, as far as this batch shows."
 
