@@ -32,7 +32,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 810,
     "shoal/train": 3_240,
-    "shoal/trial": 2_990,
+    "shoal/trial": 3_000,
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
