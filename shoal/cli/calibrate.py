@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from shoal.cli import answers, argument_types
 
-HELP = "measure how fast this machine computes and communicates, for shoal plan; under a minute"
+HELP = "measure how fast this machine computes and communicates, for shoal plan; a minute or two"
 EXAMPLES = """\
   shoal calibrate                    kept in the user's cache, where shoal plan finds it
   shoal calibrate -o machine.json    in a file, for shoal plan --machine machine.json

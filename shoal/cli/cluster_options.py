@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -124,6 +125,8 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         return 0
     job = batch_script.submit(script)
     log = batch_script.log_name(settings, job)
+    if shutil.which(python) is None:
+        print(f"shoal: note: --python {python}: there is no such program here; the nodes need it")
     print(f"shoal: job {job} is submitted; its log: tail -F {log}; its end: scancel {job}")
     return 0
 

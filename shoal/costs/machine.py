@@ -330,7 +330,7 @@ UNKNOWN_CPU = Machine(
     },
     server_rate=UNKNOWN_SERVER_RATE,
     cores=os.cpu_count() or 1,
-    note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine in a minute",
+    note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine",
 )
 """A CPU of which nothing is known."""
 

@@ -71,7 +71,7 @@ def rank_counts(cores: int) -> list[int]:
 
 
 def calibrate(announce: Callable[[str], None] = print) -> Machine:
-    """Measure this machine's CPUs. Takes less than a minute where nothing else runs."""
+    """Measure this machine's CPUs. Takes a minute or two where nothing else runs."""
     compute: dict[int, Compute] = {}
     collectives: dict[str, SpeedCurve] = {}
     overlap = 1.0

@@ -38,12 +38,10 @@ MOST_CALLS = 16
 FIRST_LOSSES = 2
 """Losses for which the models are tried: those of a GAN take turns."""
 NOTE = (
-    "note: run.backward takes a loss that is a mean over its samples. Its graph is "
-    "looked at, which does not tell all: beyond that, nothing has checked that it is. To check it: "
-    "shoal verify SCRIPT -n {ranks}. Dropout and noise by torch are drawn on each data rank for "
-    "its own samples: same law, other numbers. The loop has the samples of its rank alone: so its "
-    "accuracies, the losses that it computes and len(x) are of these; what run.backward returns is "
-    "of all."
+    "note: run.backward takes the mean over the samples of this rank. Beyond the graph of the loss, "
+    "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Dropout and noise by "
+    "torch: other numbers on each data rank, same law. Losses, accuracies and len(x) in the loop "
+    "are those of this rank; run.backward returns the loss of all."
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "

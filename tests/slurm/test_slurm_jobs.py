@@ -63,6 +63,18 @@ def test_a_script_runs_as_one_world_with_its_own_words_and_the_log_shows_rank_0(
     assert "SBATCH_ACCOUNT" in inherited
 
 
+def test_an_interpreter_that_is_not_on_this_machine_is_named_beside_the_job(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("train.py").write_text("pass\n")
+    _, out, _ = shoal(capsys, "launch", "--slurm", "--python", "/no/python", "train.py")
+    assert out.startswith(
+        "shoal: note: --python /no/python: there is no such program here; the nodes need it\n"
+    )
+    assert "FAILED" in ended(slurm)
+    assert "/no/python" in Path("train-12.out").read_text()
+
+
 def test_options_for_sbatch_count_more_than_variables_of_the_shell(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
