@@ -22,7 +22,7 @@ from shoal.config import read
 from shoal.errors import ConfigError, ShoalError
 from shoal.loggers.metrics_file import NAME, read_metrics
 from shoal.platform.files import atomic_write
-from shoal.platform.optional_packages import missing_for
+from shoal.platform.optional_packages import missing, missing_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,6 +125,9 @@ def plot(runs: Sequence[Path], output: Path) -> None:
 
 def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
     """Draw one run as `plot` does. A failure is a note."""
+    if sentences := missing("matplotlib"):
+        note(f"no curves were drawn: {sentences[0]}")
+        return
     try:
         plot([run], output)
     except (ShoalError, OSError) as error:
