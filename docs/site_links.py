@@ -23,6 +23,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = normpath(f"{folder}/{target}" if folder else target)
         if "://" in target or not (path.startswith("..") or not path.endswith(SUFFIXES)):
             return link[0]
-        return f"{text} (`{path.removeprefix('../')}`)"
+        path = path.removeprefix("../")
+        return f"`{path}`" if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
 
     return LINK.sub(kept, markdown)

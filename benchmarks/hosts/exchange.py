@@ -91,7 +91,7 @@ def new_job(work: Work, key_file: Path, workers: int, servers: int) -> ClusterCo
 
 
 def judge(pipe: Connection, job: ClusterConfig, host: int) -> None:
-    """Be the arbiter's keeper; tells its address."""
+    """Be the coordinator's keeper; tells its address."""
     nursery = HelperSpawner()
     found = CoordinatorProcess(nursery, job, address(host))
     answer(pipe, found.address)
@@ -100,24 +100,26 @@ def judge(pipe: Connection, job: ClusterConfig, host: int) -> None:
     nursery.close()
 
 
-def server(pipe: Connection, job: ClusterConfig, shard: int, arbiter: Address, host: int) -> None:
+def server(
+    pipe: Connection, job: ClusterConfig, shard: int, coordinator: Address, host: int
+) -> None:
     """Hold one shard."""
     nursery = HelperSpawner()
-    fleet = ServerPool(nursery, job, arbiter, address(host), machine=shard, machines=job.shards)
+    fleet = ServerPool(nursery, job, coordinator, address(host), machine=shard, machines=job.shards)
     await_end(pipe)
     fleet.close(0)
     nursery.close()
 
 
 def worker(
-    pipe: Connection, work: Work, job: ClusterConfig, arbiter: Address, rank: int
+    pipe: Connection, work: Work, job: ClusterConfig, coordinator: Address, rank: int
 ) -> dict[str, float]:
     """Step through the servers; seconds of a step, and what else was seen."""
     _gather(rank, job.settings.workers)
     weight, optimizer = work.model()
     parts = work.parts
     flat = FlatParams({"weight": weight}, parts)
-    client = connect_to_servers(rank, flat, arbiter, job.transport, shares=False)
+    client = connect_to_servers(rank, flat, coordinator, job.transport, shares=False)
     if rank == 0:
         client.load([[{}] for _ in parts])
     client.mark_current()

@@ -24,12 +24,12 @@ def by_servers(work: Work, workers: int, servers: int, first_host: int) -> dict[
     """
     with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder, WorkerPool() as pool:
         job = exchange.new_job(work, new_key_file(Path(folder)), workers, servers)
-        arbiter = pool.receive(pool.start(1, exchange.judge, job, 1), LIMIT_S)
+        coordinator = pool.receive(pool.start(1, exchange.judge, job, 1), LIMIT_S)
         for shard in range(servers):
             host = first_host + shard
-            pool.start(host, exchange.server, job, shard, arbiter, host)
+            pool.start(host, exchange.server, job, shard, coordinator, host)
         processes = [
-            pool.start(rank + 1, exchange.worker, work, job, arbiter, rank)
+            pool.start(rank + 1, exchange.worker, work, job, coordinator, rank)
             for rank in range(workers)
         ]
         return _slowest([pool.receive(process, LIMIT_S) for process in processes])

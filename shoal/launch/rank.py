@@ -27,6 +27,7 @@ from shoal.errors import UsageError
 from shoal.launch import failure
 from shoal.launch.failure import own_reporter
 from shoal.platform.cgroups import usable_cores
+from shoal.platform.processes import set_process_name
 from shoal.watchdog.progress_writer import own_progress
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -92,6 +93,7 @@ def _run_target(spec: RankSpec) -> int:
     reporter.attach(spec.report, spec.rank)
     try:
         end_with_parent()
+        set_process_name(f"shoal rank {spec.rank}")
         _redirect_output(spec.stdout, spec.stderr)
         _reset_signal_handlers()
         _configure_process(spec)

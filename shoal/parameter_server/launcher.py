@@ -383,8 +383,8 @@ def report_servers(shards: Sequence[Mapping[str, Any]], together: bool) -> list[
     received_mib = sum(shard["received_bytes"] for shard in shards) / MIB
     sent_mib = sum(shard["sent_bytes"] for shard in shards) / MIB
     lines = [
-        f"servers: {len(shards)} shards received {received_mib:,.1f} MiB and sent "
-        f"{sent_mib:,.1f} MiB"
+        f"servers: {len(shards)} shard{'s' if len(shards) > 1 else ''} received "
+        f"{received_mib:,.1f} MiB and sent {sent_mib:,.1f} MiB by sockets"
     ]
     refused = sum(shard["refused"] for shard in shards)
     if refused:

@@ -65,12 +65,15 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     yield f"   ring  {seconds_text(exchange_s):>9}  {seconds_text(ring_s):>10}"
     yield ""
     enough = server_count.saturation(workers, worker, server)
-    yield f"enough: {enough}. One server more buys nothing: ceil(m B / (w min(B, beta)))"
+    yield (
+        f"enough: {enough}. One server more buys nothing: {workers} workers x "
+        f"{bytes_text(worker)}/s are what so many of {bytes_text(server)}/s take"
+    )
     hidden = server_count.hidden_from(size, worker, workers, compute_s, server)
     if hidden is None:
         yield "no number of servers hides the exchange: a worker's own share of a link takes longer"
     else:
-        yield f"hidden behind computing from {hidden} on: ceil(m M / (min(B, beta) t))"
+        yield f"hidden behind computing from {hidden} on, but for the first and last partitions"
     yield (
         "assumed: workers of one pace, links of one speed, each server on a host of its own; "
         "beside workers,"

@@ -1,4 +1,4 @@
-"""Facts about processes and the kernel, read from Linux's /proc."""
+"""Facts about processes and the kernel, and what a process is called, in Linux's /proc."""
 
 from __future__ import annotations
 
@@ -34,6 +34,12 @@ def boot_id() -> str:
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def set_process_name(name: str) -> None:
+    """Set the name of this process that ps, top and pgrep show: 15 letters. Linux only."""
+    with suppress(OSError):
+        (PROC / "self/comm").write_text(name)
 
 
 def adopt_orphans() -> None:

@@ -38,10 +38,10 @@ MOST_CALLS = 16
 FIRST_LOSSES = 2
 """Losses for which the models are tried: those of a GAN take turns."""
 NOTE = (
-    "note: run.backward takes the mean over the samples of this rank. Beyond the graph of the loss, "
+    "note: run.backward takes the mean over the samples of this rank. Beyond the loss's graph, "
     "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Dropout and noise by "
     "torch: other numbers on each data rank, same law. Losses, accuracies and len(x) in the loop "
-    "are those of this rank; run.backward returns the loss of all."
+    "are those of this rank; run.backward returns {returned}."
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
@@ -196,7 +196,7 @@ class LoopLoss:
         is_first = not self._is_noted
         if is_first:
             self._is_noted = True
-            self._announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
+            self._announce(self._note())
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
@@ -351,6 +351,11 @@ class LoopLoss:
             context = torch.autocast(self._prepared.mesh.device.type, self._autocast)
             context.__enter__()
         self._contexts.append(context)
+
+    def _note(self) -> str:
+        is_synchronous = self._prepared.local_model().strategy_state.is_synchronous
+        returned = "the loss of all" if is_synchronous else "that of this rank too"
+        return NOTE.format(ranks=max(2, self._prepared.mesh.size), returned=returned)
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""

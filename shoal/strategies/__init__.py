@@ -182,7 +182,7 @@ def _clashes(names: Sequence[str]) -> Iterator[str]:
     splitting = [name for name in names if _splits_batch(name)]
     if len(set(splitting)) > 1:
         clash = " and ".join(splitting)
-        yield f"{clash} share out the batch in different ways; keep one"
+        yield f"{clash}: each divides the batch among the ranks in its own way; keep one"
 
 
 def _problem_of_class_path(text: str) -> str:

@@ -20,7 +20,7 @@ from shoal.errors import ServerLost, UsageError, WireError
 from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
-from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 
@@ -34,7 +34,7 @@ RETRY_S = 0.1
 
 def write_address_file(folder: Path, coordinator: Address, job: Transport) -> None:
     """Write the address of a job's coordinator to a file, in the folder of its key or in a run."""
-    fields = {"arbiter": list(coordinator), "job": job.job, "encrypt": job.encrypt}
+    fields = {"coordinator": list(coordinator), "job": job.job, "encrypt": job.encrypt}
     (folder / ADDRESS_FILE).write_text(json.dumps(fields))
 
 
@@ -61,16 +61,16 @@ class AdminClient:
         (host, port), transport = _coordinator_of(directory)
         number = FIRST_USER + secrets.randbelow(2**20)
         try:
-            self._peer = transport.connect((host, port), ARBITER, number)
+            self._peer = transport.connect((host, port), COORDINATOR, number)
         except (OSError, WireError) as error:
             raise ServerLost(
-                f"{directory}: its arbiter at {host} port {port} does not answer: {error}."
+                f"{directory}: its coordinator at {host} port {port} does not answer: {error}."
             ) from error
 
     def servers(self) -> list[dict[str, Any]]:
         """Return an entry for each server.
 
-        Keys: shard, role, server, state, address, pid, host, clock, moving, parts, bytes."""
+        Keys: shard, role, server, state, address, pid, host, clock, moving, partitions, bytes."""
         servers: list[dict[str, Any]] = json.loads(self._request(Op.LIST)[1])
         return servers
 
@@ -119,7 +119,7 @@ class AdminClient:
                     return header.partition, bytes(payload)
         except WireError as error:
             raise ServerLost(
-                f"the arbiter has hung up ({error}): the job has ended, or its arbiter has died."
+                f"the coordinator has hung up ({error}): it has died, or the job has ended."
             ) from error
 
     def _wait_for_migrations(
@@ -133,7 +133,7 @@ class AdminClient:
                 return
             time.sleep(RETRY_S)
         raise ServerLost(
-            f"the parts are still on their way after {MIGRATION_LIMIT_S:g} s. See "
+            f"the partitions are still on their way after {MIGRATION_LIMIT_S:g} s. See "
             "`shoal servers RUN list`; "
             "training goes on."
         )
@@ -165,7 +165,7 @@ def _coordinator_of(directory: Path) -> tuple[Address, Transport]:
 
 def _read_address_file(folder: Path) -> tuple[Address, str, bool]:
     found = json.loads((folder / ADDRESS_FILE).read_text())
-    host, port = found["arbiter"]
+    host, port = found["coordinator"]
     return (host, port), found["job"], found["encrypt"]
 
 
@@ -195,19 +195,23 @@ def _state_text(server: Mapping[str, Any]) -> str:
         return "waits for all its replicas"
     if server["moving"]:
         return f"{server['moving']} coming"
-    return "no part is left for it: a smaller part_mb cuts more" if server.get("parts") == 0 else ""
+    return (
+        "no partition is left for it: a smaller part_mb cuts more"
+        if server.get("partitions") == 0
+        else ""
+    )
 
 
 def table(servers: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of `shoal servers list`: one line for each server."""
-    head = ("shard", "role", "pid", "host", "parts", "MiB", "clock", "")
+    head = ("shard", "role", "pid", "host", "partitions", "MiB", "steps", "")
     rows = [
         (
             str(server["shard"]),
             server["role"],
             str(server.get("pid", "?")),
             server.get("host", "?"),
-            str(server.get("parts", "?")),
+            str(server.get("partitions", "?")),
             f"{server['bytes'] / 2**20:,.1f}" if "bytes" in server else "?",
             str(server.get("clock", "?")),
             _state_text(server),

@@ -25,8 +25,9 @@ from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.platform.files import atomic_write
+from shoal.platform.processes import set_process_name
 
-ARBITER = "arbiter"
+COORDINATOR = "coordinator"
 """Name of the coordinator as a listener. It is part of every handshake, so it must not change."""
 _SERVER_OPS = (Op.JOIN, Op.HEARTBEAT, Op.TRANSFERRED, Op.IN_SYNC)
 _USER_OPS = (Op.ADD, Op.REMOVE, Op.LIST)
@@ -46,7 +47,7 @@ class CoordinatorServer:
         settings = config.settings
         self.config = config
         self.acceptor = Acceptor(
-            listener, "the arbiter", config.transport.for_coordinator(), ARBITER
+            listener, "the coordinator", config.transport.for_coordinator(), COORDINATOR
         )
         self.sizes = tuple(partition.size_bytes for partition in settings.parts)
         self.coordinator = Coordinator(
@@ -204,7 +205,7 @@ class CoordinatorServer:
             **self.statuses.get(server, {}),
             # Newer than the server's own figures of the same names, which these replace.
             "moving": len(placement.arriving_at(view.shard)),
-            "parts": len(owned),
+            "partitions": len(owned),
             "bytes": sum(self.sizes[partition] for partition in owned),
         }
 
@@ -222,4 +223,5 @@ def _role(view: View, server: int) -> str:
 
 def serve_coordinator(listener: socket.socket, config: ClusterConfig) -> None:
     """Run a coordinator in a process of its own, from its start to its end."""
+    set_process_name("shoal coordinat")
     CoordinatorServer(config, listener).run()

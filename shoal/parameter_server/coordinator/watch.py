@@ -12,7 +12,7 @@ from typing import Any
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Address, Placement, View
-from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport
 
@@ -107,7 +107,7 @@ class ClusterWatcher:
             time.sleep(RETRY_S)
 
     def _connect(self) -> Connection:
-        return self._transport.connect(self._address, ARBITER, self._number)
+        return self._transport.connect(self._address, COORDINATOR, self._number)
 
     def _receive_loop(self, peer: Connection) -> None:
         self._peer = peer

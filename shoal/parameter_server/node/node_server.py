@@ -46,6 +46,7 @@ from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport, address_of
+from shoal.platform.processes import set_process_name
 
 log = logging.getLogger("shoal.server")
 
@@ -96,7 +97,10 @@ class ServerNode:
         self.deferred_replies: list[Outgoing] = []
         self.received_bytes = 0
         self.acceptor = Acceptor(
-            listener, f"server {config.server}", config.transport, config.server
+            listener,
+            f"the server of shard {config.shard} (process {os.getpid()})",
+            config.transport,
+            config.server,
         )
         self.membership = Membership(config, address_of(listener), self)
         self.replication = Replication(self)
@@ -248,7 +252,7 @@ class ServerNode:
             state for partition, state in self.shard.held.items() if partition in self.shard.owned
         ]
         return {
-            "parts": len(owned),
+            "partitions": len(owned),
             "bytes": sum(state.part.size_bytes for state in owned),
             "clock": min((state.clock for state in owned), default=0),
         }
@@ -269,6 +273,7 @@ class ServerNode:
 def serve(listener: socket.socket, config: ServerConfig) -> None:
     """Run a server in a process of its own, from its start to its end."""
     torch.set_num_threads(1)
+    set_process_name(f"shoal server {config.shard}")
     # A server that has lost a thread would stay silent, and its peers would wait for it.
     threading.excepthook = _exit_with_traceback
     ServerNode(config, listener).run()

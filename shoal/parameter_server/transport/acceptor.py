@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from shoal.errors import WireError
+from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.settings import Transport
 
@@ -88,7 +88,9 @@ class Acceptor:
             self.refused += 1
             count = self.refused
         if count & (count - 1) == 0:
-            log.warning("%s has refused %d, the last because: %s", self._name, count, error)
+            # A worker that was killed hangs up too, and is no stranger.
+            level = logging.DEBUG if isinstance(error, ConnectionLost) else logging.WARNING
+            log.log(level, "%s has refused %d, the last because: %s", self._name, count, error)
 
     def _register(self, visit: int, connection: socket.socket) -> None:
         """Register a handshake; if there are too many, end the oldest one."""

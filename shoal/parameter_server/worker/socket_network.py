@@ -48,7 +48,7 @@ from shoal.shm_backend.segment import AttachedSegment, attach
 def connect_to_servers(
     worker: int,
     flat: FlatParams,
-    arbiter: Address,
+    coordinator: Address,
     transport: Transport,
     *,
     staleness: int | None = 0,
@@ -60,7 +60,7 @@ def connect_to_servers(
     Args:
         worker: its id among the workers of the same servers.
         flat: this worker's memory, into which values are received.
-        arbiter: the address of the coordinator.
+        coordinator: the address of the coordinator.
         transport: settings of the job.
         staleness: number of the slowest worker's steps that values may lack; None for any.
         shares: True to let servers of this machine read gradients in this worker's memory.
@@ -70,7 +70,7 @@ def connect_to_servers(
     """
     read_at = read_offsets(flat.parts, worker, staleness)
     transport = transport.for_parts(flat.parts)
-    network = SocketNetwork(worker, arbiter, transport, flat, read_at, shares)
+    network = SocketNetwork(worker, coordinator, transport, flat, read_at, shares)
     return WorkerClient(flat, network, staleness, trace)
 
 
@@ -79,7 +79,7 @@ class SocketNetwork:
 
     Args:
         worker: its id among the workers of the same servers.
-        arbiter: the address of the coordinator.
+        coordinator: the address of the coordinator.
         transport: settings of the job, with a size limit for the partitions.
         flat: the memory for new values, and shared memory for gradients.
         read_at: offset of each partition in the shared memory of a server of this machine, in
@@ -96,7 +96,7 @@ class SocketNetwork:
     def __init__(
         self,
         worker: int,
-        arbiter: Address,
+        coordinator: Address,
         transport: Transport,
         flat: FlatParams,
         read_at: Sequence[int],
@@ -107,13 +107,13 @@ class SocketNetwork:
         self.flat = flat
         self.read_at = read_at
         self.shares = shares
-        self._arbiter = arbiter
+        self._coordinator = coordinator
         self._connections: dict[int, ShardConnection] = {}
         self._is_placed = threading.Event()
         self._has_left = threading.Event()
         self.views = ClusterWatcher(
             worker,
-            arbiter,
+            coordinator,
             transport,
             changed=self._on_view,
             placed=self._on_placement,
@@ -125,8 +125,10 @@ class SocketNetwork:
         self.owner = owner
         self.views.begin()
         if not self._is_placed.wait(RECOVER_S):
-            host, port = self._arbiter
-            raise ServerLost(f"the arbiter at {host}:{port} has said nothing for {RECOVER_S:g} s.")
+            host, port = self._coordinator
+            raise ServerLost(
+                f"the coordinator at {host}:{port} has said nothing for {RECOVER_S:g} s."
+            )
 
     def carry_out(self, actions: Iterable[SessionAction]) -> None:
         """Carry out a session's actions and pass its events to the owner. The lock is held."""

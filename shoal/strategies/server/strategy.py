@@ -73,8 +73,8 @@ class Server(ServerOptions, Strategy):
             )
         if mesh.data.size < mesh.size:
             raise StrategyRefused(
-                "strategy server owns whole parameters; beside tensor and pipeline no rank has "
-                "them. Use ddp or zero1."
+                "strategy server owns whole parameters; under tensor and pipeline no rank "
+                "has them. Use ddp or zero1."
             )
         if self.encrypt and spans_machines(mesh.place) and not can_encrypt():
             raise StrategyRefused(f"strategy server: {MISSING_PACKAGE}.")
@@ -112,8 +112,7 @@ class Server(ServerOptions, Strategy):
         """
         if step.layout.data < step.layout.world:
             raise StrategyRefused(
-                "strategy server owns whole parameters; beside tensor and pipeline no rank has "
-                "them."
+                "strategy server owns whole parameters; under tensor and pipeline no rank has them."
             )
         if self.staleness != "0" or self.compress != "none" or self.replicas > 1:
             raise StrategyRefused(
@@ -177,14 +176,14 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     )
     transport, folder = engine.launcher.share_key(options.encrypt)
     job = ClusterConfig(transport, folder, settings, owners, options.servers, options.replicas)
-    arbiter = engine.launcher.start(job)
+    coordinator = engine.launcher.start(job)
     # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
     peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
     return connect_to_servers(
         engine.mesh.rank,
         flat,
-        arbiter,
+        coordinator,
         transport,
         staleness=staleness,
         shares=options.shared_memory and engine.compression is None,

@@ -332,5 +332,6 @@ class WorkerEngine(StrategyState):
     def _require_synchronous(self, call: str) -> None:
         if not self.is_synchronous:
             raise UsageError(
-                f"{call}: with staleness={self.options.staleness} no step is shared by all workers."
+                f"{call}: with staleness={self.options.staleness} each push is a step of its own: "
+                "there is no gradient of all workers. Use staleness=0, or leave it out."
             )

@@ -45,7 +45,7 @@ from shoal.parameter_server.worker.session import (
 
 
 class SimulatedServers:
-    """Two shards of two servers each, and the arbiter that says who is their primary.
+    """Two shards of two servers each, and the coordinator that says who is their primary.
 
     Attributes:
         given_out: (worker, partition, step) -> the values that were sent.
@@ -55,7 +55,7 @@ class SimulatedServers:
     chance: Random
     now: float
     staleness: int | None
-    arbiter: Coordinator
+    coordinator: Coordinator
     parcels: list[Parcel]
     given_out: dict[tuple[int, int, int], list[Tensor]]
     servers: list[Server]
@@ -67,7 +67,7 @@ class SimulatedServers:
         return Server(number, shard, made, View(shard))
 
     def primary(self, shard: int) -> Server:
-        number = self.arbiter.views[shard].primary
+        number = self.coordinator.views[shard].primary
         assert number is not None
         return self.servers[number]
 
@@ -112,9 +112,9 @@ class SimulatedServers:
                         copied = message._replace(update=update)
                     server.updates.setdefault(message.backup, deque()).append(copied)
                 case InSync(backup):
-                    self.arbiter.in_sync(server.shard_number, backup, server.view.epoch)
+                    self.coordinator.in_sync(server.shard_number, backup, server.view.epoch)
                 case TransferDone(part, since, giver):
-                    self.arbiter.transfer_done(server.number, part, since, giver)
+                    self.coordinator.transfer_done(server.number, part, since, giver)
                 case PullResponse(worker, part, clock, oldest, numbers):
                     self.given_out.setdefault((worker, part, clock), []).append(numbers.clone())
                     values = ValuesMessage(part, clock, oldest)
@@ -133,22 +133,22 @@ class SimulatedServers:
 
     def lose(self, server: Server) -> None:
         """A primary that has a backup dies, or stands still for ever."""
-        view = self.arbiter.views[server.shard_number]
+        view = self.coordinator.views[server.shard_number]
         if not server.is_primary or view.primary != server.number or not view.backups:
             return
         server.runs = False
         self.now += 2 * LEASE_S
         for other in self.servers:
             if other.runs:
-                self.arbiter.heartbeat(other.number, self.now)
-        self.arbiter.tick(self.now)
+                self.coordinator.heartbeat(other.number, self.now)
+        self.coordinator.tick(self.now)
         if self.chance.random() < 0.5:
             for number in list(server.wires):
                 self.cut(self.workers[number], server.shard_number)
 
     def see_view(self, server: Server) -> None:
-        """Be what the arbiter says, as `replication.py` does."""
-        view = self.arbiter.views[server.shard_number]
+        """Be what the coordinator says, as `replication.py` does."""
+        view = self.coordinator.views[server.shard_number]
         if not server.runs or server.number not in view.members:
             return
         server.view = view
@@ -184,7 +184,7 @@ class SimulatedServers:
 
     def place(self, server: Server) -> None:
         if server.runs:
-            placement = server.placement = self.arbiter.placement
+            placement = server.placement = self.coordinator.placement
             mine = placement.owned_by(server.shard_number)
             coming = placement.arriving_at(server.shard_number)
             server.shard.set_ownership(mine, mine & set(placement.moving), coming)

@@ -1,4 +1,4 @@
-"""Workers, servers, an arbiter and a network in one process, one event after the other."""
+"""Workers, servers, a coordinator and a network in one process, one event after the other."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from shoal.parameter_server.worker.session import (
 
 
 class World(SimulatedServers):
-    """Two shards of two servers each, workers, an arbiter, and a network that loses connections."""
+    """Two shards of two servers each, workers, a coordinator, and a network that loses messages."""
 
     def __init__(self, chance: Random, staleness: int | None) -> None:
         self.chance, self.staleness = chance, staleness
         sizes = [part.size_bytes for part in PARTS]
-        self.arbiter = Coordinator([number % 2 for number in NUMBERS], sizes, 2, LEASE_S)
+        self.coordinator = Coordinator([number % 2 for number in NUMBERS], sizes, 2, LEASE_S)
         self.now = 0.0
         self.troubles = chance.choice(
             [5, 30, 200]
@@ -54,12 +54,12 @@ class World(SimulatedServers):
         self.given_out: dict[tuple[int, int, int], list[Tensor]] = {}
         self.servers = [self.new_server(number, number % 2) for number in range(4)]
         for server in self.servers:
-            self.arbiter.join(server.number, server.shard_number, ("127.0.0.1", 1), 0.0)
+            self.coordinator.join(server.number, server.shard_number, ("127.0.0.1", 1), 0.0)
             for other in self.servers:
                 self.see_view(other)
         for server in self.servers:
             self.place(server)
-        for part, owner in enumerate(self.arbiter.placement.owners):
+        for part, owner in enumerate(self.coordinator.placement.owners):
             values = torch.ones(LENGTH, dtype=torch.float64)
             out = self.primary(owner).shard.load(0, part, values, [{}], 0)
             self.say(self.primary(owner), [o for o in out if isinstance(o, InstallSnapshot)])
@@ -72,7 +72,7 @@ class World(SimulatedServers):
         memory = [torch.ones(LENGTH, dtype=torch.float64) for _ in PARTS]
         asks = self.staleness == 0 and self.chance.random() < 0.5
         worker = Worker(number, WorkerSession(len(PARTS), self.staleness), memory, asks)
-        self.do(worker, worker.session.placement_changed(self.arbiter.placement))
+        self.do(worker, worker.session.placement_changed(self.coordinator.placement))
         return worker
 
     def act(self) -> None:
@@ -90,7 +90,7 @@ class World(SimulatedServers):
             case 3 if self.parcels:
                 self.take_in(self.chance.choice(self.parcels))
             case 4:
-                self.do(worker, worker.session.placement_changed(self.arbiter.placement))
+                self.do(worker, worker.session.placement_changed(self.coordinator.placement))
             case 5:
                 self.tell_view(worker, self.chance.randrange(2))
             case 6 if worker.retries:
@@ -113,11 +113,11 @@ class World(SimulatedServers):
 
     def begin_move(self, partition: int) -> None:
         """Let a partition migrate to the other shard, or cancel that."""
-        moving = dict(self.arbiter.placement.moving)
+        moving = dict(self.coordinator.placement.moving)
         if moving.pop(partition, None) is None:
-            target = 1 - self.arbiter.placement.owners[partition]
-            moving[partition] = Move(target, self.arbiter.placement.version + 1)
-        self.arbiter._replace_placement(moving=moving)
+            target = 1 - self.coordinator.placement.owners[partition]
+            moving[partition] = Move(target, self.coordinator.placement.version + 1)
+        self.coordinator._replace_placement(moving=moving)
 
     def is_trouble(self, probability: float) -> bool:
         """Decide that it is time for one more trouble, or not."""
@@ -174,7 +174,7 @@ class World(SimulatedServers):
             assert squared == float(summed(worker.session.step, number).square().sum())
 
     def tell_view(self, worker: Worker, shard: int) -> None:
-        worker.views[shard] = self.arbiter.views[shard]
+        worker.views[shard] = self.coordinator.views[shard]
         self.do(worker, worker.session.view_changed(worker.views[shard]))
 
     def do(self, worker: Worker, actions: Iterable[SessionAction]) -> None:

@@ -1,4 +1,4 @@
-"""A worker's session under thousands of schedules, with real shards and a real arbiter around it.
+"""A worker's session under thousands of schedules, with real shards and a coordinator around it.
 
 Messages wait on connections that are cut, answers come twice, servers die or stand still, and
 partitions move: every push is applied once, every answer arrives, every value is of its step.
@@ -27,7 +27,7 @@ def test_every_schedule_applies_each_push_once_and_loses_no_answer(
             break
         world.act()
     assert all(worker.is_done for worker in world.workers), "it has come to a stand"
-    for part, owner in enumerate(world.arbiter.placement.owners):
+    for part, owner in enumerate(world.coordinator.placement.owners):
         held = world.primary(owner).shard
         assert held.done[part] == dict.fromkeys(range(WORKERS), STEPS)
         assert torch.equal(held.held[part].values, expected(STEPS, part))

@@ -19,7 +19,7 @@ from connected_channels import KEY, beside, new_memory, send
 from shoal.errors import ConnectionLost, ServerLost
 from shoal.parameter_server.codec import SHARED, Op
 from shoal.parameter_server.coordinator.coordinator import Placement, View
-from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.key import Key
 from shoal.parameter_server.transport.settings import UNIX, Transport, address_of, listen
@@ -45,21 +45,21 @@ class Owner:
 
 
 class Worker:
-    """A worker's network, with this test as the arbiter and as the only server.
+    """A worker's network, with this test as the coordinator and as the only server.
 
-    Attributes: arbiter, server: the other ends of its connections.
+    Attributes: coordinator, server: the other ends of its connections.
     """
 
     def __init__(self, memory: SharedSegment, lent_at: list[int], values: torch.Tensor) -> None:
         self.owner = Owner(4)
         self.listener = listen(UNIX)
-        arbiter = listen(UNIX)
+        coordinator = listen(UNIX)
         flat: Any = SimpleNamespace(values=[values] * 4, lent=memory, lent_at=lent_at)
-        where = address_of(arbiter)
+        where = address_of(coordinator)
         network = SocketNetwork(1, where, TRANSPORT, flat, [0] * 4, shares=bool(lent_at))
         self.network = network
-        with arbiter, beside(network.start, self.owner) as starting:
-            self.arbiter = self.accepted(arbiter, ARBITER)
+        with coordinator, beside(network.start, self.owner) as starting:
+            self.coordinator = self.accepted(coordinator, COORDINATOR)
             self.tell_view(View(0, 1, PRIMARY, addresses={PRIMARY: address_of(self.listener)}))
             self.tell(Op.PLACEMENT, Placement(1, (0,) * 4).to_json())
             self.server = self.accepted(self.listener, PRIMARY)
@@ -70,7 +70,7 @@ class Worker:
         return TRANSPORT.accept(connection, name)[0]
 
     def tell(self, op: Op, message: Any) -> None:
-        send(self.arbiter, Header(op), json.dumps(message).encode())
+        send(self.coordinator, Header(op), json.dumps(message).encode())
 
     def tell_view(self, view: View) -> None:
         self.tell(Op.VIEW, view.to_json())
@@ -86,7 +86,7 @@ class Worker:
     def close(self) -> None:
         with beside(self.network.close, 0.1):
             self.server.close()
-        self.arbiter.close()
+        self.coordinator.close()
         self.listener.close()
         for thread in [thread for thread in threading.enumerate() if thread.name == "shard 0"]:
             thread.join(10)  # or its exception would be one of the next test

@@ -69,7 +69,7 @@ def _serve(folder: Path, listener: socket.socket, plan: node_server.ServerConfig
 
 
 def _arbitrate(trouble: Trouble, listener: socket.socket, court: ClusterConfig) -> None:
-    (trouble.folder / "arbiter.pid").write_text(str(os.getpid()))
+    (trouble.folder / "coordinator.pid").write_text(str(os.getpid()))
     Network(trouble, court, listener).run()
 
 
@@ -94,7 +94,7 @@ class Network(CoordinatorServer):
         if (server, inside) not in self.ways:
             port = (
                 self.trouble.folder / f"{server}-{inside}.port"
-            )  # the next arbiter's proxies have the same ones
+            )  # the next coordinator's proxies have the same ones
             listener = _listen_again(int(port.read_text())) if port.exists() else listen_at(UNIX)
             self.ways[server, inside] = address_of(listener)
             port.write_text(str(address_of(listener)[1]))
@@ -198,7 +198,7 @@ class Network(CoordinatorServer):
         os.replace(partial_mark, self.trouble.mark)
 
     def _pid(self, role: str, server: int) -> int:
-        if role == "arbiter":
+        if role == "coordinator":
             return os.getpid()
         if role == "worker":
             return int((self.trouble.folder / "worker.pid").read_text())

@@ -146,7 +146,7 @@ def initial() -> dict[str, Tensor]:
 
 def test_a_long_lease_holds_up_neither_the_start_nor_the_end() -> None:
     # Neither an eighth of it passes, after which servers beat again, nor a twentieth, after which
-    # the arbiter looks.
+    # the coordinator looks.
     world.run(2, trained, "server=2,part_mb=0.001,lease_s=4000", timeout_s=25)
 
 

@@ -118,7 +118,7 @@ def test_shards_come_and_go_and_the_bits_stay(
     numbers, grown, shrunk = said
     assert numbers == (2, 3)
     assert [(s["shard"], s["role"]) for s in grown] == [(n, "primary") for n in range(4)]
-    assert all(s["parts"] > 0 for s in grown if s["clock"] > 0)
+    assert all(s["partitions"] > 0 for s in grown if s["clock"] > 0)
     assert [s["shard"] for s in shrunk] == [0, 3]
     for weights, _ in found:
         assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
@@ -176,7 +176,7 @@ def add_and_kill_it(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
             found := [
                 s
                 for s in control.servers()
-                if s["shard"] == 2 and s["parts"] and s["role"] == "primary"
+                if s["shard"] == 2 and s["partitions"] and s["role"] == "primary"
             ]
         ):
             time.sleep(0.002)

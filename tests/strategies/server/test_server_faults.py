@@ -30,10 +30,10 @@ def undisturbed() -> dict[str, Tensor]:
 SIGNALS = [
     "SIGKILL primary",
     "SIGKILL backup",
-    "SIGKILL arbiter",
+    "SIGKILL coordinator",
     "SIGSTOP primary",
     "SIGSTOP backup",
-    "SIGSTOP arbiter",
+    "SIGSTOP coordinator",
     "SIGSTOP worker",
 ]
 

@@ -14,7 +14,7 @@ from hostile_clients import WITH_KEY, WITHOUT_KEY, Target, cut_a_frame_short
 from torch import Tensor
 
 import shoal
-from shoal.parameter_server.coordinator.coordinator_server import ARBITER
+from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
 from shoal.parameter_server.launcher import ClusterLauncher
 from shoal.parameter_server.transport.acceptor import HANDSHAKES
 from shoal.parameter_server.transport.settings import UNIX
@@ -63,11 +63,11 @@ def visit(fleet: Any, chance: Random, silent: contextlib.ExitStack) -> None:
     ]
     transport = fleet.job.transport
     servers = [Target(view.addresses[view.primary], transport, view.primary) for view in views]
-    arbiter = Target(fleet.coordinator_address, transport, ARBITER)
+    coordinator = Target(fleet.coordinator_address, transport, COORDINATOR)
     for target in servers:
         for _ in range(HANDSHAKES + 10):  # half-open, while all others come
             silent.enter_context(target.reach())
-    visits = [(who, target) for who in WITHOUT_KEY for target in [*servers, arbiter]]
+    visits = [(who, target) for who in WITHOUT_KEY for target in [*servers, coordinator]]
     visits += [(who, target) for who in WITH_KEY for target in servers]
     chance.shuffle(visits)
     for who, target in visits:

@@ -35,7 +35,7 @@ def ends(folder: Path, signal_name: str, seed: int) -> tuple[int, int]:
     strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,shared_memory={shared_memory}"
     code = local.run(noted, (strategy, trouble), 2)
     assert trouble.mark.exists(), f"nothing happened in {phase}"
-    assert len(list(folder.glob("*.pid"))) >= 7  # two ranks, four servers, their arbiter
+    assert len(list(folder.glob("*.pid"))) >= 7  # two ranks, four servers, their coordinator
     deadline_s = time.monotonic() + 20
     while alive(folder):
         assert time.monotonic() < deadline_s, alive(folder)
