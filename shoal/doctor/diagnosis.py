@@ -156,9 +156,7 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
     software, devices = facts["software"], facts["devices"]
     return {
         RANKS: _ranks(facts),
-        "torchvision models": _needs(
-            software["torchvision_error"] is None, software["torchvision_error"] or ""
-        ),
+        "torchvision models": _torchvision(software),
         "timm models": _extra("timm", software),
         "transformers": _extra("transformers", software),
         "plots": _extra("matplotlib", software),
@@ -174,6 +172,13 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
         ),
         "torch.compile": _compile(software),
     }
+
+
+def _torchvision(software: Mapping[str, Any]) -> Diagnosis:
+    if error := software["torchvision_error"]:
+        return Diagnosis(False, error)
+    only_here = "torchvision" in software["plain_import_errors"]
+    return Diagnosis(True, " for shoal train; not for a script of your own" if only_here else "")
 
 
 def _gpus(devices: Mapping[str, Any]) -> Diagnosis:

@@ -41,16 +41,20 @@ from shoal.launch.output import (
     StreamName,
     output_mode,
     print_lines,
+    print_note,
 )
 from shoal.launch.private_memory import private_store
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.rank_set import HostShare
 from shoal.launch.ranks import Rank, Ranks
+from shoal.platform.cgroups import usable_cores
 from shoal.platform.sockets import make_socket_directory
 from shoal.watchdog.hang_limit import limit_of_ranks
 from shoal.watchdog.progress_word import ProgressMemory
 
+RANKS_PER_CORE = 4
+"""More ranks than so many for each core are told that they take turns."""
 TRACKER_S = 2.0
 """A process that a script has made by `os.fork` may keep the resource tracker for longer."""
 
@@ -92,6 +96,8 @@ def start(
     """
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
+    if processes > RANKS_PER_CORE * (cores := usable_cores()):
+        print_note(f"{processes} ranks take turns on {cores} cores; -n {cores} is as fast")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     # The address of this host's name may lead to another machine.

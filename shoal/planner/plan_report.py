@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 from shoal.costs.machine import Machine
@@ -32,6 +33,12 @@ def report(planner: Planner, plans: Plans, command: Command) -> str:
     shown = _worth_showing(plans.fitting)[:ROWS]
     if shown:
         lines += [*_table(shown), ""]
+        if any(after.seconds < before.seconds for before, after in pairwise(shown)):
+            lines += _wrapped(
+                "in the order of the longest time that a strategy's own error allows: servers are "
+                "predicted less well than others",
+                "",
+            )
     left_out = len(plans.fitting) + len(plans.slower) - len(shown)
     if left_out:
         lines += [f"and {left_out} more that are slower or the same: --json has all", ""]
@@ -71,8 +78,8 @@ def _head(planner: Planner) -> Iterator[str]:
         f"{work.model.name}: {work.model.numel:,} parameters, {_flops_text(flops)} a step; "
         f"global batch {work.global_batch}; {_counted(cluster.ranks, 'rank')} {hosts}"
     )
-    text = f"{bytes_text(planner.memory_limit)} for each rank; {machine_text(planner.machine)}"
-    yield from _wrapped(text, "")
+    memory = f"{bytes_text(planner.memory_limit)} for the tensors of each rank"
+    yield from _wrapped(f"{memory}; {machine_text(planner.machine)}", "")
 
 
 def machine_text(machine: Machine) -> str:

@@ -1,4 +1,4 @@
-"""Owners and modes of files: what another user of the machine could have written, or can read."""
+"""Owners and modes of files: what another user of the machine could have written."""
 
 from __future__ import annotations
 
@@ -108,13 +108,3 @@ def read_text_of_file(path: Path, max_bytes: int) -> str:
         if max(status.st_size, len(data)) > max_bytes:
             raise OSError(EPERM, f"it has more than {max_bytes:,} bytes")
     return data.decode("utf-8")
-
-
-def others_can_read(directory: Path) -> bool:
-    """Return True if other users of the machine can list a directory: by its mode, and by those of
-    all directories above it.
-    """
-    path = directory.resolve()
-    if not path.stat().st_mode & (stat.S_IROTH | stat.S_IXOTH):
-        return False
-    return all(parent.stat().st_mode & stat.S_IXOTH for parent in path.parents)

@@ -50,9 +50,15 @@ def lines(
     if size is not None and size < mesh.data.size:
         notes.append(
             f"batch_size={size} is smaller than the {mesh.data.size} data ranks, so "
-            f"{mesh.data.size - size} of them compute nothing. It is the global one; where each "
+            f"{mesh.data.size - size} have nothing to compute. It is the global one; where each "
             "sample of the loader is a batch of its own, as with collate_fn=lambda b: b[0], "
             f"give each rank one: batch_size={mesh.data.size}, and a collate_fn that joins them."
+        )
+    share = size // mesh.data.size if size is not None else accumulate
+    if 0 < share < accumulate:
+        notes.append(
+            f"accumulate={accumulate}: a rank has {share} samples, so {accumulate - share} of its "
+            f"micro-batches are empty; accumulate={share} is as good"
         )
     return summary + [
         f"note: {note}"

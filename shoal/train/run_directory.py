@@ -33,11 +33,9 @@ from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write, existing_directory
 from shoal.platform.ownership import (
     open_own,
-    others_can_read,
     read_text_of_file,
     untrusted_reason,
 )
-from shoal.train.console import warn
 
 if TYPE_CHECKING:  # run directories are looked at without torch
     from shoal.comm.mesh import Mesh
@@ -88,7 +86,6 @@ def lock(job: Job) -> IO[str]:
     """
     directory = Path(job.directory)
     _check_contents(directory, job)
-    is_new = not directory.exists()
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
         lock = _open_lock(directory)
@@ -96,11 +93,6 @@ def lock(job: Job) -> IO[str]:
             file.write(to_yaml(job).encode())
     except OSError as error:
         raise _unwritable(directory, error) from error
-    if is_new and others_can_read(directory):
-        warn(
-            f"other users of this machine can read {directory}, weights included: chmod 700 "
-            f"{directory} keeps them out, and umask 077 does so for all new files"
-        )
     return lock
 
 

@@ -49,6 +49,10 @@ def writes_its_threads(folder: str) -> None:
     note(folder, "threads", f"{torch.get_num_threads()} {server.split('Threads:')[1].split()[0]}")
 
 
+def writes_its_name(folder: str) -> None:
+    note(folder, "name", Path("/proc/self/comm").read_text().strip())
+
+
 def fails_in_rank_one(folder: str) -> None:
     note(folder, "pid", str(os.getpid()))
     initialize_group()

@@ -45,9 +45,20 @@ def test_a_process_that_srun_has_not_started_in_a_job_of_several_tasks_is_told(
 
 def test_ranks_that_no_batch_has_a_sample_for_are_told() -> None:
     first, *_ = world.run(2, summary, 1)
-    assert any("1 of them compute nothing" in line for line in first)
+    assert any("1 have nothing to compute" in line for line in first)
     first, *_ = world.run(2, summary, 2)
-    assert not any("compute nothing" in line for line in first)
+    assert not any("nothing to compute" in line for line in first)
+
+
+def test_more_micro_batches_than_samples_of_a_rank_are_told() -> None:
+    run = shoal.init("ddp", accumulate=4, announce=(told := []).append)
+    net = torch.nn.Linear(3, 1)
+    run.prepare(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        DataLoader(TensorDataset(torch.randn(6, 3)), batch_size=3),
+    )
+    assert any("so 1 of its micro-batches are empty; accumulate=3 is as good" in x for x in told)
 
 
 def notes(own: int | None, seed: int) -> list[str]:

@@ -310,7 +310,7 @@ def summary_lines(
     lines = [
         f"pipeline of {table.num_ranks} ranks, cut before {', '.join(stage_plan.names)}: {unit} "
         f"{fractions}",
-        f"{table.name}, {table.num_microbatches} micro-batches{chosen} of {num_samples} rows: "
+        f"{table.name}, {num_samples} rows in {table.num_microbatches} micro-batches{chosen}: "
         f"stages of equal time would be idle for {idle:.0f} % of a step",
     ]
     if table.num_microbatches > max(num_samples, 1):

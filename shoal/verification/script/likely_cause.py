@@ -209,7 +209,7 @@ def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
         return None
     return ScriptCause(
         "weights of samples",
-        "samples count otherwise in the loss than on one device: the gradient of the output "
+        "samples weigh otherwise in the loss than on one device: the gradient of the output "
         f"is {low / high:.3g} times as large for some samples as for others. A mean over each "
         "rank's own count (tokens, boxes, samples) is averaged over the ranks; divide by the "
         "count of all ranks.",

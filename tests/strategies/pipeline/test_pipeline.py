@@ -47,7 +47,7 @@ def test_copies_of_a_tied_weight_stay_equal_and_the_header_says_where_the_cuts_a
     assert "global batch 10 = 1 data rank x 10; 2 ranks = 2 pipeline x 1 data" in said
     assert "pipeline of 2 ranks, cut before blocks.1: parameters 56 % | 44 %" in said
     assert (
-        "1f1b, 5 micro-batches (chosen) of 10 rows: stages of equal time would be idle for 17 % of "
+        "1f1b, 10 rows in 5 micro-batches (chosen): stages of equal time would be idle for 17 % of "
         "a step" in said
     )
 
