@@ -36,19 +36,17 @@ def settings_table() -> str:
 
 
 def distribuuuu_table() -> str:
-    """Return the keys of distribuuuu with our settings for them: a list, and a table with notes."""
-    alike = [f"`{key}` as `{row.setting}`" for key, row in KEYS.items() if key not in NOTES]
+    """Return the keys of distribuuuu with our settings for them, as a table."""
     rows = (
         (
             f"`{key}`",
-            f"`{KEYS[key].setting}`" if KEYS[key].setting else "none",
+            f"`{row.setting}`" if row.setting else "none",
             # Placeholders, because a note contains the values of a command line.
-            note.format(value="VALUE", ours="OURS", ranks="RANKS"),
+            NOTES.get(key, "is taken as it is").format(value="VALUE", ours="OURS", ranks="RANKS"),
         )
-        for key, note in NOTES.items()
+        for key, row in KEYS.items()
     )
-    noted = _table(("key", "setting here", "what the pair KEY VALUE does"), rows)
-    return f"Values taken as they are: {', '.join(alike)}.\n\n{noted}"
+    return _table(("key", "setting here", "what the pair KEY VALUE does"), rows)
 
 
 def _limits(setting: Setting) -> str:
