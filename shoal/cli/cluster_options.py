@@ -27,7 +27,7 @@ SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 VALUES = {
     "nodes": ("N", "machines (default: 1)"),
     "ntasks-per-node": ("N", "ranks on each machine (default: 1)"),
-    "time": ("LIMIT", "minutes, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
+    "time": ("LIMIT", "minutes, MM:SS, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
     "partition": ("NAME", "where the job runs"),
     "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
     "python": ("PATH", "interpreter on the machines (default: this one)"),
@@ -102,6 +102,11 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
             ("requeues", REQUEUES, 0),
         )
     }
+    if options.hang_limit is not None:
+        problems.append(
+            "--hang-limit: ranks that srun starts are not watched. Give --time, and see SLURM_WAIT "
+            "in docs/clusters.md"
+        )
     work = make_work(numbers["nodes"] * numbers["ntasks-per-node"], problems)
     settings = batch_script.SlurmOptions(
         nodes=numbers["nodes"],

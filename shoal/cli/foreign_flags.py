@@ -47,7 +47,10 @@ _INSTEAD = {
     _RESTARTS: ("--max-restarts",),
     _HOSTFILE: ("--hostfile",),
     _MANIFEST: ("--kubernetes",),
-    _SBATCH: ("--account", "--cpus-per-task", "--gres", "--job-name", "--mail-type"),
+    _SBATCH: (
+        *("--account", "--constraint", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
+        *("--gres", "--job-name", "--mail-type", "--mem", "--qos"),
+    ),
     "several processes are -n N. Leave it out": ("--multi-gpu",),
     "`--output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
     "`--address` names the address at which the first host is reached": ("--interface",),

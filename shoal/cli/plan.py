@@ -37,7 +37,6 @@ plan, and how far plans were from what was measured.
 """
 HUB = "hf:"
 HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.precision", "optimizer.")
-SEQUENCE = 2048
 NO_SCRIPT = "words after --: only for a script, as in `shoal plan train.py -- ...`"
 
 
@@ -56,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq",
         type=argument_types.integer(1, 1 << 24),
-        help=f"hf: tokens of a sample (default: {SEQUENCE})",
+        help="hf: tokens of a sample (default: 2048, or what the model has)",
     )
     parser.add_argument(
         "--recalibrate",
@@ -207,7 +206,7 @@ def _of_hub(request: _Request) -> Answer:
         command=Command(words=("train.py",)), strategy=job.strategy if asked else None
     )
     place = options.source[0].removeprefix(HUB)
-    return lambda: _plans(config_workload(place, job, options.seq or SEQUENCE), request)
+    return lambda: _plans(config_workload(place, job, options.seq or 0), request)
 
 
 def _compare_with_trace(request: _Request, problems: list[str]) -> int:
@@ -299,13 +298,12 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
         _draw(plans.best, output)
     if as_json:
         return envelope("plan", not status, result=plan_report.as_json(planner, plans)), status
-    text = plan_report.report(planner, plans, command)
-    mtbf_s = request.mtbf or request.cluster.mtbf_s
+    mtbf_s, failures = request.mtbf or request.cluster.mtbf_s, []
     if mtbf_s < inf:
         step_s = plans.best.seconds if plans.best else inf
         times = request.save, request.restart, step_s
-        text += "\n" + server_report.failures_text(mtbf_s, request.cluster.ranks, *times)
-    return text, status
+        failures = [server_report.failures_text(mtbf_s, request.cluster.ranks, *times), ""]
+    return plan_report.report(planner, plans, command, failures), status
 
 
 def _draw(plan: Plan, output: Path | None) -> None:

@@ -66,8 +66,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--restarts",
         type=argument_types.integer(0, 1_000_000),
-        help="with -n or --hosts: how often a run goes on by itself when a process was killed "
-        "(default: 3)",
+        help="with -n, --hosts or --slurm: how often a run goes on by itself when a process "
+        "was killed (default: 3)",
     )
     job_options.hang_limit_argument(parser, "with -n or --hosts: restart")
     cluster_options.arguments(parser)

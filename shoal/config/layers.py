@@ -281,6 +281,8 @@ def unknown(name: str) -> str:
     X may also be a setting that resembles only the last word of the name.
     """
     section, _, last = name.rpartition(".")
+    if longer := [other for other in all_settings() if other.startswith(f"{name}_")]:
+        return f"{name} is not known; did you mean {_or_list(longer)}?"
     spellings = _spellings()
     # A last word that fits is better evidence than a whole name that looks alike.
     close = get_close_matches(last, spellings, n=1, cutoff=0.8)

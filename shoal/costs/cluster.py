@@ -125,8 +125,8 @@ def read_rate(text: Any) -> float:
 
 
 def read_time(text: Any) -> float:
-    """Return seconds of "5us", "3h" or a number. Raise ValueError."""
-    return _quantity(text, r"(us|ms|s|min|h|d)?", lambda unit: _TIMES[unit or "s"])
+    """Return seconds of "5us" or "3h". Raise ValueError: also without a unit."""
+    return _quantity(text, r"(us|ms|s|min|h|d)", lambda unit: _TIMES[unit])
 
 
 def _quantity(text: Any, unit_pattern: str, scale: Any) -> float:

@@ -18,6 +18,8 @@ from shoal.platform.optional_packages import is_installed, missing
 from shoal.platform.torch_private.fake_tensors import fake_tensors
 from shoal.train import optimizer as job_optimizer
 
+SEQUENCE = 2048
+"""Tokens of a sample, where nothing else is said."""
 LANGUAGE = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 """Ends of the names of classes that take tokens and return their loss."""
 
@@ -28,7 +30,7 @@ def config_workload(place: str, job: Job, length: int) -> Workload:
     Args:
         place: a directory with a config.json, or the file itself.
         job: its batch, precision and optimizer are used.
-        length: tokens of a sample.
+        length: tokens of a sample; 0 for 2,048, or fewer if the model has fewer positions.
 
     Raises: UsageError: transformers is not installed; the file is no config of a language model,
         or the model cannot run without values.
@@ -50,7 +52,8 @@ def config_workload(place: str, job: Job, length: int) -> Workload:
         raise UsageError(f"{path}: transformers {transformers.__version__} has no class {name}.")
     config = kind.config_class.from_pretrained(path.parent, local_files_only=True)
     config.use_cache = False
-    most = getattr(config, "max_position_embeddings", None) or length
+    most = getattr(config, "max_position_embeddings", None) or length or SEQUENCE
+    length = length or min(SEQUENCE, most)
     if length > most:
         raise UsageError(f"--seq {length}: the model has {most} positions. Give at most {most}.")
     with fake_tensors():
@@ -71,7 +74,7 @@ def config_workload(place: str, job: Job, length: int) -> Workload:
     return Workload(work, model, size, job.train.accumulate, COMMAND_NOTE)
 
 
-COMMAND_NOTE = "train.py: your own script with this model, docs/hugging-face.md:"
+COMMAND_NOTE = "To train it, write train.py as in docs/hugging-face.md, and run:"
 
 
 def _architecture(path: Path) -> str:

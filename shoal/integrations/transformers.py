@@ -18,17 +18,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import Trainer, TrainingArguments
 
 from shoal.errors import CheckpointError, UsageError
 from shoal.run.run import Run
 from shoal.run.run_checkpoints import RunCheckpoints
+from shoal.run.startup_summary import spell_batch
 from shoal.strategies.loss_terms import counted
+
+try:
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+    from transformers import Trainer, TrainingArguments
+except ModuleNotFoundError as error:
+    raise UsageError(f"ShoalTrainer: {error}: pip install 'shoal[hf]'") from error
 
 STATE = "shoal"
 """The folder of a checkpoint with the state of the run, in Shoal's own format."""
@@ -62,6 +67,8 @@ class ShoalTrainer(Trainer):
         state.num_processes, state.distributed_type = 1, DistributedType.NO
         state.process_index, state.local_process_index = run.rank, run.local_rank
         super().__init__(*args, **kwargs)
+        size = self.args.train_batch_size  # of the one process that Accelerate sees
+        run.print(spell_batch(size, run.mesh.data.size, 1, of="data "))
 
     def create_scheduler(
         self, num_training_steps: int, optimizer: Optimizer | None = None
@@ -155,7 +162,7 @@ def _check_arguments(args: TrainingArguments) -> None:
     if args.gradient_checkpointing:
         wrong.append('gradient_checkpointing=True is shoal.init("recompute,...")')
     if args.fsdp or args.deepspeed:
-        wrong.append('fsdp and deepspeed are shoal.init("zero3")')
+        wrong.append('remove fsdp and deepspeed, and write shoal.init("zero3")')
     if args.label_smoothing_factor:
         wrong.append(
             "label_smoothing_factor takes the mean over each share of a batch. Give the loss as "

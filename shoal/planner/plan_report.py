@@ -24,10 +24,12 @@ ROWS = 12
 """Plans in the table; --json has all."""
 
 
-def report(planner: Planner, plans: Plans, command: Command) -> str:
+def report(planner: Planner, plans: Plans, command: Command, more: Sequence[str] = ()) -> str:
     """Return the table of plans, best first, and why others are none.
 
-    Args: command: with which the best is run.
+    Args:
+        command: with which the best is run.
+        more: lines before that command.
     """
     lines = [*_head(planner), ""]
     shown = _worth_showing(plans.fitting)[:ROWS]
@@ -47,7 +49,7 @@ def report(planner: Planner, plans: Plans, command: Command) -> str:
         lines += _wrapped(f"~ not the numbers of one device: {', '.join(inexact)}", "  ")
     if len(planner.workload.model.segments) > MANY_SEGMENTS:
         lines += [f"only lines of up to {FEW_WORDS} words were compared; --strategy plans any", ""]
-    lines += [*_why_not(plans)]
+    lines += [*_why_not(plans), *more]
     lines += _next(planner, plans, command)
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ from shoal.costs import goodput, server_count
 from shoal.costs.cluster import Cluster
 from shoal.planner.plan_report import machine_text
 from shoal.planner.quantity_text import bytes_text, seconds_text
-from shoal.planner.smallest_change import Command
+from shoal.planner.smallest_change import Command, start_options
 from shoal.planner.strategy_search import Planner
 from shoal.strategies.options import ServerOptions
 
@@ -99,7 +99,7 @@ def _advice(
     """
     fastest_s = min(step_s.values())
     if cluster.ranks == 1 or ALIKE * fastest_s >= ring_s:
-        ring = _command(command, ["-n", str(cluster.ranks)], "ddp")
+        ring = _command(command, start_options(cluster), "ddp")
         yield f"so no servers: a ring is as fast, or faster: {ring}"
         return
     beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shoal.costs.cluster import Cluster
 from shoal.costs.memory_peak import peak
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.planner.find_machine import one_machine
@@ -13,6 +14,8 @@ from shoal.planner.quantity_text import bytes_text
 from shoal.planner.strategy_search import Planner, short_lines
 from shoal.strategies import parse_line
 
+NAMED_HOSTS = 8
+"""Hosts that a command names at most."""
 MOST_TIMES = 16
 """Times as many ranks that a change may have."""
 
@@ -32,9 +35,19 @@ class Command:
 
     def line(self, planner: Planner, strategy: str, accumulate: int = 0) -> str:
         """Return the command for a strategy. Args: accumulate: 0 for what the job has itself."""
-        options = ["-n", str(planner.cluster.ranks)]
+        options = start_options(planner.cluster)
         options += [self.accumulate, str(accumulate)] if accumulate else []
         return shlex.join([*self.verb, *options, "--strategy", strategy, *self.words])
+
+
+def start_options(cluster: Cluster) -> list[str]:
+    """Return the options that start the ranks of a cluster: -n, --hosts, or --slurm for many."""
+    hosts, ranks = cluster.hosts, cluster.ranks_per_host
+    if len(hosts) == 1:
+        return ["-n", str(cluster.ranks)]
+    if len(hosts) > NAMED_HOSTS and all(host.ranks == ranks for host in hosts):
+        return ["--slurm", "--nodes", str(len(hosts)), "--ntasks-per-node", str(ranks)]
+    return ["--hosts", ",".join(f"{host.name}:{host.ranks}" for host in hosts)]
 
 
 def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:

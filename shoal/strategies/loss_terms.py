@@ -81,7 +81,7 @@ def counted(loss_sum: Tensor, count: Tensor | float) -> Counted:
 
     Args:
         loss_sum: scalar, the sum over this rank's samples, tokens or boxes.
-        count: their number on this rank, which may be 0.
+        count: their number on this rank. If it is 0 the sum counts as 0, also if it is NaN.
 
     Raises: UsageError: `loss_sum` is no scalar, or the count needs a gradient.
     """
@@ -194,6 +194,7 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
 
     Raises: UsageError: several counts, and the batch is divided into micro-batches.
     """
+    terms = [_zero_of_nothing(term) for term in terms]
     if batch.step.loss_weight is not None:
         return CombinedLoss(_mean_of_rank(terms), weight=batch.step.loss_weight)
     if len(terms) == 1:
@@ -217,6 +218,13 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
             value = value + term.value * scale.to(term.value.dtype)
     assert isinstance(value, Tensor)
     return CombinedLoss(value)
+
+
+def _zero_of_nothing(term: Term) -> Term:
+    """Return a term that is 0 where it counts nothing: a mean of no token is NaN, also times 0."""
+    if term.count is None:
+        return term
+    return Term(torch.where(term.count == 0, 0.0, term.value), term.count)
 
 
 def _check_undivided(terms: Sequence[Term], batch: LocalBatch) -> None:

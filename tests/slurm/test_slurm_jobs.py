@@ -210,7 +210,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
         "--ntasks-per-node: 0 must be",
         "strategy 'zero4'",
         "there is no script missing.py",
-        "--time soon: that is no time limit",
+        "--time soon: no time limit",
         "--partition 'a b'",
         "--sbatch-option 'nodes=3': give --nodes to this command itself",
         "--sbatch-option 'array=1-3': the batch script sets array itself",
@@ -252,7 +252,13 @@ def test_ranks_are_told_of_the_time_limit_in_time(time: str | None, seconds: int
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--gres", "gpu:4"), ("--account", "me"), ("--cpus-per-task", 2), ("--job-name", "x")],
+    [
+        ("--gres", "gpu:4"),
+        ("--account", "me"),
+        ("--cpus-per-task", 2),
+        ("--job-name", "x"),
+        ("--gpus-per-node", 8),
+    ],
 )
 def test_an_option_that_sbatch_takes_as_it_is_names_the_way_to_it(
     capsys: pytest.CaptureFixture[str], option: str, value: object

@@ -71,7 +71,7 @@ if run.rank == 0:
         file.write("new")
     np.save("scores.npy", np.ones(2))
     torch.save({"a": 1}, "rank-0.pt")
-    save_file({"a": torch.ones(2)}, "best.safetensors")
+    save_file({"a": torch.ones(2)}, "best.safetensors", metadata={"format": "pt"})
     Path("report.txt").write_text("new")
     Path("last.tmp").write_text("new")
     os.replace("last.tmp", "last.txt")

@@ -66,6 +66,7 @@ REQUEUE = """\
 # 75: the ranks were stopped and have saved.
 if [ $code -eq {restart} ] && is_running; then
   if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
+    echo "shoal: saved; the job goes back into the queue, and Slurm starts it in some minutes" >&2
     scontrol requeue "$SLURM_JOB_ID" && exit {restart}
   fi
   echo "shoal: saved, and not requeued; submit the job again to go on" >&2
@@ -89,7 +90,10 @@ OWN = {
 }
 """Options of sbatch that Shoal's command has itself."""
 FIXED = {
-    **dict.fromkeys(("output", "error", "open-mode"), "one log has all starts of the job"),
+    **dict.fromkeys(
+        ("output", "error", "open-mode"),
+        "one log has all starts of the job, where the command is given",
+    ),
     **dict.fromkeys(("requeue", "no-requeue"), "--requeues 0 turns it off"),
     "signal": "it makes the ranks save before the time limit",
     "array": "one command is one job",
@@ -197,13 +201,16 @@ class SlurmOptions:
         """Yield a line for each value that sbatch would not understand."""
         if self.time is not None and TIME.fullmatch(self.time) is None:
             yield (
-                f"--time {self.time}: that is no time limit. Minutes, HH:MM:SS or D-HH:MM:SS, for "
+                f"--time {self.time}: no time limit. Minutes, MM:SS, HH:MM:SS or D-HH:MM:SS, for "
                 "example --time 04:00:00"
             )
         if self.partition is not None and WORD.fullmatch(self.partition) is None:
             yield f"--partition '{self.partition}': use letters, digits and . , : = / @ + - alone"
         for option in self.more:
             yield from _option_problems(option)
+        names = [option.partition("=")[0] for option in self.more]
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield f"--sbatch-option {name}: is given twice, and sbatch takes the last; keep one"
 
     def notice_s(self) -> int:
         """Return the seconds before the time limit at which ranks get SIGTERM."""

@@ -22,7 +22,7 @@ from shoal.platform.torch_private.module_state import own_buffers, own_parameter
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
 from shoal.run.state_access import is_access_by_shoal
 
-SAVE = "Use run.save(path), or run.weights(), on all ranks."
+SAVE = "Use run.save(path), run.save_pretrained(directory) or run.weights(), on all ranks."
 
 
 def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:

@@ -238,7 +238,8 @@ class Walk(TorchFunctionMode):
         if stage < self.at:
             raise WalkRefusal(
                 f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
-                "unlike on the example. What the function does must not follow from values."
+                "unlike on the example. What the function does must not follow from values. To "
+                "generate text, save by run.save_pretrained or run.save, and do it in one process."
             )
         self._turns[name] += 1
         self.pass_to(stage, name)

@@ -254,7 +254,7 @@ def join(parts: Sequence[list[Tensor]]) -> list[Tensor]:
             found = " and ".join(str(tuple(tensor.shape)) for tensor in column)
             raise UsageError(
                 f"verify: the ranks' batches have shapes {found}, which one process cannot be "
-                "given as one batch. Pad to one length."
+                "given as one batch. For the proof pad to one length, as with padding='max_length'."
             )
         else:
             joined.append(torch.cat(list(column)))

@@ -81,8 +81,10 @@ class WrittenFiles:
     ) -> None:
         original(run, self._beside(directory), *args, **options)
 
-    def _save_tensors(self, original: Any, tensors: Any, filename: Any, *args: Any) -> None:
-        original(tensors, self._beside(filename), *args)
+    def _save_tensors(
+        self, original: Any, tensors: Any, filename: Any, *args: Any, **options: Any
+    ) -> None:
+        original(tensors, self._beside(filename), *args, **options)
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if {*mode} & {*"wa+"} and is_called_by_script(caller(2)):
