@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from minimal_script import data, parts, quiet
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.errors import UsageError
@@ -99,3 +100,39 @@ def test_a_batch_of_ignored_samples_gives_zeros_and_no_nan() -> None:
     )
     assert loss == 0
     assert torch.equal(model.weight.grad, torch.zeros_like(model.weight))
+
+
+def mean_of_tokens_times_their_count(strategy: str, form: str) -> list[Tensor]:
+    run = shoal.init(strategy, announce=lambda _: None)
+    model, optimizer, _ = parts()
+    model, optimizer, loader = run.prepare(
+        model, optimizer, DataLoader(half_ignored(), batch_size=10)
+    )
+
+    def compute_loss(x: Tensor, y: Tensor) -> Counted:
+        tokens = (y != -100).sum()  # 0 on the second rank, whose mean is NaN
+        return shoal.counted(F.cross_entropy(model(x), y) * tokens, tokens)
+
+    (x, y) = next(iter(loader))
+    loss = (
+        run.backward(compute_loss(x, y))
+        if form == "loop"
+        else run.forward_backward(compute_loss, x, y)
+    )
+    assert run.finite
+    optimizer.step()
+    return [loss, *run.weights().values()]
+
+
+def half_ignored() -> TensorDataset:
+    x, y = (t[:10] for t in data().tensors)
+    return TensorDataset(x, torch.where(torch.arange(10) < 5, y, -100))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("form", ["loop", "function"])
+def test_a_rank_whose_samples_are_all_ignored_adds_nothing(strategy: str, form: str) -> None:
+    expected = mean_of_tokens_times_their_count("single", form)
+    for found in world.run(2, mean_of_tokens_times_their_count, strategy, form):
+        for value, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-10)
