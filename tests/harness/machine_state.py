@@ -70,8 +70,8 @@ def temporary_files() -> set[str]:
     names = {own / name for name in _names(own) if not name.startswith(STAYS)}
     for place in {Path("/tmp"), Path("/var/tmp")} - {own}:
         ours = {name for name in _names(place) if name.startswith("shoal")}
-        # Another run of the tests may be there at the same time.
-        names |= {place / name for name in ours if not name.startswith("shoal-tests-")}
+        # Another run of the tests, or somebody's proof, may be there at the same time.
+        names |= {place / name for name in ours if not name.startswith(("shoal-tests-", *STAYS))}
     return set(map(str, names))
 
 
