@@ -39,8 +39,8 @@ FIRST_LOSSES = 2
 """Losses for which the models are tried: those of a GAN take turns."""
 NOTE = (
     "note: run.backward takes the mean over the samples of this rank. Beyond the loss's graph, "
-    "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Each data rank draws its "
-    "own dropout masks and noise by torch: same law. Losses, accuracies and len(x) in the loop "
+    "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Dropout masks and noise "
+    "by torch are others on each data rank: same law. Losses, accuracies and len(x) in the loop "
     "are those of this rank; run.backward returns {returned}."
 )
 PIPELINE = (

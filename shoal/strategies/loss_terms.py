@@ -81,7 +81,7 @@ def counted(loss_sum: Tensor, count: Tensor | float) -> Counted:
 
     Args:
         loss_sum: scalar, the sum over this rank's samples, tokens or boxes.
-        count: their number on this rank. If it is 0 the sum counts as 0, also if it is NaN.
+        count: their number on this rank. If it is 0, a sum that is NaN counts as 0.
 
     Raises: UsageError: `loss_sum` is no scalar, or the count needs a gradient.
     """
@@ -221,10 +221,11 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
 
 
 def _zero_of_nothing(term: Term) -> Term:
-    """Return a term that is 0 where it counts nothing: a mean of no token is NaN, also times 0."""
+    """Return a term that is 0 where it counts nothing and is NaN: a mean of no token, times 0."""
     if term.count is None:
         return term
-    return Term(torch.where(term.count == 0, 0.0, term.value), term.count)
+    is_mean_of_none = (term.count == 0) & term.value.isnan()
+    return Term(torch.where(is_mean_of_none, 0.0, term.value), term.count)
 
 
 def _check_undivided(terms: Sequence[Term], batch: LocalBatch) -> None:

@@ -66,7 +66,7 @@ REQUEUE = """\
 # 75: the ranks were stopped and have saved.
 if [ $code -eq {restart} ] && is_running; then
   if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {requeues} ]; then
-    echo "shoal: saved; the job goes back into the queue, and Slurm starts it in some minutes" >&2
+    echo "shoal: saved; the job is back in the queue, and goes on in some minutes" >&2
     scontrol requeue "$SLURM_JOB_ID" && exit {restart}
   fi
   echo "shoal: saved, and not requeued; submit the job again to go on" >&2

@@ -131,7 +131,7 @@ def test_a_shard_for_which_there_is_no_part_holds_none_and_disturbs_nobody(tmp_p
     assert first.split()[:2] == ["0", "primary"]
     assert "no part" not in first
     assert second.split()[:2] == ["1", "primary"]
-    assert second.endswith("no part is left for it: a smaller part_mb cuts more")
+    assert second.endswith("no partition is left for it: a smaller part_mb cuts more")
     for weights, _ in found:
         assert all(torch.equal(weights[name], value) for name, value in alone.items())
 

@@ -226,7 +226,7 @@ def test_blocks_of_whole_rows_are_refused_where_rows_are_in_slices() -> None:
 
 
 def test_servers_are_refused_beside_slices() -> None:
-    with pytest.raises(LaunchError, match="beside tensor and pipeline no rank has them"):
+    with pytest.raises(LaunchError, match="under tensor and pipeline no rank has them"):
         world.run(2, train_and_save, "tensor=2,server=1", Path("unused"))
 
 
