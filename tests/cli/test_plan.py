@@ -138,12 +138,15 @@ def test_servers_are_advised_where_they_are_faster_than_a_ring(
     shared = ", ".join(f"{name}: {{ranks: 2, {link}}}" for name in "ab")
     lines = lines_of_servers(capsys, tmp_path / "shared.yaml", shared)
     assert "a worker's share 6.0 MiB/s" in lines[1]
-    assert lines[-1].startswith("so no servers")
+    assert lines[-1].startswith("so no servers: a ring is as fast, or faster: shoal train digits ")
+    assert "--hosts a:2,b:2 --strategy ddp" in lines[-1]
 
 
 def test_failures_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("plan", "digits", "-n", "2", "--mtbf", "100h", *SMALL) == 0
-    assert "(Daly)" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert "(Daly)" in "".join(lines[-6:-1])
+    assert lines[-1].startswith("shoal train digits")
 
 
 def test_all_bad_input_comes_in_one_error(
@@ -151,12 +154,24 @@ def test_all_bad_input_comes_in_one_error(
 ) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("hosts: {a: {ranks: 2, link: {bandwidth: -1GB/s}}}\ncolour: red\n")
-    words = ["plan", "digits", "--memory", "lots", "--mtbf", "0h", "--cluster", str(cluster)]
+    words = [
+        "plan",
+        "digits",
+        "--memory",
+        "lots",
+        "--mtbf",
+        "0h",
+        "--save",
+        "9",
+        "--cluster",
+        str(cluster),
+    ]
     assert shoal(*words, "-n", "2", "--train.batch_size", "0") == 2
     error = capsys.readouterr().err
     for problem in (
         "--memory lots: 'lots' is not a number with a unit, as in 16GiB",
         "--mtbf 0h: 0h must be greater than 0",
+        "--save 9: '9' is not a number with a unit",
         "hosts.a.link.bandwidth",
         "colour: is not known",
         "-n and --cluster",

@@ -43,13 +43,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_config_is_planned_without_weights(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (
-        "-n",
-        "2",
-        "--train.batch_size",
-        "8",
-        "--json",
-    )  # of the 64 tokens that the model takes
+    # Without --seq: of the 64 tokens that the model takes.
+    words = ("-n", "2", "--train.batch_size", "8", "--json")
     assert shoal_plan(f"hf:{folder}", *words) == 0
     read = json.loads(capsys.readouterr().out)["result"]
     attention, mlp = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 96

@@ -201,6 +201,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     monkeypatch.setenv("PATH", str(slurm))
     words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon")
     more = ("--partition", "a b", "--sbatch-option=nodes=3", "--sbatch-option=array=1-3")
+    more += ("--sbatch-option=mem=1G", "--sbatch-option=mem=2G", "--hang-limit", 30)
     wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
     status, _, err = shoal(capsys, "launch", *words, *more, *wrong)
     assert status == 2
@@ -214,6 +215,8 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
         "--partition 'a b'",
         "--sbatch-option 'nodes=3': give --nodes to this command itself",
         "--sbatch-option 'array=1-3': the batch script sets array itself",
+        "--sbatch-option mem: is given twice",
+        "--hang-limit: ranks that srun starts are not watched",
         "there is no sbatch on the PATH",
     ):
         assert part in err, err
