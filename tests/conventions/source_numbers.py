@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -22,21 +23,21 @@ REPEATED_MODULES = {"__init__", "__main__", "base", "cost", "plan", "strategy"}
 LONGEST_LINE = 100
 LONGEST_FILE = 500
 MOST_ARGUMENTS = 7
-MOST_COMPLEX = 15
 
-_BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Source(NamedTuple):
     """One Python file.
 
-    Attributes: name: path below the root of the repository.
+    Attributes:
+        name: path below the root of the repository.
+        nodes: of its syntax tree.
     """
 
     name: str
     lines: list[str]
-    tree: ast.Module
+    nodes: list[ast.AST]
 
     @property
     def path(self) -> Path:
@@ -45,13 +46,13 @@ class Source(NamedTuple):
 
     def functions(self) -> Iterator[_Function]:
         """Yield all functions, those inside of classes and of other functions too."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield node
 
     def classes(self) -> Iterator[ast.ClassDef]:
         """Yield all classes."""
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.ClassDef):
                 yield node
 
@@ -60,28 +61,13 @@ class Source(NamedTuple):
 def sources(top: str) -> list[Source]:
     """Return the Python files below a folder of the repository."""
     found = []
+    gc.disable()  # it would look through all trees again and again, for most of the time
     for path in sorted((ROOT / top).rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         name = path.relative_to(ROOT).as_posix()
-        found.append(Source(name, text.splitlines(), ast.parse(text)))
+        found.append(Source(name, text.splitlines(), list(ast.walk(ast.parse(text)))))
+    gc.enable()
     return found
-
-
-def complexity(function: _Function) -> int:
-    """Return the number of ways through a function, functions inside of it included.
-
-    One, and one more for each if, ternary, loop, except and case, for each `and` and `or`, and for
-    each `for` and `if` of a comprehension.
-    """
-    count = 1
-    for node in ast.walk(function):
-        if isinstance(node, _BRANCHES):
-            count += 1
-        elif isinstance(node, ast.BoolOp):
-            count += len(node.values) - 1
-        elif isinstance(node, ast.comprehension):
-            count += 1 + len(node.ifs)
-    return count
 
 
 def constructor_arguments(owner: ast.ClassDef) -> int:
@@ -108,7 +94,7 @@ def share_of_words(package: list[Source]) -> float:
     words = 0
     for source in package:
         words += sum("#" in line for line in source.lines)
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Module | ast.ClassDef | _Function):
                 words += len((ast.get_docstring(node) or "").splitlines())
     return words / sum(len(source.lines) for source in package)
@@ -132,9 +118,6 @@ def rows(package: list[Source]) -> Iterator[tuple[str, str]]:
     yield "median body of a function", f"{median(bodies.values()):g} lines"
     counts = [constructor_arguments(owner) for source in package for owner in source.classes()]
     yield "most arguments of a constructor", f"{max(counts)}"
-    ways = [complexity(function) for source in package for function in source.functions()]
-    complex_ones = sum(count > MOST_COMPLEX for count in ways)
-    yield f"functions with a complexity above {MOST_COMPLEX}", f"{complex_ones}"
     owners = [owner.name.lstrip("_") for source in package for owner in source.classes()]
     yield "names of several classes", f"{len(repeated(owners))}"
     stems = [source.path.stem for source in package]

@@ -8,6 +8,7 @@ that everybody uses count only those that Python, torch and Shoal choose.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -114,23 +115,20 @@ def left_since(before: dict[str, set[str]]) -> list[str]:
 
 
 def listening_sockets() -> set[str]:
-    """Return the sockets at which this process listens, by the kernel's names."""
-    inodes = set()
-    for table, state, inode, listens in (
-        *(("tcp", 3, 9, "0A"), ("tcp6", 3, 9, "0A")),
-        ("unix", 3, 6, "00010000"),  # the flag __SO_ACCEPTCON
-    ):
-        path = Path("/proc/self/net", table)
-        rows = path.read_text().splitlines()[1:] if path.exists() else []
-        inodes |= {row.split()[inode] for row in rows if row.split()[state] == listens}
+    """Return the sockets at which this process listens, by the kernel's names.
+
+    The sockets are asked themselves: the tables of /proc/net take the kernel milliseconds.
+    """
     found = set()
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:  # that of the listing itself
+            if target.startswith("socket:["):
+                with socket.socket(fileno=os.dup(int(descriptor))) as copy:
+                    if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        found.add(target)
+        except OSError:  # closed since: that of the listing itself, or by another thread
             continue
-        if target.startswith("socket:[") and target[8:-1] in inodes:
-            found.add(target)
     return found
 
 

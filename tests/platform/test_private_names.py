@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-import shoal
+from tests.conventions.source_numbers import sources
 
-PACKAGE = Path(shoal.__file__).parent
-HOME = PACKAGE / "platform" / "torch_private"
+HOME = "shoal/platform/torch_private/"
 PRIVATE_OF_OTHERS = {
     *("_replace", "_asdict", "_fields"),  # named tuples
     *("_exit", "_getframe", "_current_frames"),  # os, sys
@@ -41,10 +39,10 @@ def names_of_torch() -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def names_that(tree: ast.AST) -> set[str]:
+def names_that(nodes: list[ast.AST]) -> set[str]:
     """Private names that a file gives: functions, classes, variables, attributes."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -52,13 +50,15 @@ def names_that(tree: ast.AST) -> set[str]:
     return found
 
 
-def private_uses(tree: ast.AST, of_torch: set[str], given: set[str]) -> Iterator[tuple[int, str]]:
+def private_uses(
+    nodes: list[ast.AST], of_torch: set[str], given: set[str]
+) -> Iterator[tuple[int, str]]:
     """Line and name of each private name of torch that a file uses.
 
     Args: of_torch: private names that torch has. given: those that files of ours give.
     """
-    own = names_that(tree)
-    for node in ast.walk(tree):
+    own, words_of_torch = names_that(nodes), of_torch - {"_C"}  # torchvision has a library _C too
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             yield from ((node.lineno, word) for word in words if is_private(word))
@@ -76,25 +76,24 @@ def private_uses(tree: ast.AST, of_torch: set[str], given: set[str]) -> Iterator
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Constant):
             text = str(node.value)
-            # torchvision, too, has a library of the name _C.
-            if text in of_torch - {"_C"} or text.startswith("torch._"):
+            if text in words_of_torch or text.startswith("torch._"):
                 yield node.lineno, text
 
 
 def uses_in(text: str) -> list[str]:
-    tree = ast.parse(text)
-    return [name for _, name in private_uses(tree, names_of_torch(), names_that(tree))]
+    nodes = list(ast.walk(ast.parse(text)))
+    return [name for _, name in private_uses(nodes, names_of_torch(), names_that(nodes))]
 
 
 def test_no_other_file_uses_a_private_name_of_torch() -> None:
-    trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
-    given = {name for tree in trees.values() for name in names_that(tree) if is_private(name)}
+    package = [source for source in sources("shoal") if not source.name.startswith(HOME)]
+    given = {name for source in sources("shoal") for name in names_that(source.nodes)}
+    given = {name for name in given if is_private(name)}
     of_torch = names_of_torch()
     found = [
-        f"{path.relative_to(PACKAGE.parent)}:{line}: {name}"
-        for path, tree in sorted(trees.items())
-        if HOME not in path.parents
-        for line, name in private_uses(tree, of_torch, given)
+        f"{source.name}:{line}: {name}"
+        for source in package
+        for line, name in private_uses(source.nodes, of_torch, given)
     ]
     assert not found, "give these a function in shoal/platform/torch_private:\n" + "\n".join(found)
 
