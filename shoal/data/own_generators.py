@@ -1,7 +1,8 @@
-"""Generators that a data set keeps for itself, such as `np.random.default_rng(0)`.
+"""Generators that a data set or a loop keeps for itself, such as `np.random.default_rng(0)`.
 
 Every rank has a copy in the same state, so samples of different ranks would get the same numbers.
-Seeding them for each sample, like the generators of the process, gives each sample its own.
+Seeding those of a data set for each sample, like the generators of the process, gives each sample
+its own. Of those of a loop it is known how much they have drawn.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from types import FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,57 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
+
+
+class LoopGenerators:
+    """NumPy's and Python's generators in the variables of a loop, as they are now.
+
+    Args: frame: of the function, or the module, that the loop stands in; None for none.
+    """
+
+    def __init__(self, frame: FrameType | None) -> None:
+        variables: dict[int, Any] = {}
+        if frame is not None:
+            attributes = getattr(frame.f_locals.get("self"), "__dict__", {})
+            for table in (frame.f_globals, frame.f_locals, attributes):
+                variables.update((id(value), value) for value in table.values())
+        self._states = [
+            (value, generator_state(value))
+            for value in variables.values()
+            if isinstance(value, (np.random.Generator, random.Random))
+            and not isinstance(value, random.SystemRandom)
+        ]
+
+    def drawn(self, words: int) -> Iterator[str]:
+        """Yield the class of each that has drawn so many words, or more, since then."""
+        for generator, state in self._states:
+            now, copy = _words_of(generator), _copy_of(generator, state)
+            for _ in range(words):
+                if _words_of(copy) == now:
+                    break
+                if isinstance(copy, random.Random):
+                    copy.getrandbits(32)
+                else:
+                    copy.bit_generator.random_raw()
+            else:
+                is_python = isinstance(generator, random.Random)
+                yield "random.Random" if is_python else "numpy.random.Generator"
+
+
+def _copy_of(generator: Any, state: Any) -> Any:
+    if isinstance(generator, random.Random):
+        copy: Any = random.Random()
+    else:
+        copy = np.random.Generator(type(generator.bit_generator)())
+    restore_generator(copy, state)
+    return copy
+
+
+def _words_of(generator: Any) -> object:
+    """Return what changes with each word that is drawn, without a half of one that is left."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()[1]
+    return repr(generator.bit_generator.state["state"])
 
 
 def _generators_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:

@@ -40,15 +40,21 @@ def calling_line(frame: FrameType | None) -> str:
     return ""
 
 
-def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
-    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without."""
+def script_frame(frame: FrameType | None, with_packages: bool = True) -> FrameType | None:
+    """Return the innermost frame, from `frame` on, of the script; None without."""
     while frame is not None:
         file = frame.f_code.co_filename
         is_counted = with_packages or "-packages/" not in file
         if is_counted and not file.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
-            return f"{Path(file).name}:{frame.f_lineno}"
+            break
         frame = frame.f_back
-    return ""
+    return frame
+
+
+def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
+    """Return `train.py:41`, the innermost line from `frame` on of the script; empty without."""
+    own = script_frame(frame, with_packages)
+    return "" if own is None else f"{Path(own.f_code.co_filename).name}:{own.f_lineno}"
 
 
 def is_called_by_script(frame: FrameType | None) -> bool:

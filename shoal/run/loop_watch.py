@@ -22,10 +22,12 @@ from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import BatchShard
+from shoal.data.own_generators import LoopGenerators
 from shoal.data.seeds import HostGenerators
 from shoal.data.sharded_loader import YieldWatch
 from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
+from shoal.platform.script_line import caller, script_frame
 from shoal.strategies.base import LocalBatch
 from shoal.trial.replaced_rows import ReplacedRows, mixes_rows
 from shoal.trial.untouched import tensors_of
@@ -94,6 +96,7 @@ class LoopWatch(YieldWatch):
         self._batches = 0
         # When the last batch was yielded that is watched.
         self._generators: HostGenerators | None = None
+        self._of_loop = LoopGenerators(None)
         # (replaced rows, the rows that stand in their places) for each number of samples; other
         # ones where rows may lie in another order than in the batch.
         self._chosen: dict[tuple[int, bool], tuple[Tensor, Tensor]] = {}
@@ -110,6 +113,7 @@ class LoopWatch(YieldWatch):
             self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
         self._rows.start()
         self._generators = HostGenerators.now()
+        self._of_loop = LoopGenerators(script_frame(caller()))
 
     def end(self) -> None:
         """Watch no longer; what was seen stays known until the batch is judged."""
@@ -225,6 +229,9 @@ class LoopWatch(YieldWatch):
         for place, sizes in self._rows.draws.by_own_generators.items():
             if rows >= 2 and rows in sizes[:2]:
                 self._note_host_draw(f"a torch.Generator of its own ({place})", rows)
+        for kind in self._of_loop.drawn(rows) if rows >= 2 else ():
+            self._note_host_draw(f"a {kind} of its own", rows)
+        self._of_loop = LoopGenerators(None)
         before, self._generators = self._generators, None
         drawn = None if before is None else before.drawn_until(HostGenerators.now())
         if drawn is not None and rows >= 2 and max(drawn) >= rows:
