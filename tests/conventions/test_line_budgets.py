@@ -15,7 +15,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/comm": 3_110,
     "shoal/config": 1_840,
     "shoal/costs": 2_030,
-    "shoal/data": 3_410,
+    "shoal/data": 3_460,
     "shoal/doctor": 500,
     "shoal/integrations": 700,
     "shoal/launch": 6_300,
