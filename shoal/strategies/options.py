@@ -203,6 +203,10 @@ class DilocoOptions(LocalOptions):
 
 
 MAX_SERVERS = 1024
+WHOLE_PARAMETERS = (
+    "strategy server owns whole parameters; under tensor and pipeline no rank has them. Use ddp or "
+    "zero1."
+)
 
 
 @dataclass(frozen=True)

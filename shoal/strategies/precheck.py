@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from shoal.comm.parallel_dims import ParallelDims, problems
 from shoal.config.job import Job
 from shoal.strategies import StrategyLine
-from shoal.strategies.options import LocalOptions, ZeroOptions, mesh_sizes
+from shoal.strategies.options import (
+    WHOLE_PARAMETERS,
+    LocalOptions,
+    ServerOptions,
+    ZeroOptions,
+    mesh_sizes,
+)
 
 OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
 """Optimizers whose step needs more of a parameter than a shard."""
@@ -20,7 +26,7 @@ OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
 def check(line: StrategyLine, ranks: int) -> list[str]:
     """Return reasons why the strategies of `line` cannot run on `ranks` ranks."""
     dims = _parallel_dims(line)
-    return problems(dims, ranks) or list(_check_world_of_one(line, dims.data(ranks)))
+    return problems(dims, ranks) or list(_check_data_axis(line, ranks, dims.data(ranks)))
 
 
 def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
@@ -34,7 +40,9 @@ def _parallel_dims(line: StrategyLine) -> ParallelDims:
     return ParallelDims(**mesh_sizes(options))
 
 
-def _check_world_of_one(line: StrategyLine, ranks: int) -> Iterator[str]:
+def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str]:
+    if ranks < world and any(isinstance(spec.options, ServerOptions) for spec in line.specs):
+        yield WHOLE_PARAMETERS
     if ranks > 1 and any(spec.name == "dataparallel" for spec in line.specs):
         yield (
             f"strategy dataparallel is one process that computes on several GPUs; there are "

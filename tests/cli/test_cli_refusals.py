@@ -20,6 +20,10 @@ from cli_calls import TINY, in_a_world_of_two, shoal
             "strategy single trains on one rank; there are 2. Use ddp",
         ),
         (
+            ("--strategy", "server=2,tensor=2", "-n", 4),
+            "strategy server owns whole parameters; under tensor and pipeline no rank has them.",
+        ),
+        (
             ("--strategy", "ddp,compress=zip", "-n", 2),
             "strategy 'ddp,compress=zip': compression 'zip' is not known",
         ),

@@ -37,7 +37,7 @@ from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
-from shoal.strategies.options import ServerOptions
+from shoal.strategies.options import WHOLE_PARAMETERS, ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
 
 BAND = 0.56
@@ -72,10 +72,7 @@ class Server(ServerOptions, Strategy):
                 "strategy server steps parameters on servers; the model has no trainable parameter."
             )
         if mesh.data.size < mesh.size:
-            raise StrategyRefused(
-                "strategy server owns whole parameters; under tensor and pipeline no rank "
-                "has them. Use ddp or zero1."
-            )
+            raise StrategyRefused(WHOLE_PARAMETERS)
         if self.encrypt and spans_machines(mesh.place) and not can_encrypt():
             raise StrategyRefused(f"strategy server: {MISSING_PACKAGE}.")
         if self.compress != "none":
@@ -111,9 +108,7 @@ class Server(ServerOptions, Strategy):
             is not modelled.
         """
         if step.layout.data < step.layout.world:
-            raise StrategyRefused(
-                "strategy server owns whole parameters; under tensor and pipeline no rank has them."
-            )
+            raise StrategyRefused(WHOLE_PARAMETERS)
         if self.staleness != "0" or self.compress != "none" or self.replicas > 1:
             raise StrategyRefused(
                 "replicas, staleness and compress of servers: their cost in time is not modelled."
