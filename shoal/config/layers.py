@@ -283,6 +283,8 @@ def unknown(name: str) -> str:
     section, _, last = name.rpartition(".")
     if longer := [other for other in all_settings() if other.startswith(f"{name}_")]:
         return f"{name} is not known; did you mean {_or_list(longer)}?"
+    if section in all_settings():  # `strategy.name`: a setting, and no section
+        return f"{name} is not known; did you mean '{section}'?"
     spellings = _spellings()
     # A last word that fits is better evidence than a whole name that looks alike.
     close = get_close_matches(last, spellings, n=1, cutoff=0.8)

@@ -158,6 +158,8 @@ def test_all_problems_are_reported_at_once_with_file_and_line(here: Path) -> Non
         ("train.batchsize", "did you mean 'train.batch_size'?"),
         ("train.epoch", "did you mean 'train.epochs'?"),
         ("optimizer.epochs", "did you mean 'train.epochs'?"),
+        ("strategy.name", "did you mean 'strategy'?"),
+        ("checkpoint.every", "did you mean 'checkpoint.every_epochs' or 'checkpoint.every_steps'?"),
         ("trian.epochs", "did you mean 'train.epochs'?"),
         ("log.xyz", "known in log: log.every, log.tensorboard, log.loggers, log.trace"),
         ("model.option.width", "did you mean 'model.options.width'?"),
