@@ -97,7 +97,8 @@ def start(
     if processes < 1:
         raise LaunchError(f"{processes} processes were asked for; there must be at least 1.")
     if processes > RANKS_PER_CORE * (cores := usable_cores()):
-        print_note(f"{processes} ranks take turns on {cores} cores; -n {cores} is as fast")
+        some = "1 core" if cores == 1 else f"{cores} cores"
+        print_note(f"{processes} ranks take turns on {some}; -n {cores} is as fast")
     payload = _pickled(target, arguments)
     context = _context((*preloads.ALWAYS, *preload))
     # The address of this host's name may lead to another machine.

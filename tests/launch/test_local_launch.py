@@ -57,7 +57,7 @@ def test_many_more_ranks_than_cores_are_told_that_they_take_turns(tmp_path, capf
     monkeypatch.setattr(start, "RANKS_PER_CORE", 1)
     monkeypatch.setattr(start, "usable_cores", lambda: 1)
     local.run(launch_targets.writes_its_rank, (str(tmp_path),), 2)
-    assert capfd.readouterr().err.strip() == "note: 2 ranks take turns on 1 cores; -n 1 is as fast"
+    assert capfd.readouterr().err.strip() == "note: 2 ranks take turns on 1 core; -n 1 is as fast"
 
 
 def test_every_process_of_a_run_has_a_name_for_ps(tmp_path):
