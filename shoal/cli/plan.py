@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli import answers, argument_types, job_options
 from shoal.errors import ConfigError, UsageError, raise_problems
+from shoal.launch.output import print_note
 from shoal.train.console import envelope
 
 if TYPE_CHECKING:
@@ -175,14 +176,17 @@ def _of_job(request: _Request) -> Answer:
     if options.seq is not None:
         raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
     settings, line, _ = job_options.settings(options, request.cluster.ranks)
-    raise_problems(job_precheck.problems(settings.job))
+    job, note = job_precheck.with_samples(settings.job)
+    raise_problems(job_precheck.problems(job))
+    if note:
+        print_note(note)
     words = [f"--{name}={text}" for name, text in options.settings if name != "strategy"]
     asked = any(name == "strategy" for name, _ in options.settings) or options.allreduce
     request = request._replace(
         command=Command(("shoal", "train", *options.source, *words), (), "--train.accumulate"),
         strategy=line.text if asked else None,
     )
-    return lambda: _plans(job_workload(settings.job), request)
+    return lambda: _plans(job_workload(job), request)
 
 
 def _of_hub(request: _Request) -> Answer:

@@ -34,6 +34,20 @@ def test_the_screen_ends_with_the_command_to_run(capsys: pytest.CaptureFixture[s
     assert " -n 2 --strategy " in lines[-1]
 
 
+def test_images_that_are_not_here_are_planned_by_their_shape(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--model.name", "mlp", "--model.options", "{hidden: [8]}", "--strategy", "ddp")
+    assert shoal("plan", "cifar10_resnet18", "-n", "2", *words) == 0
+    screen = capsys.readouterr()
+    assert screen.err == (
+        "note: data.path: there is no directory data/cifar10 with the files of cifar-10; the plan "
+        "is for images of 3 x 32 x 32 in 10 classes\n"
+    )
+    assert "a step:" in screen.out
+
+
 def test_a_calibration_in_the_cache_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
