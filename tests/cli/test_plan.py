@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,36 @@ def test_servers_are_advised_where_they_are_faster_than_a_ring(
     assert "a worker's share 6.0 MiB/s" in lines[1]
     assert lines[-1].startswith("so no servers: a ring is as fast, or faster: shoal train digits ")
     assert "--hosts a:2,b:2 --strategy ddp" in lines[-1]
+
+
+def test_more_than_eight_hosts_are_started_by_slurm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = ", ".join(f"node{index}: {{ranks: 2}}" for index in range(9))
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(f"hosts: {{{hosts}}}")
+    assert shoal("plan", "digits", "--cluster", str(cluster), *SMALL) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert " --slurm --nodes 9 --ntasks-per-node 2 --strategy " in last
+
+
+def test_an_order_that_follows_unequal_errors_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shoal("plan", "digits", "-n", "2", *SMALL) == 0
+    lines = capsys.readouterr().out.splitlines()
+    header = next(i for i, line in enumerate(lines) if line.startswith("strategy "))
+    table = lines[header + 1 : lines.index("", header)]
+    seconds = [milliseconds_of(line) for line in table]
+    says_so = "in the order of the longest time that a strategy's own error allows" in "\n".join(
+        lines
+    )
+    assert says_so == (seconds != sorted(seconds))
+    assert says_so, "servers stand behind slower plans: they are predicted less well"
+
+
+def milliseconds_of(row: str) -> float:
+    """Return the time of a step in a row of the table."""
+    number, unit = re.findall(r" ([\d.]+) (us|ms|s)\b", row)[0]
+    return float(number) * {"us": 1e-3, "ms": 1.0, "s": 1e3}[unit]
 
 
 def test_failures_are_priced(capsys: pytest.CaptureFixture[str]) -> None:
