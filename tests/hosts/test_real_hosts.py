@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,11 +88,13 @@ def test_an_interpreter_without_shoal_is_told(hosts: Hosts):
         )
 
 
-def test_a_connection_that_the_user_shares_is_used_and_left_as_found(tmp_path: Path):
-    # A name of a socket has 108 bytes at most, with the 17 that ssh appends.
-    shared = f"Host node1\n  ControlPath {tmp_path}/h/m\n"
-    hosts, python = own_hosts(tmp_path / "h", 1, ssh_config=shared)
-    with hosts:
+def test_a_connection_that_the_user_shares_is_used_and_left_as_found():
+    # A name of a socket has 108 bytes at most, with the 17 that ssh appends: tmp_path is too long
+    # where several test processes run.
+    short = tempfile.TemporaryDirectory(prefix="m")
+    shared = f"Host node1\n  ControlPath {short.name}/h/m\n"
+    hosts, python = own_hosts(Path(short.name, "h"), 1, ssh_config=shared)
+    with short, hosts:
         open_master = [*hosts.ssh, "-M", "-N", "-f", "node1"]
         subprocess.run(
             [*hosts.desk.enter(), *open_master],

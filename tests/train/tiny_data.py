@@ -57,11 +57,12 @@ class Patient(Dataset):
     says when.
 
     A signal that comes from outside so meets a run in its middle, however fast that is. Ranks that
-    start when there are such files already do not wait."""
+    start when there are such files already do not wait, unless there is a file `again` too."""
 
     def __init__(self, samples: Dataset, directory: Path) -> None:
         self.samples, self.directory = samples, directory
-        self.left = 0 if list(directory.glob("waiting.*")) else 10
+        has_waited = any(directory.glob("waiting.*")) and not (directory / "again").exists()
+        self.left = 0 if has_waited else 10
 
     def __len__(self) -> int:
         return len(self.samples)  # type: ignore[arg-type]
