@@ -20,11 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.tensor_digest import tensor_digest
-from shoal.trial.untouched import LEFT_ALONE, global_names, is_of_library, is_of_machinery
+from shoal.trial.untouched import (
+    LARGEST_COPY,
+    LEFT_ALONE,
+    global_names,
+    is_of_library,
+    is_of_machinery,
+)
 
 DEPTH = 4
-MOST_ELEMENTS = 1 << 16
-"""Elements of the largest tensor that is looked at."""
 MOST_ENTRIES = 64
 """Entries of the longest container whose entries are looked at."""
 Entry = tuple[str, Any, Callable[[Any], object]]
@@ -90,7 +94,7 @@ def _is_constant(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and 0 < tensor.numel() <= MOST_ELEMENTS
+        and 0 < tensor.numel() <= LARGEST_COPY
     )
 
 

@@ -196,13 +196,15 @@ def test_a_loss_that_keeps_values_of_own_samples_gets_a_note() -> None:
 
 
 class Balance:
-    """A weight that the loop computes from the losses that it has seen, as BEGAN does."""
+    """A weight that the loop computes from the losses that it has seen, as BEGAN does, or a bank
+    of `size` numbers.
+    """
 
-    def __init__(self) -> None:
-        self.k, self.seen = torch.ones(()).double(), 0.0
+    def __init__(self, size: int) -> None:
+        self.k, self.seen = torch.ones(size).double(), 0.0
 
 
-def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
+def weight_of_own_losses(strategy: str, is_read: bool, size: int = 1) -> list[str]:
     """Train by a loss with a weight, which the loop sets by this rank's losses, and with a table
     of as many rows as one rank has samples. The loss counts on all ranks alike. Returns notes.
     """
@@ -212,7 +214,7 @@ def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     x = run.share(torch.randn(9, 6).double())
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    balance, hidden, table = Balance(), torch.zeros(6, 3), torch.ones(4, 6).double()
+    balance, hidden, table = Balance(size), torch.zeros(6, 3), torch.ones(4, 6).double()
     calls = 0
 
     def loss(x: Tensor) -> Tensor:
@@ -220,7 +222,7 @@ def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
         calls += 1
         hidden = model(x).detach()
         balance.seen = model(x).square().mean().detach()
-        weight = balance.k if is_read else 1.0
+        weight = balance.k.mean() if is_read else 1.0
         return model(x * table[0]).square().mean() + weight * model(x).abs().mean()
 
     for _ in range(3):
@@ -231,9 +233,11 @@ def weight_of_own_losses(strategy: str, is_read: bool) -> list[str]:
     return [note for note in notes if "ranks differ in" in note]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_number_that_the_loop_computes_from_own_losses_gets_a_note(strategy: str) -> None:
-    notes, _ = world.run(2, weight_of_own_losses, strategy, True)
+@pytest.mark.parametrize(("strategy", "size"), [("ddp", 1), ("zero3", 1), ("ddp", 300_000)])
+def test_numbers_that_the_loop_computes_from_own_losses_get_a_note(
+    strategy: str, size: int
+) -> None:
+    notes, _ = world.run(2, weight_of_own_losses, strategy, True, size)
     read, written = notes
     assert "ranks differ in balance.k, with which compute_loss computes" in read
     assert "ranks differ in balance.seen, and did not before the first step" in written
