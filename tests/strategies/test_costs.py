@@ -113,5 +113,5 @@ def test_a_pipeline_has_the_rows_of_its_schedule(workload: Workload) -> None:
 def test_a_refusal_is_the_strategys_own(workload: Workload) -> None:
     with pytest.raises(StrategyRefused, match="batch 16 cannot be cut for 32 ranks"):
         planner(workload, 32).step_cost("ddp")
-    with pytest.raises(StrategyRefused, match="owns whole parameters"):
-        planner(workload, 4).step_cost("tensor=2,server=1")
+    with pytest.raises(StrategyRefused, match="replicas, staleness and compress of servers"):
+        planner(workload, 4).step_cost("server=2,replicas=2")

@@ -104,11 +104,9 @@ class Server(ServerOptions, Strategy):
         A worker holds parameters and gradients, and no optimizer's state. A server receives the
         gradients of all workers, so each partition costs it workers x bytes.
 
-        Raises: StrategyRefused: beside tensor or pipeline; stale or compressed pushes, whose time
-            is not modelled.
+        Raises: StrategyRefused: replicas, and stale or compressed pushes, whose time is not
+            modelled.
         """
-        if step.layout.data < step.layout.world:
-            raise StrategyRefused(WHOLE_PARAMETERS)
         if self.staleness != "0" or self.compress != "none" or self.replicas > 1:
             raise StrategyRefused(
                 "replicas, staleness and compress of servers: their cost in time is not modelled."
