@@ -37,6 +37,7 @@ SLOW_CASES = tuple(
     for row in (
         ("bad_input/test_odd_commands.py", "cli config", "a thousand odd commands, as processes"),
         ("checkpoint/test_async_save.py", "checkpoint", "saves beside training, killed"),
+        ("checkpoint/test_checkpoint_kill.py", "checkpoint", "a first save that is killed"),
         ("cli/test_first_commands.py", "cli launch", "other spellings of the same flags"),
         ("cli/test_missing_packages.py", "cli train", "an experiment without extras"),
         ("comm/test_algorithms.py", "comm", "means over other lists of hosts"),
@@ -64,6 +65,11 @@ SLOW_CASES = tuple(
         ("launch/test_under_launchers.py", "launch", "ranks under mpirun and srun", REAL),
         ("mutants/test_mutants.py", "verification trial", "all planted bugs", "mutants"),
         ("optim/test_adamw8bit.py", "optim", "8-bit AdamW under every strategy"),
+        (
+            "parameter_server/worker/test_session_schedules.py",
+            "parameter_server",
+            "1,000 schedules",
+        ),
         ("planner/test_auto_strategy.py", "planner run", "auto of shoal.init under torchrun"),
         ("planner/test_memory_of_ranks.py", "costs planner", "memory of other strategies"),
         ("platform/test_other_systems.py", "platform launch", "strategies on systems but Linux"),
