@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_690,
     "shoal/watchdog": 990,
     "shoal/weights": 580,
-    "tests": 66_670,
+    "tests": 66_690,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
