@@ -83,6 +83,9 @@ def start_now(cluster: SlurmCluster, job: str) -> None:
     wait_for(lambda: cluster.call("squeue", "-h", "-j", job, "-o", "%T %r") == "PENDING BeginTime")
     daemons = ("pgrep", "-f", rf"^slurmstepd: \[{job}\.")
     wait_for(lambda: subprocess.run(daemons, capture_output=True, check=False).returncode)
+    # Slurm's credentials know whole seconds: one made in the second in which the first start's was
+    # revoked counts as revoked, and the job fails ("Job credential revoked").
+    time.sleep(2)
     cluster.call("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
