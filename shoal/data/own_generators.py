@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.seeds import python_words
+
 GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
 """Objects inside of each other that are looked into: a data set, its transforms, theirs."""
@@ -95,33 +97,23 @@ class LoopGenerators:
     def drawn(self, words: int) -> Iterator[str]:
         """Yield the class of each that has drawn so many words, or more, since then."""
         for generator, state in self._states:
-            now, copy = _words_of(generator), _copy_of(generator, state)
-            for _ in range(words):
-                if _words_of(copy) == now:
-                    break
-                if isinstance(copy, random.Random):
-                    copy.getrandbits(32)
-                else:
-                    copy.bit_generator.random_raw()
-            else:
-                is_python = isinstance(generator, random.Random)
-                yield "random.Random" if is_python else "numpy.random.Generator"
+            if isinstance(generator, random.Random):
+                if (python_words(state, generator.getstate()) or 0) >= words:
+                    yield "random.Random"
+            elif _has_drawn(generator.bit_generator, state, words):
+                yield "numpy.random.Generator"
 
 
-def _copy_of(generator: Any, state: Any) -> Any:
-    if isinstance(generator, random.Random):
-        copy: Any = random.Random()
-    else:
-        copy = np.random.Generator(type(generator.bit_generator)())
-    restore_generator(copy, state)
-    return copy
-
-
-def _words_of(generator: Any) -> object:
-    """Return what changes with each word that is drawn, without a half of one that is left."""
-    if isinstance(generator, random.Random):
-        return generator.getstate()[1]
-    return repr(generator.bit_generator.state["state"])
+def _has_drawn(bits: np.random.BitGenerator, state: Any, words: int) -> bool:
+    """Return True if so many words, or more, were drawn since it had this state."""
+    # As text, for some kinds have arrays in it; half a word that is left over stands beside it.
+    copy, now = type(bits)(), repr(bits.state["state"])
+    copy.state = state
+    for _ in range(words):
+        if repr(copy.state["state"]) == now:
+            return False
+        copy.random_raw()
+    return True
 
 
 def _generators_in(value: Any, depth: int, seen: set[int]) -> Iterator[Any]:

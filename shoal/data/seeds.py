@@ -239,14 +239,7 @@ class HostGenerators(NamedTuple):
 
         None if no number of words leads there: somebody has set the seed.
         """
-        python = random.Random()
-        python.setstate(self.python)
-        drawn_python = _distance(
-            self.python[1][-1],
-            later.python[1][-1],
-            lambda words: python.getrandbits(32 * words),
-            lambda: python.getstate()[1] == later.python[1],
-        )
+        drawn_python = python_words(self.python, later.python)
         numpy = np.random.RandomState()
         key = np.frombuffer(self.key, dtype=np.uint32)
         numpy.set_state(("MT19937", key, self.position, 0, 0.0))
@@ -259,6 +252,21 @@ class HostGenerators(NamedTuple):
         if drawn_python is None or drawn_numpy is None:
             return None
         return DrawnWords(drawn_python, drawn_numpy)
+
+
+def python_words(before: tuple[Any, ...], later: tuple[Any, ...]) -> int | None:
+    """Return how many words a `random.Random` has drawn between two of its states.
+
+    None if no number of words leads there: somebody has set the seed.
+    """
+    python = random.Random()
+    python.setstate(before)
+    return _distance(
+        before[1][-1],
+        later[1][-1],
+        lambda words: python.getrandbits(32 * words),
+        lambda: python.getstate()[1] == later[1],
+    )
 
 
 def _distance(start: int, end: int, draw: Any, has_arrived: Any) -> int | None:

@@ -113,7 +113,7 @@ class LoopWatch(YieldWatch):
             self._rows.copy_rows(_with_rows(batch, shard.rows), *self._choose(shard.rows))
         self._rows.start()
         self._generators = HostGenerators.now()
-        self._of_loop = LoopGenerators(script_frame(caller()))
+        self._of_loop = LoopGenerators(script_frame(caller(), with_packages=False))  # not tqdm's
 
     def end(self) -> None:
         """Watch no longer; what was seen stays known until the batch is judged."""

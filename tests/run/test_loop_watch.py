@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from rich.progress import track
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
@@ -423,7 +424,7 @@ def notes_of_host_draws(by_function: bool) -> list[list[str]]:
     ):
         lines: list[str] = []
         run, model, loader = start(lines)
-        for x, _ in loader:
+        for x, _ in track(loader, disable=True):  # as many loops with a bar
             if by_function:
                 run.forward_backward(lambda x, m=model: m(x).mean(), draw(x))
             else:
