@@ -197,14 +197,14 @@ def test_a_loss_that_keeps_values_of_own_samples_gets_a_note() -> None:
 
 class Balance:
     """A weight that the loop computes from the losses that it has seen, as BEGAN does, or a bank
-    of `size` numbers.
+    of such.
     """
 
-    def __init__(self, size: int) -> None:
-        self.k, self.seen = torch.ones(size).double(), 0.0
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.k, self.seen = torch.ones(shape).double(), 0.0
 
 
-def weight_of_own_losses(strategy: str, is_read: bool, size: int = 1) -> list[str]:
+def weight_of_own_losses(strategy: str, is_read: bool, shape: tuple[int, ...] = ()) -> list[str]:
     """Train by a loss with a weight, which the loop sets by this rank's losses, and with a table
     of as many rows as one rank has samples. The loss counts on all ranks alike. Returns notes.
     """
@@ -214,7 +214,7 @@ def weight_of_own_losses(strategy: str, is_read: bool, size: int = 1) -> list[st
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
     x = run.share(torch.randn(9, 6).double())
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
-    balance, hidden, table = Balance(size), torch.zeros(6, 3), torch.ones(4, 6).double()
+    balance, hidden, table = Balance(shape), torch.zeros(6, 3), torch.ones(4, 6).double()
     calls = 0
 
     def loss(x: Tensor) -> Tensor:
@@ -233,11 +233,11 @@ def weight_of_own_losses(strategy: str, is_read: bool, size: int = 1) -> list[st
     return [note for note in notes if "ranks differ in" in note]
 
 
-@pytest.mark.parametrize(("strategy", "size"), [("ddp", 1), ("zero3", 1), ("ddp", 300_000)])
+@pytest.mark.parametrize(("strategy", "shape"), [("ddp", ()), ("zero3", ()), ("ddp", (300_000,))])
 def test_numbers_that_the_loop_computes_from_own_losses_get_a_note(
-    strategy: str, size: int
+    strategy: str, shape: tuple[int, ...]
 ) -> None:
-    notes, _ = world.run(2, weight_of_own_losses, strategy, True, size)
+    notes, _ = world.run(2, weight_of_own_losses, strategy, True, shape)
     read, written = notes
     assert "ranks differ in balance.k, with which compute_loss computes" in read
     assert "ranks differ in balance.seen, and did not before the first step" in written
