@@ -166,7 +166,7 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
 
 
 def _of_job(request: _Request) -> Answer:
-    from shoal.planner.job_workload import job_workload
+    from shoal.planner.job_workload import job_workload, with_samples
     from shoal.planner.smallest_change import Command
     from shoal.train import job_precheck
 
@@ -176,7 +176,7 @@ def _of_job(request: _Request) -> Answer:
     if options.seq is not None:
         raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
     settings, line, _ = job_options.settings(options, request.cluster.ranks)
-    job, note = job_precheck.with_samples(settings.job)
+    job, note = with_samples(settings.job)
     raise_problems(job_precheck.problems(job))
     if note:
         print_note(note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,9 +19,25 @@ from shoal.planner.trace_model import trace_model
 from shoal.platform.torch_private.fake_tensors import fake_tensors
 from shoal.train import optimizer as job_optimizer
 from shoal.train.build import build_model, load_imports
+from shoal.train.job_precheck import absent_files
 from shoal.train.task import Task
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def with_samples(job: Job) -> tuple[Job, str]:
+    """Return the job with random samples in place of images that are not here, and a note.
+
+    A plan needs no more of them than their shape; of an image folder, as many classes as ImageNet.
+    """
+    if job.imports or not (absent := absent_files(job)):  # a file may bring data of that name
+        return job, ""
+    side, classes = {"cifar10": (32, 10), "cifar100": (32, 100)}.get(
+        job.data.name, (job.data.image_size, 1000)
+    )
+    note = f"{absent[0]}; the plan is for images of 3 x {side} x {side} in {classes} classes"
+    data = replace(job.data, name="dummy", shape=(3, side, side), classes=classes)
+    return replace(job, data=data), note
 
 
 def job_workload(job: Job) -> Workload:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,10 +95,10 @@ def _data(job: Job) -> Iterator[str]:
     name = job.data.name
     if name not in SOURCES:
         yield f"data.name: there is no data set '{name}'; {did_you_mean(name, SOURCES)}"
-    yield from _absent_files(job)
+    yield from absent_files(job)
 
 
-def _absent_files(job: Job) -> list[str]:
+def absent_files(job: Job) -> list[str]:
     """Return a line for each directory of images that is not there."""
     name = job.data.name
     if name not in ("cifar10", "cifar100", "imagefolder"):
@@ -112,21 +111,6 @@ def _absent_files(job: Job) -> list[str]:
         for split in splits
         if not (root / split).is_dir()
     ]
-
-
-def with_samples(job: Job) -> tuple[Job, str]:
-    """Return the job with random samples in place of images that are not here, and a note.
-
-    A plan needs no more of them than their shape; of an image folder, as many classes as ImageNet.
-    """
-    if job.imports or not (absent := _absent_files(job)):  # a file may bring data of that name
-        return job, ""
-    side, classes = {"cifar10": (32, 10), "cifar100": (32, 100)}.get(
-        job.data.name, (job.data.image_size, 1000)
-    )
-    note = f"{absent[0]}; the plan is for images of 3 x {side} x {side} in {classes} classes"
-    data = replace(job.data, name="dummy", shape=(3, side, side), classes=classes)
-    return replace(job, data=data), note
 
 
 def _optimizer(job: Job) -> Iterator[str]:
