@@ -229,6 +229,19 @@ def check_evaluation(call: str, function: Any, loader: Any, models: Sequence[Any
             raise UsageError(f"{call}: a {type(model).__name__} is no model.")
 
 
+def check_metrics(metrics: Any) -> None:
+    """Raise UsageError if `metrics` of `evaluate` is no dict of metrics."""
+    calls = ("reset", "update", "compute")
+    is_dict = isinstance(metrics, Mapping) and all(
+        callable(getattr(metric, call, None)) for metric in metrics.values() for call in calls
+    )
+    if metrics is not None and not is_dict:
+        raise UsageError(
+            f"evaluate: metrics={metrics!r} is no dict of metrics with reset, update and compute, "
+            'such as {"auc": torchmetrics.AUROC(task="multiclass", num_classes=10)}.'
+        )
+
+
 def _shown(value: Any) -> str:
     return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
 

@@ -80,6 +80,34 @@ class OneEvaluation(NamedTuple):
         gathered = _gather_parts(self.data, parts, batches, "predict: compute")
         return gathered.get(WITHOUT_NAME, gathered)
 
+    def measure(self, compute: Callable[..., Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what metrics say of every sample of a data set. Collective over `data`.
+
+        Each rank gives every metric the values of all samples, in their order.
+
+        Args:
+            compute: (*batch) -> what `update` of each metric takes: tensors with a row for each
+                sample, in a tuple or by name.
+            metrics: name -> an object with `reset`, `update` and `compute`, as of torchmetrics.
+
+        Returns: name -> what its `compute` returns.
+
+        Raises: UsageError: as `predict`.
+        """
+
+        def named(*args: Any, **kwargs: Any) -> Any:
+            values = compute(*args, **kwargs)
+            if isinstance(values, (tuple, list)):
+                return {str(index): value for index, value in enumerate(values)}
+            return values
+
+        values = self.predict(named)
+        if isinstance(values, Tensor):
+            values = {"0": values}
+        by_place = [value for name, value in values.items() if name.isdigit()]
+        by_name = {name: value for name, value in values.items() if not name.isdigit()}
+        return {name: _measured(each, by_place, by_name) for name, each in metrics.items()}
+
     def _compute(
         self, function: Callable[..., Any], read: Callable[[Any, int], dict[str, Tensor]]
     ) -> tuple[list[dict[str, Tensor]], int]:
@@ -125,6 +153,24 @@ class OneEvaluation(NamedTuple):
                 value = read(_call(function, self.to_device(item.batch)), item.rows)
                 values += [value] if item.is_counted else []
         return values
+
+
+def _measured(metric: Any, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
+    device = getattr(metric, "device", torch.device("cpu"))
+    metric.reset()
+    metric.update(
+        *(value.to(device) for value in values),
+        **{name: value.to(device) for name, value in named.items()},
+    )
+    # A metric of torchmetrics would add up the ranks, each of which has all samples.
+    is_shared = getattr(metric, "distributed_available_fn", None)
+    if is_shared is not None:
+        metric.distributed_available_fn = bool  # returns False
+    try:
+        return metric.compute()
+    finally:
+        if is_shared is not None:
+            metric.distributed_available_fn = is_shared
 
 
 def _call(function: Callable[..., Any], batch: Any) -> Any:

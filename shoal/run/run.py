@@ -5,7 +5,7 @@ Every method that says *Collective* must be called by all ranks, in the same ord
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -348,8 +348,12 @@ class Run(StatefulRun):
         return self._run_guards.edit()
 
     def evaluate(
-        self, compute_sums: ComputeSums, loader: Any, *models: nn.Module
-    ) -> dict[str, float]:
+        self,
+        compute_sums: ComputeSums | Callable[..., Any],
+        loader: Any,
+        *models: nn.Module,
+        metrics: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Sum values over every sample of a data set, each counted once. Collective.
 
         Args:
@@ -358,12 +362,20 @@ class Run(StatefulRun):
             loader: a DataLoader or another source of batches; each batch is computed by one rank.
             models: models that `compute_sums` calls and that were not prepared, such as a moving
                 average. These and all prepared models are in evaluation mode meanwhile.
+            metrics: name -> metric of torchmetrics, or another object with `reset`, `update` and
+                `compute`. `compute_sums` then returns what `update` takes, such as (scores, y),
+                each with a row for every sample. All rows are kept in memory on every rank.
 
-        Returns: name -> sum, and `samples`; the same bits at any number of ranks.
+        Returns: name -> sum, and `samples`; or name -> what the metric's `compute` returns. The
+            same bits at any number of ranks.
         """
         checks.check_evaluation("evaluate", compute_sums, loader, models)
+        checks.check_metrics(metrics)
         with self._gathering.evaluation(), self._calls.during("run.evaluate"):
-            return self._evaluation(loader, models).evaluate(compute_sums)
+            evaluation = self._evaluation(loader, models)
+            if metrics is not None:
+                return evaluation.measure(compute_sums, metrics)
+            return evaluation.evaluate(compute_sums)
 
     def predict(self, compute: Callable[..., Any], loader: Any, *models: nn.Module) -> Any:
         """Return values of every sample of a data set, in the order of the loader. Collective.

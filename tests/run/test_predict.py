@@ -70,6 +70,48 @@ def test_every_sample_comes_once_in_the_order_of_the_data_set(line: str, ranks: 
         assert named["scores"].device.type == "cpu"
 
 
+class Spread:
+    """A metric with the calls of torchmetrics', which is no sum over samples."""
+
+    def __init__(self) -> None:
+        self.rows = [torch.zeros(1)]
+
+    def reset(self) -> None:
+        self.rows = []
+
+    def update(self, scores: Tensor, target: Tensor) -> None:
+        self.rows.append(scores.sum(1) * target)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.rows).median()
+
+
+def measures(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return metrics of values in a tuple and by name."""
+    run, model = shoal.init(line, announce=str), net()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader, metrics = DataLoader(samples(), batch_size=BATCH), {"spread": Spread()}
+    by_place = run.evaluate(lambda x, y: (model(x), y), loader, metrics=metrics)
+    by_name = run.evaluate(lambda x, y: {"target": y, "scores": model(x)}, loader, metrics=metrics)
+    return by_place, by_name
+
+
+@pytest.mark.parametrize(("line", "ranks"), [("ddp", 3), ("zero3", 2), ("pipeline=2", 2)])
+def test_metrics_see_every_sample_once(line: str, ranks: int) -> None:
+    x, y = samples().tensors
+    with torch.no_grad():
+        expected = (net().eval()(x).sum(1) * y).median()
+    for by_place, by_name in world.run(ranks, measures, line):
+        torch.testing.assert_close(by_place, {"spread": expected}, rtol=0, atol=1e-10)
+        assert by_place == by_name
+
+
+@pytest.mark.parametrize("metrics", [Spread(), [Spread()], {"spread": torch.median}])
+def test_what_is_no_dict_of_metrics_is_refused(metrics: Any) -> None:
+    with pytest.raises(UsageError, match="is no dict of metrics with reset, update and compute"):
+        shoal.init(announce=str).evaluate(lambda x, y: (x, y), [], metrics=metrics)
+
+
 def test_a_list_of_ready_batches_and_a_model_that_was_not_prepared_will_do() -> None:
     x, _ = samples().tensors
     model = net()
