@@ -75,9 +75,10 @@ def losses(batches: Batches, samples: int = 11) -> list[float]:
 @pytest.mark.parametrize(
     "batches",
     [
-        in_turn,
-        *[pytest.param(way, marks=pytest.mark.slow) for way in (copied_in_turn, one_ahead)],
-        all_at_once,
+        *[
+            pytest.param(way, marks=pytest.mark.slow)
+            for way in (in_turn, copied_in_turn, one_ahead, all_at_once)
+        ],
         flattened_ahead,
     ],
 )

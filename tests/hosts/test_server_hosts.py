@@ -61,6 +61,7 @@ def test_servers_of_their_own_serve_any_ranks(folder: Path, hosts: str, strategy
     assert (code, stdout) == (0, "is the model of one process\n"), stderr
 
 
+@pytest.mark.slow
 def test_a_run_with_replicas_goes_on_without_a_host_of_servers(folder: Path) -> None:
     with waiting(folder, "a:2", "server=2,replicas=2") as command:
         kill([command.agent("s")])

@@ -112,6 +112,7 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_named(tmp_path):
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_spawner_of_helpers_is_named_and_the_run_goes_on(tmp_path, capfd):
     assert run(tmp_path, hang_targets.loses_its_spawner) == 0
     told = capfd.readouterr().err

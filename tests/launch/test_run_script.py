@@ -96,6 +96,7 @@ WITH_WORKERS = """
 """
 
 
+@pytest.mark.slow
 def test_a_long_name_of_the_temporary_directory_leaves_room_for_sockets(tmp_path):
     temporary = tmp_path / ("t" * 120)  # a socket's address has 108 bytes
     temporary.mkdir()
@@ -195,7 +196,10 @@ time.sleep(1000)
 
 @pytest.mark.parametrize(
     "end",
-    [pytest.param("sys.exit(3)\n", id="exit"), pytest.param(KILLS_THE_FORK_SERVER, id="kill")],
+    [
+        pytest.param("sys.exit(3)\n", id="exit"),
+        pytest.param(KILLS_THE_FORK_SERVER, id="kill", marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
     written(tmp_path, "import os, signal, sys, time; import torch\n" + end)

@@ -116,9 +116,9 @@ def planned(batch_size: int, accumulate: int = 1) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("parts", "batch_size"),
     [
-        ((HEAD, FUNCTION), 12),
+        pytest.param((HEAD, FUNCTION), 12, marks=pytest.mark.slow),
         ((HEAD, LOOP_OF_RUN), 12),
-        ((HEAD, MICROBATCHES), 12),
+        pytest.param((HEAD, MICROBATCHES), 12, marks=pytest.mark.slow),
         ((HEAD, PLAIN), 12),
         ((HEAD, DISTRIBUTED, PLAIN), 24),  # its batches are those of one rank
     ],

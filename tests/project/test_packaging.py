@@ -127,6 +127,7 @@ def test_the_installed_program_tells_its_version_and_its_settings(
     )
 
 
+@pytest.mark.slow
 def test_two_ranks_of_the_installed_program_train_without_a_compiler(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -39,7 +39,8 @@ def results(place: Path, environment: dict[str, str]) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["", pytest.param("wide", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["", "wide"])
 def test_no_result_changes_by_more_than_rounding(tmp_path: Path, kind: str) -> None:
     usual = results(tmp_path / "usual", {})
     other = {"PYTHONPATH": str(SUM_ORDER), "SHOAL_TEST_SUMS": kind}

@@ -68,7 +68,7 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     [
         ("ddp", 3),
         ("zero3,unit=Linear", 3),
-        ("tensor=2,zero1", 4),
+        pytest.param("tensor=2,zero1", 4, marks=pytest.mark.slow),
         ("server=1", 2),
         pytest.param("ddp,bucket_mb=0.001", 2, marks=pytest.mark.slow),
         pytest.param("zero1", 2, marks=pytest.mark.slow),

@@ -128,6 +128,7 @@ def test_batchnorm_over_all_ranks_trains_as_on_one_device(ranks: int) -> None:
         assert not any("BatchNorm" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_batchnorm_of_stages_takes_statistics_over_the_ranks_that_hold_them() -> None:
     synced = {"sync_batchnorm": True, "batch_size": 8}
     cases: list[Case] = [

@@ -45,7 +45,7 @@ def edited(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "pipeline=2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "pipeline=2"])
 def test_edits_that_need_one_gradient_alone_are_exact(strategy: str) -> None:
     for found in world.run(2, edited, strategy):
         same(found, edited("single"))

@@ -17,7 +17,9 @@ from shoal.testing import world
 
 STEPS, DECAY = 8, 0.5
 LINES = [
-    *(("ddp", 3), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("server=1", 2)),
+    *(("ddp", 3), ("zero3", 3), ("server=1", 2)),
+    pytest.param("tensor=2", 2, marks=pytest.mark.slow),
+    pytest.param("pipeline=2", 2, marks=pytest.mark.slow),
     pytest.param("zero1", 2, marks=pytest.mark.slow),
     pytest.param("zero2", 2, marks=pytest.mark.slow),
     pytest.param("zero3,hybrid=2", 4, marks=pytest.mark.slow),
@@ -173,7 +175,8 @@ def test_models_that_get_other_names_are_refused_by_the_average() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(("zero3", 2), ("ddp", 3)), (("ddp", 2), ("tensor=2", 2))]
+    ("before", "after"),
+    [(("zero3", 2), ("ddp", 3)), pytest.param(("ddp", 2), ("tensor=2", 2), marks=pytest.mark.slow)],
 )
 def test_a_checkpoint_has_the_average_for_any_strategy(
     tmp_path: Path, before: tuple[str, int], after: tuple[str, int]

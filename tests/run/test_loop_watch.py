@@ -471,7 +471,7 @@ def test_numbers_that_the_loop_draws_for_the_whole_batch_by_a_generator_of_its_o
     assert world.run(2, notes_of_draws_for_all) == [[], []]
 
 
-@pytest.mark.parametrize("by_function", [True, False])
+@pytest.mark.parametrize("by_function", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_numbers_that_a_loop_draws_for_each_sample_by_python_or_numpy_are_told_once(
     by_function: bool,
 ) -> None:

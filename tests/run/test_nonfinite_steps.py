@@ -100,7 +100,10 @@ SHARED = ("pipeline=2", "tensor=2")
 """Strategies whose ranks compute the same samples: a plant is on all of them."""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "server=1", *SHARED])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "zero3", "server=1", "pipeline=2", pytest.param("tensor=2", marks=pytest.mark.slow)],
+)
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(strategy: str) -> None:
     plants = dict(PLANTS)
     if strategy in SHARED:

@@ -75,8 +75,8 @@ def clipped(
         ("pipeline=2", 2, 2.0),
         ("ddp", 2, math.inf),
         ("zero3", 4, math.inf),  # the last rank has no row of the last layer
-        ("tensor=2", 2, math.inf),
-        ("pipeline=2", 4, math.inf),
+        pytest.param("tensor=2", 2, math.inf, marks=pytest.mark.slow),
+        pytest.param("pipeline=2", 4, math.inf, marks=pytest.mark.slow),
         ("server=2,part_mb=0.0001", 2, math.inf),
     ],
 )

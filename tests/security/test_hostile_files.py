@@ -48,6 +48,7 @@ print(int(peak.split()[1]) < 100 << 10)
 """
 
 
+@pytest.mark.slow
 def test_64_kib_of_yaml_take_neither_seconds_nor_memory(tmp_path: Path) -> None:
     files = []
     for name, text in DEEP.items():

@@ -38,7 +38,9 @@ def test_each_call_comes_to_what_it_comes_to_on_gloo() -> None:
     assert used == set(backend_parity_calls.CALLS) - backend_parity_calls.GLOOS
 
 
-@pytest.mark.parametrize("order", ["torch, shoal", "shoal, torch"])
+@pytest.mark.parametrize(
+    "order", ["torch, shoal", pytest.param("shoal, torch", marks=pytest.mark.slow)]
+)
 def test_an_import_of_shoal_is_enough(order: str) -> None:
     known = "torch.distributed.Backend('shoal') in torch.distributed.Backend.backend_list"
     program = f"import {order}; print({known})"

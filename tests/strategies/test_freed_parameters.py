@@ -32,7 +32,7 @@ def held_after_two_steps(strategy: str) -> list[str]:
     [
         ("zero3", 2),
         ("zero3,offload=true", 1),
-        ("tensor=2", 2),
+        pytest.param("tensor=2", 2, marks=pytest.mark.slow),
         pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow),
         pytest.param("recompute,zero3", 2, marks=pytest.mark.slow),
     ],

@@ -22,7 +22,10 @@ QUIET = {"announce": lambda _: None}
 
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulate"),
-    [("cnn", 3, 1), ("unused, frozen, shared and scalar parameters", 3, 2)],
+    [
+        pytest.param("cnn", 3, 1, marks=pytest.mark.slow),
+        ("unused, frozen, shared and scalar parameters", 3, 2),
+    ],
 )
 def test_with_a_meeting_after_every_step_it_is_ddp(name: str, ranks: int, accumulate: int) -> None:
     verdict = verify_job(EXPERIMENTS[name], "local=1", ranks, accumulate=accumulate)
@@ -30,7 +33,11 @@ def test_with_a_meeting_after_every_step_it_is_ddp(name: str, ranks: int, accumu
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("local=3", marks=pytest.mark.slow), "diloco=3", "recompute,local=2"]
+    "strategy",
+    [
+        "diloco=3",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("local=3", "recompute,local=2")),
+    ],
 )
 def test_verify_says_by_design_and_why(strategy: str) -> None:
     verdict = verify_job(EXPERIMENTS["mlp"], strategy, 2)
@@ -95,8 +102,8 @@ def by_hand(ranks: int, every: int, rate: float, momentum: float) -> dict[str, T
 @pytest.mark.parametrize(
     ("strategy", "every", "rate", "momentum"),
     [
-        ("local=3", 3, 1.0, 0.0),
-        ("diloco=4", 4, 0.7, 0.9),
+        pytest.param("local=3", 3, 1.0, 0.0, marks=pytest.mark.slow),
+        pytest.param("diloco=4", 4, 0.7, 0.9, marks=pytest.mark.slow),
         ("diloco=3,outer_lr=0.5,outer_momentum=0.5", 3, 0.5, 0.5),
     ],
 )
@@ -179,7 +186,7 @@ def looked(strategy: str) -> list[bool]:
     return agreed
 
 
-@pytest.mark.parametrize("strategy", ["local=4", "diloco=4"])
+@pytest.mark.parametrize("strategy", [pytest.param("local=4", marks=pytest.mark.slow), "diloco=4"])
 def test_a_meeting_between_a_backward_pass_and_its_step_changes_no_other(strategy: str) -> None:
     for agreed in world.run(2, looked, strategy):
         assert agreed == [False, False, False, True] * 2

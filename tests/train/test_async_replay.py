@@ -84,6 +84,7 @@ def test_a_run_of_three_workers_is_done_again_bit_for_bit(
     assert torch.get_num_threads() == before[1]
 
 
+@pytest.mark.slow
 def test_a_run_on_two_machines_is_done_again_on_one(tmp_path: Path) -> None:
     wide = {**MLP, "model.options.hidden": [200, 200]}  # between machines it is cut into more parts
     world.run(

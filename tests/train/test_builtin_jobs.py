@@ -68,16 +68,12 @@ def train(name: str, path: Path, strategy: str, out: Path) -> list[dict[str, Any
     return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
 
 
-EVERY_DAY = ("stdlib_gpt",)
-
-
 def test_there_is_a_row_for_every_built_in_job() -> None:
     assert sorted(SIZES) == sorted(builtin_names())
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in SIZES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZES)
 def test_a_built_in_job_trains_on_two_ranks(name: str, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     write_files(name, tmp_path / "data")

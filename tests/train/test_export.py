@@ -60,6 +60,7 @@ def test_the_model_is_written_whole_whatever_has_saved_it(
     assert not (tmp_path / "model.safetensors.tmp").exists()
 
 
+@pytest.mark.slow
 def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) -> None:
     run = trained(tmp_path, "zero1", 2, GPT)
     assert export(run, tmp_path / "model.safetensors").from_ema
@@ -155,6 +156,7 @@ def test_a_run_starts_from_what_was_exported(
     assert evaluations[1][-1] == pytest.approx(evaluations[0][-1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_that_is_filled_late_trains_the_same_in_shards(tmp_path: Path) -> None:
     empty = {**MLP, "model.empty": True}
     on_one, in_shards, at_once = (

@@ -19,7 +19,9 @@ TINY = (
     ("words", "epoch", "saved"),
     [
         (("-n", "2", "--train.batch_size", "500"), 3, "the newest save is of step "),
-        (("--train.batch_size", "5"), 1, "before the first save"),
+        pytest.param(
+            ("--train.batch_size", "5"), 1, "before the first save", marks=pytest.mark.slow
+        ),
     ],
     ids=["two ranks", "alone"],
 )

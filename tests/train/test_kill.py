@@ -43,10 +43,7 @@ POINTS = [
     for part in ("training", "saving")
     for seed in SEEDS[scene]
 ]
-EVERY_DAY = [
-    ("fp16", "training", 6),
-    ("three ranks", "saving", 9),
-]
+EVERY_DAY = [("fp16", "training", 6)]
 MARKED = [
     pytest.param(*point, marks=[] if point in EVERY_DAY else [pytest.mark.slow]) for point in POINTS
 ]

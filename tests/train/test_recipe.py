@@ -87,7 +87,7 @@ def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.2] * 3 + [0.02] * 6)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_autocast_trains(precision: str, tmp_path: Path) -> None:
     found = on(2, tmp_path, {"train.precision": precision, "train.max_steps": "3"})
     losses = [record["loss"] for record in found if record["kind"] == "train"]

@@ -35,7 +35,7 @@ def loses_a_bit(job: Job) -> int:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (2, "ranks 0 and 1 should hold the same bits"),
+        pytest.param(2, "ranks 0 and 1 should hold the same bits", marks=pytest.mark.slow),
         (3, "rank 1 holds other bits than 2 other ranks"),
     ],
 )

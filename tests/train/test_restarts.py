@@ -20,8 +20,9 @@ MORTAL = {
     "checkpoint.every_epochs": 2,
 }
 # From the seed follow the rank and the call at which it is killed.
-POINTS = [("ddp", "saving", 3), (SERVERS, "training", 4)]
+POINTS = [("ddp", "saving", 3)]
 MORE = [
+    (SERVERS, "training", 4),
     ("ddp", "training", 1),
     ("ddp", "training", 2),
     (SERVERS, "training", 5),

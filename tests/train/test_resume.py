@@ -30,8 +30,6 @@ from shoal.testing import world
 
 DOUBLE_PRECISION = {"train.precision": "fp64"}
 DOUBLE = {**MLP, **DOUBLE_PRECISION}
-OPTIMIZERS = ("Adafactor", "NAdam", "Rprop")
-"""A state of its own, a product in it, a copy of the gradient."""
 
 
 def stop(ranks: int, *arguments: Any) -> None:
@@ -61,7 +59,11 @@ def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> Non
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    # A state of its own, a product in it, a copy of the gradient.
+    "name",
+    ["Adafactor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NAdam", "Rprop"))],
+)
 def test_the_state_of_every_optimizer_is_resumed(tmp_path: Path, name: str) -> None:
     settings = {**MLP, "optimizer.name": name, "optimizer.lr": 0.01, "train.epochs": 2}
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", settings))
@@ -97,11 +99,14 @@ LAYOUTS = [
 ]
 
 
+@pytest.mark.parametrize(
+    "layouts", [LAYOUTS[:3], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["three", "six"]
+)
 def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
-    tmp_path: Path, on_one_rank: Path
+    tmp_path: Path, on_one_rank: Path, layouts: list[tuple[str, int]]
 ) -> None:
-    for leg, (strategy, ranks) in enumerate(LAYOUTS):
-        stop_at = 2 * (leg + 1)
+    for leg, (strategy, ranks) in enumerate(layouts):
+        stop_at = 12 // len(layouts) * (leg + 1)
         with world.start(
             ranks,
             tiny_jobs.is_signalled,
@@ -125,15 +130,19 @@ def test_a_run_goes_on_under_any_strategy_on_any_number_of_ranks(
         ].abs().max()
 
 
-def test_what_is_loaded_in_shards_is_what_was_saved_bit_for_bit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("zero1", 2), pytest.param("zero3", 4, marks=pytest.mark.slow)]
+)
+def test_what_is_loaded_in_shards_is_what_was_saved_bit_for_bit(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
     saved = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy="zero3")
     stop(3, saved, 5)
     whole = Checkpoints(tmp_path / "run/checkpoints").load(pytest.fail)
     assert whole is not None
-    for strategy, ranks in [("zero3", 2), ("zero1", 4)]:
-        job = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy=strategy)
-        for found in world.run(ranks, tiny_jobs.is_resumed, job):
-            assert differing(found, whole.tensors) == []
+    job = tiny(tmp_path / "run", GPT, DOUBLE_PRECISION, strategy=strategy)
+    for found in world.run(ranks, tiny_jobs.is_resumed, job):
+        assert differing(found, whole.tensors) == []
 
 
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:

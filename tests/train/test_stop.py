@@ -64,7 +64,10 @@ def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
 
 @pytest.mark.parametrize(
     ("rank", "after", "stopped", "position"),
-    [(1, 5, 6, {"epoch": 1, "position": 16}), (0, 7, 8, {"epoch": 2, "position": 0})],
+    [
+        (1, 5, 6, {"epoch": 1, "position": 16}),
+        pytest.param(0, 7, 8, {"epoch": 2, "position": 0}, marks=pytest.mark.slow),
+    ],
     ids=["one rank, in the middle of an epoch", "one rank, in the last step of an epoch"],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(
@@ -81,7 +84,8 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["1", "async"])
 def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, staleness: str) -> None:
     job = tiny(
         tmp_path / "run",
@@ -147,7 +151,7 @@ def cannot_mark(job: Job, step: int) -> None:
         pytest.param(1, 30, EXIT_RESTART, True, marks=pytest.mark.slow),
         pytest.param(1, 8, EXIT_RESTART, False, marks=pytest.mark.slow),
         (1, 8, EXIT_RESTART, True),
-        (12, 8, 0, False),
+        pytest.param(12, 8, 0, False, marks=pytest.mark.slow),
     ],
     ids=["a stop at the end of an epoch", "a stop that waits", "a stop beside", "the end"],
 )

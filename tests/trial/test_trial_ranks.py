@@ -133,7 +133,7 @@ def second_loss_is_coupled(strategy: str) -> tuple[int, str]:
     return 4, ""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> None:
     for count, error in world.run(2, second_loss_is_coupled, strategy):
         assert count == 2
@@ -162,7 +162,7 @@ def hard_samples_from_step_10(strategy: str) -> tuple[int, str]:
     return 20, ""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_a_loss_that_becomes_coupled_is_refused_in_step_16(strategy: str) -> None:
     for count, error in world.run(2, hard_samples_from_step_10, strategy):
         assert count + 1 == 16
@@ -233,7 +233,10 @@ def weight_of_own_losses(strategy: str, is_read: bool, shape: tuple[int, ...] = 
     return [note for note in notes if "ranks differ in" in note]
 
 
-@pytest.mark.parametrize(("strategy", "shape"), [("ddp", ()), ("zero3", ()), ("ddp", (300_000,))])
+@pytest.mark.parametrize(
+    ("strategy", "shape"),
+    [pytest.param("ddp", (), marks=pytest.mark.slow), ("zero3", ()), ("ddp", (300_000,))],
+)
 def test_numbers_that_the_loop_computes_from_own_losses_get_a_note(
     strategy: str, shape: tuple[int, ...]
 ) -> None:
@@ -305,7 +308,7 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
     [
         (["zero1", "zero3"], 2),
         pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
-        (["tensor=2,ddp"], 4),
+        pytest.param(["tensor=2,ddp"], 4, marks=pytest.mark.slow),
         pytest.param(["zero3,hybrid=2", "tensor=2,zero3"], 4, marks=pytest.mark.slow),
     ],
 )

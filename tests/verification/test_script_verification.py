@@ -156,7 +156,10 @@ def test_a_loop_on_shoal_is_exact_under(strategy: str) -> None:
 
 @pytest.mark.parametrize(
     ("library", "named"),
-    [("torch", r"by torch \(randn_like at drawing_loop.py:30\)"), ("numpy", "by NumPy")],
+    [
+        ("torch", r"by torch \(randn_like at drawing_loop.py:30\)"),
+        pytest.param("numpy", "by NumPy", marks=pytest.mark.slow),
+    ],
 )
 def test_random_numbers_that_the_loop_draws_are_the_cause_and_no_defect(
     library: str, named: str

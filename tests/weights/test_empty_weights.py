@@ -20,8 +20,9 @@ from shoal.weights.deferred_init import EmptyTensor
 
 STEPS = 3
 LINES = [
-    *(("ddp", 2), ("zero1", 2), ("zero3", 3), ("tensor=2", 2)),
-    *(("pipeline=2", 2), ("server=1", 2), ("local=1", 2)),
+    *(("ddp", 2), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("server=1", 2)),
+    pytest.param("zero1", 2, marks=pytest.mark.slow),
+    pytest.param("local=1", 2, marks=pytest.mark.slow),
     pytest.param("tensor=2,zero3", 4, marks=pytest.mark.slow),
     pytest.param("zero2", 2, marks=pytest.mark.slow),
     pytest.param("zero3,hybrid=2", 4, marks=pytest.mark.slow),

@@ -74,7 +74,10 @@ def error_of(strategy: str, layer: type[nn.Module], form: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("strategy", "form"), [("zero1", "function"), ("zero3", "loop")])
+@pytest.mark.parametrize(
+    ("strategy", "form"),
+    [pytest.param("zero1", "function", marks=pytest.mark.slow), ("zero3", "loop")],
+)
 def test_a_layer_that_writes_its_weight_is_refused_where_the_weight_is_in_shards(
     strategy: str, form: str
 ) -> None:

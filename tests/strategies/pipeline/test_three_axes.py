@@ -83,6 +83,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.to_local().numel() if isinstance(tensor, DTensor) else tensor.numel()
 
 
+@pytest.mark.slow
 def test_a_rank_holds_a_slice_of_its_stage_and_a_shard_of_its_states() -> None:
     found = world.run(8, held)
     whole = {name: parameter.numel() for name, parameter in gpt().named_parameters()}
@@ -101,6 +102,7 @@ def test_a_rank_holds_a_slice_of_its_stage_and_a_shard_of_its_states() -> None:
     assert found[0].keys() != found[7].keys()
 
 
+@pytest.mark.slow
 def test_running_statistics_of_slices_are_those_of_the_same_micro_batches() -> None:
     strategy = "pipeline=2,microbatches=5,cuts=blocks.1"
     one, _ = world.run(2, statistics, strategy, STRAIGHT, "blocks.0.1.")

@@ -114,7 +114,11 @@ def leaves_out(strategy: str, when: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("when", "strategy"),
-    [("before", SERVERS), ("after", f"{SERVERS},replicas=2"), ("always", SERVERS)],
+    [
+        ("before", SERVERS),
+        pytest.param("after", f"{SERVERS},replicas=2", marks=pytest.mark.slow),
+        pytest.param("always", SERVERS, marks=pytest.mark.slow),
+    ],
 )
 def test_steps_may_be_left_out_by_zero_grad(when: str, strategy: str) -> None:
     expected = leaves_out("single", when)

@@ -124,6 +124,7 @@ def test_shards_come_and_go_and_the_bits_stay(
         assert all(torch.equal(weights[name], value) for name, value in undisturbed.items())
 
 
+@pytest.mark.slow
 def test_a_shard_for_which_there_is_no_part_holds_none_and_disturbs_nobody(tmp_path: Path) -> None:
     alone = world.run(2, trained, "server=1", tmp_path)[0][0]
     found = world.run(2, trained, "server=1", tmp_path, grow)
@@ -136,7 +137,8 @@ def test_a_shard_for_which_there_is_no_part_holds_none_and_disturbs_nobody(tmp_p
         assert all(torch.equal(weights[name], value) for name, value in alone.items())
 
 
-@pytest.mark.parametrize("staleness", [pytest.param("1", marks=pytest.mark.slow), "async"])
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["1", "async"])
 def test_workers_at_different_steps_are_not_disturbed_either(
     tmp_path: Path, staleness: str
 ) -> None:
@@ -184,6 +186,7 @@ def add_and_kill_it(directory: Path, _fleet: Any, _chance: Random) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_new_shard_may_lose_a_server_as_soon_as_it_has_parts(
     tmp_path: Path, undisturbed: dict[str, Tensor]
 ) -> None:

@@ -36,10 +36,13 @@ SIGNALS = [
     "SIGSTOP coordinator",
     "SIGSTOP worker",
 ]
+EVERY_DAY = ("SIGKILL primary", "SIGKILL coordinator", "SIGSTOP primary")
 
 
 @pytest.mark.parametrize("seed", trials())
-@pytest.mark.parametrize("fault", SIGNALS)
+@pytest.mark.parametrize(
+    "fault", [f if f in EVERY_DAY else pytest.param(f, marks=pytest.mark.slow) for f in SIGNALS]
+)
 def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
     fault: str, seed: int, undisturbed: dict[str, Tensor], tmp_path: Path
 ) -> None:
@@ -55,7 +58,7 @@ def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
     check(found, undisturbed)
 
 
-@pytest.mark.parametrize("staleness", ["2", "async"])
+@pytest.mark.parametrize("staleness", [pytest.param("2", marks=pytest.mark.slow), "async"])
 def test_stale_workers_go_on_as_well(staleness: str, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path, "SIGKILL primary", PHASES["push"], 20)
     strategy = f"server=2,replicas=2,part_mb=0.01,lease_s=1,staleness={staleness}"

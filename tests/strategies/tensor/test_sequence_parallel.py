@@ -23,7 +23,7 @@ from shoal.testing.check_strategy import check_strategy
 from tests.matrix.cases import EXPERIMENTS, tokens
 
 SLOW = pytest.mark.slow
-QUICK = ("norm last, with dropout", "between")
+QUICK = ("between",)
 
 
 @pytest.mark.parametrize(

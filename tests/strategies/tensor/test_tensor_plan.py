@@ -13,13 +13,7 @@ from shoal.verification import verify_job
 from tests.matrix.cases import EXPERIMENTS
 
 SLOW = pytest.mark.slow
-QUICK = (
-    "gpt",
-    "transformer encoder with dropout",
-    "cnn with BatchNorm",
-    "gated",
-    "apart",
-)
+QUICK = ("gpt", "cnn with BatchNorm")
 
 
 @pytest.mark.parametrize(

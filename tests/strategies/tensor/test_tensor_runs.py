@@ -199,7 +199,7 @@ def losses_in_precision(strategy: str, precision: str) -> list[float]:
     [
         pytest.param("tensor=2", 2, "bf16", marks=pytest.mark.slow),
         ("tensor=2", 2, "fp16"),
-        ("tensor=2,sequence=true", 2, "bf16"),
+        pytest.param("tensor=2,sequence=true", 2, "bf16", marks=pytest.mark.slow),
         pytest.param("tensor=2,sequence=true", 2, "fp16", marks=pytest.mark.slow),
         pytest.param("tensor=2,pipeline=2", 4, "bf16", marks=pytest.mark.slow),
         pytest.param("tensor=2,pipeline=2,schedule=zbv", 4, "fp16", marks=pytest.mark.slow),

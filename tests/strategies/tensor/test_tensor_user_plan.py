@@ -9,7 +9,7 @@ from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
 from tests.matrix.cases import mean_over_tokens, token_loader
 
-QUICK = {("gpt2", "tensor=2"), ("llama", "tensor=2,sequence=true")}
+QUICK = {("gpt2", "tensor=2")}
 CELLS = [(name, strategy) for name in NAMED for strategy in ("tensor=2", "tensor=2,sequence=true")]
 CELLS.remove(("t5", "tensor=2,sequence=true"))  # no attention of it is cut
 

@@ -67,6 +67,7 @@ def test_matrices_train_to_the_bits_of_float32_that_autocast_rounds(strategy: st
         assert torch.equal(weights[name], weight), name
 
 
+@pytest.mark.slow
 def test_norms_are_rounded_too_and_stay_near() -> None:
     expected, _ = world.run(2, trained, "zero3", "with_norms")[0]
     weights, _ = world.run(2, trained, "zero3,gather=bf16", "with_norms")[0]

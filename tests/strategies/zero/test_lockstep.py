@@ -97,7 +97,11 @@ class Again(nn.Module):
 
 @pytest.mark.parametrize(
     ("strategy", "reentrant"),
-    [pytest.param("zero1", False, marks=pytest.mark.slow), ("zero3", False), ("zero3", True)],
+    [
+        pytest.param("zero1", False, marks=pytest.mark.slow),
+        pytest.param("zero3", False, marks=pytest.mark.slow),
+        ("zero3", True),
+    ],
 )
 def test_a_model_may_recompute_by_itself(strategy: str, reentrant: bool) -> None:
     check_strategy(

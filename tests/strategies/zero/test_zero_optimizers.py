@@ -43,7 +43,7 @@ def with_rows(strategy: str, optimizer_class: Any) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_sparse_gradients_are_stepped_as_on_one_device(strategy: str) -> None:
     expected = with_rows("single", torch.optim.SGD)
     for found in world.run(2, with_rows, strategy, torch.optim.SGD):
