@@ -5,11 +5,13 @@ picture of bars.
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -27,6 +29,25 @@ def circumstances(packages: Sequence[str]) -> dict[str, str]:
         "load": f"{os.getloadavg()[0]:.1f}",
         "versions": f"Python {platform.python_version()}, {versions}",
     }
+
+
+def write_result(path: Path, result: Any) -> None:
+    """Write what was measured as JSON, a line for each case, so that changes can be read."""
+    if isinstance(result, dict):
+        entries = [f"{json.dumps(key)}: {_in_lines(value)}" for key, value in result.items()]
+        text = "{\n" + ",\n".join(entries) + "\n}"
+    else:
+        text = _in_lines(result)
+    path.write_text(text + "\n")
+
+
+def _in_lines(value: Any) -> str:
+    if isinstance(value, dict) and value:
+        entries = [f" {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()]
+        return "{\n" + ",\n".join(entries) + "\n}"
+    if isinstance(value, list) and value:
+        return "[\n" + ",\n".join(f" {json.dumps(each)}" for each in value) + "\n]"
+    return json.dumps(value)
 
 
 def told(facts: Mapping[str, str]) -> str:

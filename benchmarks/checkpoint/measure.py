@@ -10,7 +10,6 @@ which a virtual machine need not fetch from its host."""
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
@@ -23,7 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.checkpoint import memory
 from benchmarks.checkpoint.training import RANKS, ROUNDS, training
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.checkpoint import AsyncSaver, Checkpoints
 from shoal.testing import world
 
@@ -107,9 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=Path(__file__).parent) as folder:
         found = world.run(RANKS, measured, Path(folder), timeout_s=600)[0]
         bytes_above = memory.measured(Path(folder))
-    RESULT.write_text(
-        json.dumps({"circumstances": facts, "found": found, "memory": bytes_above}, indent=1) + "\n"
-    )
+    write_result(RESULT, {"circumstances": facts, "found": found, "memory": bytes_above})
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from benchmarks.collectives.candidates import DeepSpeed, OpenMpi
 from benchmarks.collectives.measure import be_a_rank, start_ranks
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.platform.torch_private.c10d import Options
 from shoal.shm_backend.call_handles import CompletedWork
 from shoal.shm_backend.group import ShoalGroup
@@ -65,7 +65,7 @@ def main() -> None:
     start_ranks(RANKS, ["-m", "benchmarks.collectives.call_parts", *arguments])
     found = json.loads(part.read_text())
     part.unlink()
-    RESULT.write_text(json.dumps({"circumstances": facts, "parts_us": found}, indent=1) + "\n")
+    write_result(RESULT, {"circumstances": facts, "parts_us": found})
 
 
 def _variants(tensor: Tensor) -> dict[str, Call]:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 import shoal  # noqa: F401 - the backend
 from benchmarks.collectives import steps
 from benchmarks.collectives.candidates import ALL, Candidate, all_that_there_are
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 RANKS = (2, 4)
@@ -59,7 +59,7 @@ def main() -> None:
         return
     facts = circumstances(("torch", "shoal"))
     parts = {str(ranks): _start(ranks, options) for ranks in options.ranks}
-    options.out.write_text(json.dumps({"circumstances": facts, "ranks": parts}, indent=1) + "\n")
+    write_result(options.out, {"circumstances": facts, "ranks": parts})
 
 
 def _start(ranks: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.convergence.cases import CASES, TASKS, WORKERS, Case, Task
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 AHEAD = re.compile(r"ahead of the slowest when it read: (.*)")
@@ -84,7 +84,7 @@ def _facts() -> dict[str, str]:
 
 def _keep(result: dict[str, Any]) -> None:
     partial = RESULT.with_suffix(".tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(partial, result)
     os.replace(partial, RESULT)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.faults.kinds import KINDS, PLACES, STRATEGIES, Cell, cells
 from benchmarks.faults.trial import Trial, make_trial, undisturbed
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 
@@ -46,7 +46,7 @@ def main() -> None:
     with ThreadPoolExecutor(options.at_once) as pool:
         for trial in pool.map(lambda item: one(item[0], item[1], expected), work):
             result["trials"].append(trial.as_dict())
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
             print(trial, flush=True)
     failed = Counter(trial["held"] for trial in result["trials"])[False]
     print(f"{len(result['trials']) - failed} of {len(result['trials'])} held")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmarks.report_page import write_result
 from shoal.watchdog.progress_word import Phase, ProgressMemory
 from shoal.watchdog.progress_writer import ProgressWriter
 
@@ -28,7 +29,7 @@ def main() -> None:
         "a phase": microseconds(lambda: writer.enter(Phase.FORWARD)),
         "the end of a step": microseconds(writer.end_step),
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
     print(result["writer_us"])
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from benchmarks.gpu.loops import Epoch, candidates
 from benchmarks.gpu.tasks import Task, peak_flops, tasks, wait_for
 from benchmarks.interleaved import in_turns
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
@@ -58,10 +58,10 @@ def main() -> None:
         found["peak_flops"] = peak
         result["tasks"][task.name] = found
         print(task.name, {k: round(min(v) * 1e3, 2) for k, v in found["step_s"].items()})
-        options.out.write_text(json.dumps(result, indent=1) + "\n")  # the next may not fit
+        write_result(options.out, result)  # the next may not fit
     if options.timm is not None:
         result["timm"] = by_timm(options.timm)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.out, result)
     dist.destroy_process_group()
 
 

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from benchmarks.launch.launchers import Command, installed
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 LIMIT_S = 120
@@ -55,9 +55,7 @@ def main() -> None:
                 if counted:
                     times_s[name][str(ranks)].append(seconds)
         # After every round, so that a run that is cut short has measured something.
-        options.out.write_text(
-            json.dumps({"circumstances": facts, "times_s": times_s}, indent=1) + "\n"
-        )
+        write_result(options.out, {"circumstances": facts, "times_s": times_s})
 
 
 def timed(command: Command, ranks: int, folder: Path) -> dict[str, float]:

@@ -11,7 +11,6 @@ A GPT takes four steps in float32 on Gloo; counted in the last, for the rank tha
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from benchmarks.memory.accounting import Peak, held_bytes
 from benchmarks.memory.activations import rough
 from benchmarks.memory.cases import BATCH, CASES, OPTIMIZERS, RANKS, TIME, VOCABULARY, Case, gpt
 from benchmarks.memory.formula import expected
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.errors import StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.strategies.wrap_units import units
@@ -95,7 +94,7 @@ def main() -> None:
             entry["ranks"][str(ranks)] = _entry(case, ranks)
             print(case.label, ranks, entry["ranks"][str(ranks)], flush=True)
         result["cases"].append(entry)
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
 
 
 def _entry(case: Case, ranks: int) -> dict[str, Any]:

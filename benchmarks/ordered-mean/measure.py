@@ -10,7 +10,6 @@ All candidates live in the same processes, and a round's times are divided by th
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import time
@@ -28,7 +27,7 @@ from benchmarks.hosts import namespaces
 from benchmarks.hosts.namespaces import address
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.worker_pool import WorkerPool
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.comm import equal_chunks
 from shoal.comm.deterministic import rank_order_mean
 from shoal.shm_backend.reduce_kernels import reduce_into
@@ -135,7 +134,7 @@ def main() -> None:
                 for size_mib, times_s in found.items():
                     cell = {"rate_mbit": rate_mbit, "hosts": hosts, "size_mib": int(size_mib)}
                     result["cells"].append(cell | {"times_s": times_s})
-                options.out.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(options.out, result)
 
 
 if __name__ == "__main__":

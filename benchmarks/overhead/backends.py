@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from benchmarks.collectives import steps
 from benchmarks.interleaved import in_turns
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from benchmarks.tensor import measure as tensor
 from benchmarks.zero import measure as zero
 from shoal.run.supervised import supervised
@@ -62,7 +62,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         before = json.loads(options.out.read_text()) if options.out.exists() else {}
         before[options.backend] = {"circumstances": facts, "step_s": found}
-        options.out.write_text(json.dumps(before, indent=1) + "\n")
+        write_result(options.out, before)
     dist.destroy_process_group()
 
 

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import time
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.config.job import TrainConfig
 from shoal.data.fingerprint import fingerprint
 from shoal.run.guards.guarded_models import StepPhase
@@ -252,7 +251,7 @@ def main() -> None:
         result["found"][f"{model}, {ranks} rank{'s' if ranks > 1 else ''}"] = found
         print(f"{model}, {ranks} rank{'s' if ranks > 1 else ''}")
         print("\n".join(f"  {name:45s}{value}" for name, value in rows_of(found)), flush=True)
-    RESULT.write_text(json.dumps(result) + "\n")
+    write_result(RESULT, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import logging
 import random
 import time
@@ -28,7 +27,7 @@ from benchmarks.overhead.tasks import (  # before lightning: it makes torchvisio
     cnn,
     mlp,
 )
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 from benchmarks.overhead.candidates import LOOPS, HandWritten, Trainer, fit  # isort: skip
 
@@ -53,7 +52,7 @@ def main() -> None:
         },
     }
     if dist.get_rank() == 0:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.out, result)
     dist.destroy_process_group()
 
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
 
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 HERE = Path(__file__).parent
 WORKER = HERE / "step_worker.py"
@@ -76,7 +76,7 @@ def main() -> None:
             "starts": options.starts,
             "step_s": found,
         }
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.out, result)
 
 
 def commit_of(checkout: Path) -> str:

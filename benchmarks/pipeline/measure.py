@@ -8,7 +8,6 @@ is idle."""
 from __future__ import annotations
 
 import gc
-import json
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.pipeline.simulated_stages import DIARY, waiting
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.models import build
 from shoal.run import init_with_place
 from shoal.run.supervised import supervised
@@ -54,11 +53,11 @@ def main() -> None:
     }
     for ranks in (2, 4):
         result["waiting"] += waiting_cases([case for case in cases() if case[1] == ranks])
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(RESULT, result)
     for name in SCHEDULES:
         if name != "naive":
             result["real"].append(real_case(name, 2, 8))
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(RESULT, result)
 
 
 def cases() -> list[tuple[str, int, int]]:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import shoal
 from benchmarks.gpu.tasks import Task, images, resnet50, text
-from benchmarks.report_page import circumstances, fill, table, told
+from benchmarks.report_page import circumstances, fill, table, told, write_result
 from shoal.planner.find_machine import gpu_by_name
 from shoal.platform.torchvision_import import torchvision
 from shoal.run.supervised import supervised
@@ -59,7 +59,7 @@ def main() -> None:
         "memory_bytes": torch.cuda.get_device_properties(0).total_memory,
         "measured": list(measured()),
     }
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
 
 
 def measured() -> Iterator[dict[str, Any]]:

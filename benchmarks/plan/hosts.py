@@ -28,7 +28,7 @@ from benchmarks.hosts.worker_pool import WorkerPool
 from benchmarks.plan.cases import MODELS, PlannedCase
 from benchmarks.plan.measure import measured
 from benchmarks.plan.predict import MACHINE, workload_of
-from benchmarks.report_page import circumstances, fill, table, told
+from benchmarks.report_page import circumstances, fill, table, told, write_result
 from shoal.costs.cluster import Cluster, Host, Link
 from shoal.costs.machine import load
 from shoal.errors import LaunchError, ShoalError
@@ -98,7 +98,7 @@ def predict() -> None:
             entry |= {"predicted_s": plan.seconds, "on_path_s": dict(plan.time.on_path)}
         print(entry, flush=True)
         entries.append(entry)
-    FILE.write_text(json.dumps({"cases": entries}, indent=1) + "\n")
+    write_result(FILE, {"cases": entries})
 
 
 def measure() -> None:
@@ -116,7 +116,7 @@ def measure() -> None:
                     for entry in entries:
                         _measure(entry)
                         print(_case(entry).label, entry["rounds_s"], flush=True)
-                FILE.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(FILE, result)
 
 
 def _case(entry: dict[str, Any]) -> HostsCase:

@@ -31,7 +31,7 @@ from benchmarks.plan.cases import (
     model_of,
     samples_of,
 )
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.errors import LaunchError, StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.testing import world
@@ -120,7 +120,7 @@ def main() -> None:
             entry["rounds"].append(_round(case))
             print(number, case.label, entry["rounds"][-1].get("least_s"), flush=True)
             result["cases"] = entries
-            RESULT.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(RESULT, result)
 
 
 def _round(case: PlannedCase) -> dict[str, Any]:

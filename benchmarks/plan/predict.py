@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from benchmarks.plan.cases import (
     model_of,
     samples_of,
 )
+from benchmarks.report_page import write_result
 from shoal.costs.cluster import one_host
 from shoal.costs.machine import Machine, load
 from shoal.costs.memory_peak import rank_peak
@@ -37,7 +37,7 @@ def main() -> None:
         entry = {**case._asdict(), **_predicted(case, workloads[case.model], machine)}
         print(entry, flush=True)
         predictions.append(entry)
-    PREDICTIONS.write_text(json.dumps(predictions, indent=1) + "\n")
+    write_result(PREDICTIONS, predictions)
 
 
 def workload_of(name: str) -> Workload:

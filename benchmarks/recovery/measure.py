@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import random
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 
 from benchmarks.recovery.peer_training import EVERY
 from benchmarks.recovery.peers import Recovery, Timeout, horovod, torchft, torchrun
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from benchmarks.watched_training import WatchedTraining
 
 HERE = Path(__file__).parent
@@ -105,7 +104,7 @@ def main() -> None:
                     if output.exists():
                         print(output.read_text()[-2000:], file=sys.stderr)
             result["recoveries"][name].append(found)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
             print(name, found, flush=True)
 
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from benchmarks.watched_training import WatchedTraining
 
 HERE = Path(__file__).parent
@@ -70,7 +70,7 @@ def main() -> None:
     result["circumstances"] = circumstances(("torch", "shoal"))
     for strategy in options.strategies:
         result["seconds"][strategy] = measured(strategy, options.rounds)
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.out, result)
 
 
 def measured(strategy: str, rounds: int) -> dict[str, list[dict[str, float]]]:

@@ -17,7 +17,7 @@ from benchmarks.hosts.exchange import Work
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 RESULT = Path(__file__).with_name("result.json")
 RATE_MBIT, SIZE_MIB, PART_MIB, STEPS, COMPUTE_S = 100, 4, 0.5, 3, 1.0
@@ -71,7 +71,7 @@ def main() -> None:
     with as_a_program(), namespaces.hosts(2 * max(HOSTS), RATE_MBIT):
         for number in range(first, first + options.rounds):
             measure_round(result, number, cells(), measured, SIZE_MIB * 2**20)
-            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_result(options.out, result)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ and in slices.
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.memory.accounting import held_bytes
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.comm import mappings
 from shoal.models import build
 from shoal.run.supervised import supervised
@@ -114,7 +113,7 @@ def main() -> None:
     }
     stream_bytes = BATCH * TIME * WIDTH * 4
     result = {"circumstances": facts, "stream_bytes": stream_bytes, "blocks": found}
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
 
 
 if __name__ == "__main__":

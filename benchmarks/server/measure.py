@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from benchmarks.server.candidate import Candidate, Missing, gradient
 
 RESULT = Path(__file__).with_name("result.json")
@@ -83,9 +83,7 @@ def main() -> None:
             times_s = measure(running, workers, mib, options.cell_s)
             cells.append({"workers": workers, "servers": servers, "mib": mib, "round_s": times_s})
             # After every cell, so that a run that is cut short has measured something.
-            options.out.write_text(
-                json.dumps({"circumstances": facts, "missing": missing, "cells": cells}) + "\n"
-            )
+            write_result(options.out, {"circumstances": facts, "missing": missing, "cells": cells})
         for candidate in running.values():
             candidate.close()
 

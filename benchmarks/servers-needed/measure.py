@@ -17,7 +17,7 @@ from benchmarks.hosts.exchange import Work
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.rounds import measure_round
 from benchmarks.hosts.step import by_all_reduce, by_servers
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 from . import training
 
@@ -56,7 +56,7 @@ def measured(cell: Cell) -> dict[str, float]:
 
 
 def _write(result: dict[str, Any]) -> None:
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(RESULT, result)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from benchmarks.hosts import namespaces
 from benchmarks.hosts.command import environment, shoal
 from benchmarks.hosts.program import as_a_program
 from benchmarks.hosts.worker_pool import WorkerPool
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 
 from .cases import HOSTS, RATE_MBIT, TARGET_TOP1, TASK, WAYS
 
@@ -79,7 +79,7 @@ def main() -> None:
             for way in random.Random(seed).sample(options.ways, len(options.ways)):
                 found = trained(way, seed)
                 result["runs"].append({"way": way, "seed": seed, **found})
-                RESULT.write_text(json.dumps(result, indent=1) + "\n")
+                write_result(RESULT, result)
                 print(seed, way, found["sent_bytes"], found["evaluations"], flush=True)
 
 

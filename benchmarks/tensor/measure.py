@@ -7,7 +7,6 @@ bytes of a block.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from benchmarks.interleaved import in_turns
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.models import build
 from shoal.run.supervised import supervised
 
@@ -149,7 +148,7 @@ def main() -> None:
             "block_bytes": block_bytes,
             "formula_bytes": formula_bytes,
         }
-        RESULT.write_text(json.dumps(found, indent=1) + "\n")
+        write_result(RESULT, found)
     dist.destroy_process_group()
 
 

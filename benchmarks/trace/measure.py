@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import json
 import random
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import torch.nn.functional as F
 
 import shoal
 from benchmarks.collectives.steps import networks
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.run.supervised import supervised
 
 RESULT = Path(__file__).with_name("result.json")
@@ -67,9 +66,7 @@ def main() -> None:
         name: _measure(build, steps, options.rounds) for name, (build, steps) in networks().items()
     }
     if dist.get_rank() == 0:
-        options.out.write_text(
-            json.dumps({"circumstances": facts, "step_s": step_s}, indent=1) + "\n"
-        )
+        write_result(options.out, {"circumstances": facts, "step_s": step_s})
     dist.destroy_process_group()
 
 

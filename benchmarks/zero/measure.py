@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import shoal
 from benchmarks.interleaved import in_turns
-from benchmarks.report_page import circumstances
+from benchmarks.report_page import circumstances, write_result
 from shoal.models import build
 from shoal.run.supervised import supervised
 
@@ -92,7 +91,7 @@ def main() -> None:
     }
     times_s = in_turns(candidates, STEPS, options.rounds)
     if dist.get_rank() == 0:
-        RESULT.write_text(json.dumps({"circumstances": facts, "step_s": times_s}, indent=1) + "\n")
+        write_result(RESULT, {"circumstances": facts, "step_s": times_s})
     dist.destroy_process_group()
 
 

@@ -139,12 +139,16 @@ def measure(scripts: Sequence[str]) -> Cells:
 
 
 def as_json(found: Mapping[str, Cells]) -> str:
-    """Return all cells with all checks, and of each check those that change without it."""
-    kept = {
-        check: cells if check == ALL else {n: c for n, c in cells.items() if _changes(found, n, c)}
-        for check, cells in found.items()
-    }
-    return json.dumps(kept, indent=0)
+    """Return all cells with all checks, and of each check those that change without it.
+
+    Each cell has a line, so that changes can be read.
+    """
+    parts = []
+    for check, cells in found.items():
+        kept = [(n, c) for n, c in cells.items() if check == ALL or _changes(found, n, c)]
+        lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(cell)}" for name, cell in kept)
+        parts.append(f"{json.dumps(check)}: {{\n{lines}\n}}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _changes(found: Mapping[str, Cells], name: str, cell: Cell) -> bool:
