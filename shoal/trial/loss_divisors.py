@@ -3,6 +3,7 @@
     F.cross_entropy(scores, tokens)         divides by the tokens that are not ignored
     (losses * mask).sum() / mask.sum()      divides by what the mask leaves
     F.mse_loss(output, target)              divides by the elements, so many for each sample
+    losses.mean() * len(x) / batch_size     is a rank's share of the loss
     real - k * fake                         multiplies by k, which a rank may have of its own losses
     (loss - b).abs() + b                    multiplies by -1 where a rank's loss is below b
     x.mean(0).clamp(min=b).sum()            multiplies by 0 where a rank's mean is below b
@@ -70,6 +71,11 @@ SUMMED = (
     "run.backward was given a sum over samples ({operation}), and takes their mean: n ranks would "
     "each take their sum for a mean. Divide it by the number of this rank's samples: loss / len(x)."
 )
+WEIGHTED = (
+    "run.backward was given a mean ({operation}) that is multiplied by the samples of this rank "
+    "and divided by those of all, {samples}. It takes the mean over this rank's samples, and "
+    "weights the ranks by theirs: run.backward(loss) without the two numbers."
+)
 
 
 class Divisor(NamedTuple):
@@ -81,6 +87,7 @@ class Divisor(NamedTuple):
         is_sum: it adds up samples and divides by nothing that is as large as their number.
         factor: product of the single numbers that the reduction is multiplied by.
         elements: numbers that the reduction adds up; 0 where it takes a mean.
+        outer: product of the numbers that the reduction is divided by.
     """
 
     operation: str
@@ -88,6 +95,7 @@ class Divisor(NamedTuple):
     is_sum: bool
     factor: float = 1.0
     elements: int = 0
+    outer: float = 1.0
 
 
 class _Path(NamedTuple):
@@ -98,6 +106,7 @@ class _Path(NamedTuple):
     divides: bool
     factor: float = 1.0
     elements: int = 0
+    outer: float = 1.0
 
 
 def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
@@ -124,7 +133,8 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
             is_own = path.adds and _reaches(path.node, outputs)
             elements = path.elements if is_own else 0
             is_sum = is_own and not path.divides
-            found.append(Divisor(path.operation, path.value, is_sum, path.factor, elements))
+            given = path.operation, path.value, is_sum, path.factor, elements, path.outer
+            found.append(Divisor(*given))
     return found
 
 
@@ -177,6 +187,7 @@ def _next(path: _Path, rows: int) -> list[_Path]:
                 * _slope_of_means(node, index, rows)
                 * (1.0 if path.operation else factor * _slope(node, index)),
                 _elements(node) if adds and not path.operation else path.elements,
+                path.outer if path.operation or is_reduction else path.outer * here,
             )
         )
     return behind
@@ -301,6 +312,10 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     rows = [part.rows for part in parts]
     if all(divisor.is_sum for divisor in term) or _is_share_of_sum(term, parts):
         return SUMMED.format(operation=operation)
+    if len(parts) > 1 and all(
+        (one.factor, one.outer) == (n, sum(rows)) for one, n in zip(term, rows, strict=True)
+    ):
+        return WEIGHTED.format(operation=operation, samples=sum(rows))
     words, numbers = COUNTED, values
     if _fit(values, rows):
         words, numbers = MULTIPLIED, [divisor.factor for divisor in term]

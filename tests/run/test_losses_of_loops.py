@@ -146,6 +146,34 @@ def test_a_sum_over_samples_is_refused() -> None:
         assert "loss / len(x)" in text
 
 
+def share_of_a_mean(factor: float | None, divisor: float) -> str:
+    """Train a mean that is multiplied and divided by numbers. Args: factor: None for len(x)."""
+    run = shoal.init("ddp", announce=lambda _: None)
+    model = nn.Linear(5, 3).double()
+    loader = DataLoader(TensorDataset(torch.rand(12, 5).double()), batch_size=12)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for (x,) in loader:
+        by = len(x) if factor is None else factor
+        try:
+            run.backward(F.mse_loss(model(x), x[:, :3]) * by / divisor)
+        except UsageError as error:
+            return str(error)
+    return ""
+
+
+def test_a_mean_that_is_made_a_share_of_the_batch_is_refused_with_the_cure() -> None:
+    for text in world.run(2, share_of_a_mean, None, 12):
+        assert "a mean (MseLoss) that is multiplied by the samples of this rank" in text
+        assert "and divided by those of all, 12." in text
+        assert "run.backward(loss) without the two numbers" in text
+
+
+@pytest.mark.parametrize(("factor", "divisor"), [(6.0, 1.0), (6.0, 4.0), (0.5, 1.0), (1.0, 12.0)])
+def test_a_mean_with_another_weight_is_not(factor: float, divisor: float) -> None:
+    assert world.run(2, share_of_a_mean, factor, divisor) == ["", ""]
+
+
 def weighs_by_its_losses(of_all: bool) -> str:
     """Train a difference of two losses with a weight that follows from them, as BEGAN does."""
     torch.manual_seed(0)
