@@ -132,7 +132,7 @@ class LoopLoss:
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
         self._graph_check = LossGraphCheck(
-            prepared.mesh.data, guards.enabled, prepared.settings.accumulate > 1
+            prepared.mesh.data, guards.enabled, prepared.settings.accumulate, announce
         )
 
     def watch(self) -> None:

@@ -76,6 +76,11 @@ WEIGHTED = (
     "and divided by those of all, {samples}. It takes the mean over this rank's samples, and "
     "weights the ranks by theirs: run.backward(loss) without the two numbers."
 )
+DIVIDED = (
+    "note: the loss is divided by {parts}, as many as the micro-batches of a step. "
+    "run.microbatches weights each by its samples already: where the division is for that, leave "
+    "it out."
+)
 
 
 class Divisor(NamedTuple):
@@ -283,6 +288,11 @@ def _reaches(node: Any, outputs: Collection[Any]) -> bool:
     """Return True if a node has used what a model has returned, on this rank alone."""
     nodes = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
     return any(one in outputs for one in nodes)
+
+
+def is_divided_by(divisors: Sequence[Divisor], parts: int) -> bool:
+    """Return True for one mean that is divided by the number of micro-batches."""
+    return len(divisors) == 1 and not divisors[0].is_sum and divisors[0].outer == parts
 
 
 class LossPart(NamedTuple):

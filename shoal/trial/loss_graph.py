@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from math import isclose
@@ -31,7 +31,15 @@ from shoal.errors import UsageError
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.strategies.loss_terms import Counted
-from shoal.trial.loss_divisors import Divisor, LossPart, chooses_rows, divisors_of, objection
+from shoal.trial.loss_divisors import (
+    DIVIDED,
+    Divisor,
+    LossPart,
+    chooses_rows,
+    divisors_of,
+    is_divided_by,
+    objection,
+)
 
 MOST_NODES = 10_000
 """Nodes of a graph that are looked at."""
@@ -186,14 +194,21 @@ class LossGraphCheck:
 
     Args:
         enabled: False, and nothing is looked at.
-        in_parts: losses are those of micro-batches; `begin_step` is called before the first one.
+        accumulate: micro-batches of a step; if there are several, losses are theirs, and
+            `begin_step` is called before the first one.
+        announce: prints a note, on one rank of all.
     """
 
-    def __init__(self, data: Axis, enabled: bool, in_parts: bool) -> None:
+    def __init__(
+        self, data: Axis, enabled: bool, accumulate: int, announce: Callable[[str], None]
+    ) -> None:
         self._data = data
-        self._enabled = enabled and (in_parts or data.size > 1)
-        self._in_parts = in_parts
-        self._step = 0 if in_parts else 1
+        self._accumulate = accumulate
+        self._announce = announce
+        self._in_parts = accumulate > 1
+        self._enabled = enabled and (self._in_parts or data.size > 1)
+        self._step = 0 if self._in_parts else 1
+        self._is_noted = False
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
 
@@ -242,6 +257,10 @@ class LossGraphCheck:
                 parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
         if text := objection(parts):
             raise UsageError(text)
+        is_divided = is_divided_by(self._parts[-1].divisors, self._accumulate)
+        if self._in_parts and is_divided and not self._is_noted:
+            self._is_noted = True
+            self._announce(DIVIDED.format(parts=self._accumulate))
 
     def _is_due(self) -> bool:
         """Return True in steps 1 to 5, 8, 9, 16, 17, ..."""

@@ -174,6 +174,31 @@ def test_a_mean_with_another_weight_is_not(factor: float, divisor: float) -> Non
     assert world.run(2, share_of_a_mean, factor, divisor) == ["", ""]
 
 
+def notes_on_micro_batches(divisor: float, terms: int) -> list[str]:
+    """Return the notes on a division of losses of micro-batches."""
+    lines: list[str] = []
+    run = shoal.init("single", accumulate=3, announce=lines.append)
+    model = nn.Linear(5, 3)
+    optimizer, loader = (
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        DataLoader(torch.rand(12, 5), 6),
+    )
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for batch in loader:
+        for x in run.microbatches(batch):
+            loss = sum(F.mse_loss(model(x), x[:, :3]) for _ in range(terms)) / divisor
+            run.backward(loss)
+        optimizer.step()
+    return [line for line in lines if "is divided by" in line]
+
+
+def test_a_division_by_the_number_of_micro_batches_is_noted_once() -> None:
+    (note,) = notes_on_micro_batches(3, 1)
+    assert "divided by 3, as many as the micro-batches of a step" in note
+    assert notes_on_micro_batches(2, 1) == []
+    assert notes_on_micro_batches(3, 3) == []  # a mean of three losses
+
+
 def weighs_by_its_losses(of_all: bool) -> str:
     """Train a difference of two losses with a weight that follows from them, as BEGAN does."""
     torch.manual_seed(0)
