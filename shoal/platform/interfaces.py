@@ -1,9 +1,8 @@
-"""The addresses of this machine's network interfaces, asked of the C library."""
+"""The addresses of this machine's network interfaces, asked of Linux's C library."""
 
 from __future__ import annotations
 
 import ctypes
-import ctypes.util
 import os
 import socket
 import sys
@@ -12,13 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 IFF_UP = 0x1
-# Linux has the family as a 16-bit number; BSD and macOS have a length byte before an 8-bit one.
-FAMILY_OFFSET, FAMILY_BYTES = (0, 2) if sys.platform == "linux" else (1, 1)
-ADDRESS_OF_FAMILY = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # offset, bytes
+# Offset and bytes of the address in a `struct sockaddr` of each family.
+ADDRESS_OF_FAMILY = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """The beginning of `struct ifaddrs`, which is the same on Linux, BSD and macOS."""
+    """The beginning of `struct ifaddrs`."""
 
 
 _InterfaceAddress._fields_ = [
@@ -26,7 +24,6 @@ _InterfaceAddress._fields_ = [
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
     ("address", ctypes.c_void_p),
-    ("mask", ctypes.c_void_p),
 ]
 
 
@@ -37,12 +34,10 @@ class HostAddress:
     Args:
         interface: the network interface that has it.
         address: IPv4 or IPv6, without a scope.
-        prefix: bits of the address that are its network.
     """
 
     interface: str
     address: str
-    prefix: int
 
 
 def addresses_that_are_up() -> list[HostAddress]:
@@ -51,7 +46,7 @@ def addresses_that_are_up() -> list[HostAddress]:
     Raises:
         OSError: the system does not tell them.
     """
-    library = ctypes.CDLL(ctypes.util.find_library("c"), use_errno=True)
+    library = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -65,27 +60,10 @@ def _addresses(entry: Any) -> Iterator[HostAddress]:
     """Yield the addresses of a linked list, from the one to which `entry` points."""
     while entry:
         one = entry.contents
-        packed = _packed(one.address)
-        if one.flags & IFF_UP and packed is not None:
-            family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
-            # BSD may leave a mask's family empty, so its length is taken from the address.
-            mask = _bytes_at(one.mask, family) if one.mask else b""
-            prefix = int.from_bytes(mask).bit_count()
-            name = one.name.decode(errors="backslashreplace")
-            yield HostAddress(name, socket.inet_ntop(family, packed), prefix)
+        at = one.address
+        family = int.from_bytes(ctypes.string_at(at, 2), sys.byteorder) if at else 0
+        if one.flags & IFF_UP and family in ADDRESS_OF_FAMILY:
+            offset, size = ADDRESS_OF_FAMILY[socket.AddressFamily(family)]
+            address = socket.inet_ntop(family, ctypes.string_at(at + offset, size))
+            yield HostAddress(one.name.decode(errors="backslashreplace"), address)
         entry = one.next
-
-
-def _packed(place: int | None) -> bytes | None:
-    """Return the address in a `struct sockaddr`; None where it is neither IPv4 nor IPv6."""
-    if not place:
-        return None
-    family = int.from_bytes(
-        ctypes.string_at(place + FAMILY_OFFSET, FAMILY_BYTES), byteorder=sys.byteorder
-    )
-    return _bytes_at(place, family) if family in ADDRESS_OF_FAMILY else None
-
-
-def _bytes_at(place: int, family: int) -> bytes:
-    offset, size = ADDRESS_OF_FAMILY[socket.AddressFamily(family)]
-    return ctypes.string_at(place + offset, size)

@@ -18,9 +18,9 @@ from shoal.launch.hosts.addresses import (
 )
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 
-ETH = HostAddress("eth0", "10.0.0.1", 24)
-IB = HostAddress("ib0", "10.1.0.1", 24)
-V6 = HostAddress("eth0", "fd00::1", 64)
+ETH = HostAddress("eth0", "10.0.0.1")
+IB = HostAddress("ib0", "10.1.0.1")
+V6 = HostAddress("eth0", "fd00::1")
 
 
 FIRST, SECOND = "10.0.0.1", "10.1.0.1"
@@ -31,7 +31,7 @@ FAILS = Reach(None, "timed out")
 
 def test_addresses_of_this_host_are_those_that_others_could_reach():
     everything = addresses_that_are_up()
-    assert HostAddress("lo", "127.0.0.1", 8) in everything
+    assert HostAddress("lo", "127.0.0.1") in everything
     for one in local_addresses():
         address = ipaddress.ip_address(one.address)
         assert one in everything

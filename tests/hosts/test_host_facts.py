@@ -29,7 +29,7 @@ FACTS = HostFacts(
     can_write=True,
     cwd_exists=True,
     script_digest="77",
-    addresses=(HostAddress("eth0", "10.0.0.1", 24),),
+    addresses=(HostAddress("eth0", "10.0.0.1"),),
     ssh_address="10.0.0.1",
 )
 

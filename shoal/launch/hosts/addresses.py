@@ -81,12 +81,8 @@ def local_addresses() -> tuple[HostAddress, ...]:
     Raises:
         OSError: the system does not tell them.
     """
-    return tuple(one for one in addresses_that_are_up() if _is_offered(one.address))
-
-
-def _is_offered(text: str) -> bool:
-    address = ipaddress.ip_address(text)
-    return not (address.is_loopback or address.is_link_local or address.is_unspecified)
+    found = [(one, ipaddress.ip_address(one.address)) for one in addresses_that_are_up()]
+    return tuple(one for one, ip in found if not (ip.is_loopback or ip.is_link_local))
 
 
 def candidate_addresses(

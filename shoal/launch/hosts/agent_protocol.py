@@ -26,7 +26,7 @@ from shoal.errors import WireError
 
 Message = Mapping[str, Any]
 
-PROTOCOL = 6
+PROTOCOL = 7
 """Version of the messages; it must be equal on both sides."""
 MARKER = "SHOAL-AGENT"
 """The agent's first line is this word, PROTOCOL, and a random number."""

@@ -106,7 +106,7 @@ def collect_facts(request: FactsRequest) -> HostFacts:
         can_write=_can_write(request),
         cwd_exists=os.path.isdir(request.cwd) and os.access(request.cwd, os.X_OK),
         script_digest=_script_digest(request),
-        addresses=_addresses(),
+        addresses=local_addresses(),
         ssh_address=_ssh_address(),
     )
 
@@ -174,13 +174,6 @@ def _script_digest(request: FactsRequest) -> str | None:
     with suppress(OSError), open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:DIGEST_LETTERS]
     return None
-
-
-def _addresses() -> tuple[HostAddress, ...]:
-    try:
-        return local_addresses()
-    except OSError:
-        return ()
 
 
 def _ssh_address() -> str | None:
