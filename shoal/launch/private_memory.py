@@ -16,13 +16,10 @@ variable has the secret itself.
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Mapping
 from pathlib import Path
 
 STORE = "SHOAL_STORE"
 SECRET = "SHOAL_JOB_SECRET"
-SECRET_BYTES = 32
 
 
 class PrivateMemory:
@@ -48,21 +45,6 @@ class PrivateMemory:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-
-
-def private_store() -> PrivateMemory:
-    """Return the memory of the rendezvous of one world on this host."""
-    return PrivateMemory(STORE, "shoal-store")
-
-
-def new_secret() -> bytes:
-    """Return 256 random bits."""
-    return secrets.token_bytes(SECRET_BYTES)
-
-
-def hold_secret(secret: bytes) -> Mapping[str, str]:
-    """Hold the secret of a job for ranks of this host, and return their environment variable."""
-    return PrivateMemory(SECRET, "shoal-secret", secret).variables
 
 
 def read_secret() -> bytes | None:

@@ -43,7 +43,7 @@ from shoal.launch.output import (
     print_lines,
     print_note,
 )
-from shoal.launch.private_memory import private_store
+from shoal.launch.private_memory import STORE, PrivateMemory
 from shoal.launch.rank import STOP_SIGNALS, RankSpec, main, serve_store
 from shoal.launch.rank_info import LOOPBACK
 from shoal.launch.rank_set import HostShare
@@ -253,7 +253,7 @@ def _start_stores(
         return Ranks(process, None, progress, hang_limit_s), _store_variables(
             share.address, share.port
         )
-    private = private_store()
+    private = PrivateMemory(STORE, "shoal-store")
     if not torch_store:
         return Ranks(None, private, progress, hang_limit_s), {**private.variables}
     listener = socket.create_server((LOOPBACK, 0), backlog=1024)

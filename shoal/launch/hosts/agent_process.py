@@ -32,7 +32,7 @@ from shoal.launch.hosts.agent_protocol import MARKER, PROTOCOL, Message, clock_s
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.output import StreamName
-from shoal.launch.private_memory import hold_secret
+from shoal.launch.private_memory import SECRET, PrivateMemory
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited
 from shoal.launch.ranks import Ranks
 from shoal.launch.start import imported, prepare, start, wait_for_imports
@@ -212,7 +212,8 @@ class AgentProcess:
 
     def _specify(self, message: Message) -> None:
         os.environ.update(message["variables"])
-        os.environ.update(hold_secret(bytes.fromhex(message["secret"])))
+        secret = PrivateMemory(SECRET, "shoal-secret", bytes.fromhex(message["secret"]))
+        os.environ.update(secret.variables)
         # Ranks search for modules where this process does; its own variables came before it.
         paths = str(message["variables"].get("PYTHONPATH", "")).split(os.pathsep)
         sys.path[1:1] = [path for path in paths if path and path not in sys.path]

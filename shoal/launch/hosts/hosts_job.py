@@ -7,6 +7,7 @@ this process ─┬─ ssh ── agent of host 0 ── ranks 0, 1
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from socket import socket
@@ -29,7 +30,6 @@ from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
-from shoal.launch.private_memory import new_secret
 from shoal.launch.rank import EXIT_INTERRUPTED
 from shoal.launch.restarting import LocalJob, Work, run_with_restarts
 from shoal.watchdog.hang_limit import limit_of_ranks
@@ -92,7 +92,7 @@ class HostsJob(LocalJob):
         super().__init__(work)
         self.options = options
         self.request = request
-        self.secret = new_secret()
+        self.secret = secrets.token_bytes(32)
         told = {
             "variables": dict(options.variables),
             "secret": self.secret.hex(),
