@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from shoal.launch import rank
 from shoal.launch.control_channel import ControlConnection, ControlServer
 from shoal.launch.output import Output, print_note
 from shoal.launch.rank_set import RankSet
@@ -118,31 +117,14 @@ class LocalJob:
         return processes
 
 
-def run_with_restarts(
-    job: LocalJob, processes: int, control: ControlServer | None, restarts: int
-) -> int:
-    """Run `job` on `processes` ranks, to its end. Main thread only.
+class RestartingRun:
+    """The state of a run over all of its starts.
 
     Args:
         job: the work of the ranks.
         processes: the number of ranks of the first start.
         control: the server for commands such as `shoal scale`; None for a run that takes none.
         restarts: how often all ranks may be started again after the loss of one.
-
-    Returns:
-        The exit code, as `shoal.launch.local.run`.
-
-    Raises:
-        LaunchError: `processes` is below 1, or the ranks could not be started.
-    """
-    try:
-        return RestartingRun(job, processes, control, restarts).run()
-    except KeyboardInterrupt:  # between the first start and the time when signals are caught
-        return rank.EXIT_INTERRUPTED
-
-
-class RestartingRun:
-    """The state of a run over all of its starts.
 
     Attributes:
         made: restarts so far.
@@ -163,7 +145,15 @@ class RestartingRun:
         self._last_loss: tuple[str, int | None] | None = None
 
     def run(self) -> int:
-        """Start the ranks, again and again where that is right, and return the exit code."""
+        """Start the ranks, again and again where that is right. Main thread only.
+
+        Returns:
+            The exit code, as `shoal.launch.local.run`.
+
+        Raises:
+            KeyboardInterrupt: before signals are caught.
+            LaunchError: the number of ranks is below 1, or they could not be started.
+        """
         ranks = self.job.start(self.processes, again=False)
         with caught() as signals:
             while True:

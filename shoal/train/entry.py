@@ -20,7 +20,7 @@ from shoal.launch.control_channel import ControlServer
 from shoal.launch.hosts.host_facts import FactsRequest, working_directory
 from shoal.launch.hosts.hosts_job import HostsOptions, run_on_hosts
 from shoal.launch.preload import TRAINING
-from shoal.launch.restarting import LocalJob, Work, run_with_restarts
+from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
@@ -49,7 +49,7 @@ def train_on_ranks(
         restarts: the most restarts after a lost rank.
         hang_limit_s: a rank that does not come for so long is lost; 0 for no limit.
 
-    Returns: the exit code, as `shoal.launch.restarting.run_with_restarts` returns it.
+    Returns: the exit code, as `shoal.launch.local.run` returns it.
     """
     with ControlServer(Path(job.directory), CONFIG) as control:
         if isinstance(where, HostsOptions):
@@ -58,7 +58,7 @@ def train_on_ranks(
             return run_on_hosts(where, work, request, control, restarts)
         with _server_directory() as folder:
             work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
-            return run_with_restarts(LocalJob(work), where, control, restarts)
+            return RestartingRun(LocalJob(work), where, control, restarts).run()
 
 
 def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str) -> Work:

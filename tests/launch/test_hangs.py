@@ -22,7 +22,7 @@ from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
 from shoal.launch.local import run as run_once
-from shoal.launch.restarting import LocalJob, Work, run_with_restarts
+from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
 
@@ -39,7 +39,7 @@ def run(folder: Path, target: Callable[..., None], *arguments: Any, limit_s: flo
         (),
     )
     with ControlServer(folder, "claimed") as control:
-        return run_with_restarts(LocalJob(work), 2, control, restarts=3)
+        return RestartingRun(LocalJob(work), 2, control, restarts=3).run()
 
 
 def ended(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ import restart_targets
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import NAME, ControlServer, request
-from shoal.launch.restarting import LocalJob, Work, run_with_restarts
+from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from tests.harness.waiting import until
 
 
@@ -41,7 +41,7 @@ def run(
     work = Work(name, first, again, {}, "first", (), problems=can)
     (folder / "claimed").touch()
     with ControlServer(folder, "claimed") as control:
-        return run_with_restarts(Job(work), processes, control, restarts)
+        return RestartingRun(Job(work), processes, control, restarts).run()
 
 
 def starts(folder: Path, rank: int = 0) -> list[str]:

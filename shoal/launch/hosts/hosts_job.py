@@ -31,7 +31,7 @@ from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.rank import EXIT_INTERRUPTED
-from shoal.launch.restarting import LocalJob, Work, run_with_restarts
+from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from shoal.watchdog.hang_limit import limit_of_ranks
 
 SERVER_HOST = "shoal.parameter_server.server_host"
@@ -284,7 +284,7 @@ def run_on_hosts(
 
     Args:
         request: the paths that every host is asked about.
-        control, restarts: as for `run_with_restarts`.
+        control, restarts: as for `RestartingRun`.
 
     Returns:
         The exit code, as `shoal.launch.local.run`.
@@ -296,6 +296,6 @@ def run_on_hosts(
     try:
         with HostsJob(options, work, request) as job:
             job.connect()
-            return run_with_restarts(job, options.processes, control, restarts)
+            return RestartingRun(job, options.processes, control, restarts).run()
     except KeyboardInterrupt:  # before signals are caught
         return EXIT_INTERRUPTED
