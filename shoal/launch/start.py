@@ -100,7 +100,7 @@ def start(
         some = "1 core" if cores == 1 else f"{cores} cores"
         print_note(f"{processes} ranks take turns on {some}; -n {cores} is as fast")
     payload = _pickled(target, arguments)
-    context = _context((*preloads.ALWAYS, *preload))
+    context = prepare(preload)
     # The address of this host's name may lead to another machine.
     share = share or HostShare(0, processes, LOOPBACK, 0, None, {"GLOO_SOCKET_IFNAME": "lo"}, None)
     # Words lie by rank, also where the first ones are on other hosts.
@@ -159,20 +159,6 @@ def imported(name: str) -> Callable[..., Any]:
     return found
 
 
-def prepare(preload: Iterable[str] = ()) -> ForkServerContext:
-    """Begin to import what ranks need, so that `start` does not wait for it. Main thread only.
-
-    The fork server ends with the thread that has started it.
-
-    Args:
-        preload: as for `start`, with the target's module.
-
-    Returns:
-        The context of the ranks' processes. A process of it starts once the imports are done.
-    """
-    return _context((*preloads.ALWAYS, *preload))
-
-
 def wait_for_imports(context: ForkServerContext) -> None:
     """Wait until a process of the context can start: the fork server has imported everything."""
     with _named_end_of_fork_server():
@@ -191,15 +177,24 @@ def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _context(preload: Sequence[str]) -> ForkServerContext:
-    """Return the multiprocessing context of the ranks, whose fork server runs."""
+def prepare(preload: Iterable[str] = ()) -> ForkServerContext:
+    """Begin to import what ranks need, so that `start` does not wait for it. Main thread only.
+
+    The fork server ends with the thread that has started it.
+
+    Args:
+        preload: as for `start`, with the target's module.
+
+    Returns:
+        The context of the ranks' processes. A process of it starts once the imports are done.
+    """
     if sys.platform != "linux":
         raise LaunchError(
             f"Shoal starts ranks on Linux alone, and this is {sys.platform}. Start them by "
             "torchrun, whose variables it reads: torchrun --nproc-per-node 2 SCRIPT"
         )
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
+    context.set_forkserver_preload([*preloads.ALWAYS, *preload])
     make_socket_directory()
     _end_servers_at_exit()
     # The resource tracker comes first, because its start unblocks the signals that are blocked

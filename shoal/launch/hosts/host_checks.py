@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from shoal.errors import LaunchError
 from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
-from shoal.launch.hosts.host_facts import FactsRequest, HostFacts, collect_facts
+from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.ssh_hosts import SshHost
 
 ANSWER_S = 15.0
@@ -35,22 +35,6 @@ class Meeting:
     address: str
     port: int
     sources: dict[int, str]
-
-
-def host_problems(
-    connections: HostConnections, request: FactsRequest, failed: Sequence[str]
-) -> list[str]:
-    """Return all problems of all hosts, those that could not be connected first."""
-    return [*failed, *problems(_known(connections), request, collect_facts(request))]
-
-
-def host_notes(connections: HostConnections) -> list[str]:
-    """Return what the user should know, and what does not keep the run from starting."""
-    return notes(_known(connections))
-
-
-def _known(connections: HostConnections) -> Checked:
-    return [(connections.hosts[host], connections.facts[host]) for host in connections.connected]
 
 
 def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequence[int]) -> Meeting:

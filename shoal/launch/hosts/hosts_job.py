@@ -21,11 +21,11 @@ from shoal.launch.hosts.host_checks import (
     ANSWER_S,
     Meeting,
     find_meeting,
-    host_notes,
-    host_problems,
+    notes,
+    problems,
 )
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
-from shoal.launch.hosts.host_facts import FactsRequest
+from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
 from shoal.launch.hosts.ssh_client import is_unknown_name
 from shoal.launch.hosts.ssh_hosts import SshHost
@@ -123,11 +123,11 @@ class HostsJob(LocalJob):
         """
         hosts = range(len(self.options.hosts))
         failed = self.connections.connect(hosts)
-        if problems := host_problems(self.connections, self.request, failed):
+        if found := [*failed, *self._host_problems()]:
             # A name that stands for no host is a wrong word in the command; a host may come back.
             kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
-            raise kind("\n  ".join(["The run cannot start on these hosts:", *problems]))
-        for note in host_notes(self.connections):
+            raise kind("\n  ".join(["The run cannot start on these hosts:", *found]))
+        for note in notes(self.connections.checked):
             print_note(note)
 
     def problems(self, processes: int) -> Sequence[str]:
@@ -222,10 +222,11 @@ class HostsJob(LocalJob):
         begin_s = clock_s() + wait_s
         while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
             self.connections.pump(remaining_s, [signals])
-        problems = self.connections.connect(hosts, [signals])
         # A host that came back with another torch cannot take part.
-        problems += host_problems(self.connections, self.request, [])
-        return problems
+        return [*self.connections.connect(hosts, [signals]), *self._host_problems()]
+
+    def _host_problems(self) -> list[str]:
+        return problems(self.connections.checked, self.request, collect_facts(self.request))
 
     def _missing(self) -> list[int]:
         connected = self.connections.connected
