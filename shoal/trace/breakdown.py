@@ -208,10 +208,8 @@ def _waits_of(spans: Sequence[Span], collectives: Collectives) -> list[Wait]:
         wait = wait_of(span, collectives) if span.kind == EXCHANGE else None
         if wait is None:
             continue
-        exact = union(blocked.get((span.collective_id, span.number), ()))
-        while_blocked = union(
-            [*intersection([wait.stretch], exact), *intersection([wait.stretch], guessed)]
-        )
+        exact = blocked.get((span.collective_id, span.number), ())
+        while_blocked = intersection([wait.stretch], union([*guessed, *exact]))
         result += [Wait(interval, wait.rank) for interval in while_blocked]
     return result
 
@@ -236,18 +234,13 @@ def wait_of(span: Span, collectives: Collectives) -> Wait | None:
     needed = {rank: entered[rank] for rank in span.ranks if rank in entered}
     if not needed or len(needed) < len(span.ranks):
         return None
-    if not all(_is_same_exchange(span, other) for other in needed.values()):
+    # A message between two ranks has another name at each end, a collective has one.
+    kinds = {other.name.split()[0] for other in (span, *needed.values())}
+    if len(kinds) > 1 and " > " not in span.collective_id:
         return None
     last = max(needed, key=lambda rank: needed[rank].start_ns)
     end_ns = min(needed[last].start_ns, span.end_ns)
     return Wait((span.start_ns, end_ns), last) if end_ns > span.start_ns else None
-
-
-def _is_same_exchange(span: Span, other: Span) -> bool:
-    """Return whether two ranks describe one exchange: a message between two ranks, whose ends have
-    different names, or collectives of one name.
-    """
-    return " > " in span.collective_id or span.name.split()[0] == other.name.split()[0]
 
 
 def _slowest(shares: Mapping[int, StepBreakdown]) -> Straggler | None:
@@ -283,20 +276,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def intersection(first: Intervals, second: Intervals) -> list[Interval]:
     """Return the moments in both sets."""
-    result = []
-    i = 0
-    j = 0
-    while i < len(first) and j < len(second):
-        start = max(first[i][0], second[j][0])
-        end = min(first[i][1], second[j][1])
-        if start < end:
-            result.append((start, end))
-        # The interval that ends first overlaps nothing later.
-        if first[i][1] < second[j][1]:
-            i += 1
-        else:
-            j += 1
-    return result
+    return difference(first, difference(first, second))
 
 
 def difference(first: Intervals, second: Intervals) -> list[Interval]:
