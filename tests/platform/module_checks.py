@@ -45,12 +45,18 @@ def _own_modules(own_modules: Any) -> bool:
     return model[0] is other
 
 
-def _output_hooks(output_hooks: Any) -> bool:
+def _hooks_of(hooks_of: Any) -> bool:
     layer, forward, backward = nn.Linear(2, 2), lambda *_: None, lambda *_: None
     layer.register_forward_hook(forward)
     layer.register_full_backward_hook(backward)
     layer.register_forward_pre_hook(lambda *_: None)
-    return output_hooks(layer) == [forward, backward]
+    return hooks_of(layer, "forward", "backward") == [forward, backward] and all(
+        _says_of(*expected)(lambda layer, kinds=kinds: hooks_of(layer, *kinds))
+        for kinds, expected in (
+            (["forward_pre"], ["input", "keywords"]),
+            (["backward", "backward_pre"], ["backward", "before"]),
+        )
+    )
 
 
 def _non_persistent_buffers(non_persistent_buffers: Any) -> bool:
@@ -187,14 +193,11 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     ),
     "module_state.HOOKS": _hooks,
     "module_state.HOOKS_OF_STATE": lambda names: set(names) <= vars(nn.Module()).keys(),
-    "module_state.output_hooks": _output_hooks,
+    "module_state.hooks_of": _hooks_of,
     "module_state.own_parameters": _own_parameters,
     "module_state.own_buffers": _own_buffers,
     "module_state.own_modules": _own_modules,
     "module_state.non_persistent_buffers": _non_persistent_buffers,
-    "module_state.forward_pre_hooks": _says_of("input", "keywords"),
-    "module_state.has_forward_hooks": _says_of("output"),
-    "module_state.has_backward_hooks": _says_of("backward", "before"),
     "module_state.is_compiled": _is_compiled,
     "module_state.replace_call": _replace_call,
     "module_state.has_one_width": _has_one_width,

@@ -75,37 +75,14 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
-def forward_pre_hooks(module: nn.Module) -> list[Any]:
-    """Return the functions that see a module's inputs, in their order.
+def hooks_of(module: nn.Module, *kinds: str) -> list[Callable[..., Any]]:
+    """Return the hooks of a module, of each kind in their order.
 
-    Why: hooks can be registered by public names, and not listed. Without: nobody would call those
-    of a model that is cut into stages. Checked: 2.11, 2.13, 2.15.
-    """
-    return [*module._forward_pre_hooks.values()]
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether hooks see a module's outputs.
+    Args: kinds: of "forward", "forward_pre", "backward" and "backward_pre".
 
     Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
     """
-    return bool(module._forward_hooks)
-
-
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Return whether hooks see gradients of a module.
-
-    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
-    """
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def output_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Return the hooks that see a module's outputs, or their gradients.
-
-    Why and without: see HOOKS. Checked: 2.11, 2.13, 2.15.
-    """
-    return [*module._forward_hooks.values(), *module._backward_hooks.values()]
+    return [hook for kind in kinds for hook in getattr(module, f"_{kind}_hooks").values()]
 
 
 def is_compiled(module: nn.Module) -> bool:

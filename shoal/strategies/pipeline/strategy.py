@@ -35,7 +35,7 @@ from torch import nn
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.module_state import BatchNormBase, has_backward_hooks
+from shoal.platform.torch_private.module_state import BatchNormBase, hooks_of
 from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, PipelineTraits, Strategy
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.options import PipelineOptions
@@ -152,7 +152,7 @@ class Pipeline(PipelineOptions, Strategy):
     ) -> None:
         in_halves = any(action.kind == "W" for row in schedule.rows for action in row)
         has_hooks = observed.profile.registers_hooks or any(
-            has_backward_hooks(inner) for inner in module.modules()
+            hooks_of(inner, "backward", "backward_pre") for inner in module.modules()
         )
         if in_halves and has_hooks:
             raise StrategyRefused(

@@ -17,12 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shoal.platform.torch_private.module_state import (
-    forward_pre_hooks,
-    has_backward_hooks,
-    has_forward_hooks,
-    own_parameters,
-)
+from shoal.platform.torch_private.module_state import hooks_of, own_parameters
 from shoal.platform.torch_private.tensor_state import has_hooks
 from shoal.strategies.full_model import FullModel
 
@@ -149,9 +144,7 @@ def width_out(module: Any) -> int:
 
 def has_module_hooks(module: nn.Module) -> bool:
     """Return True if hooks see inputs or outputs of the module, forward or backward."""
-    return (
-        has_forward_hooks(module) or bool(forward_pre_hooks(module)) or has_backward_hooks(module)
-    )
+    return bool(hooks_of(module, "forward", "forward_pre", "backward", "backward_pre"))
 
 
 def find_hooks_inside(module: nn.Module) -> str | None:

@@ -33,7 +33,7 @@ from shoal.comm.mappings import (
 )
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.tensors import in_memory_order
-from shoal.platform.torch_private.module_state import output_hooks
+from shoal.platform.torch_private.module_state import hooks_of
 from shoal.platform.torch_private.tensor_state import (
     in_backward_pass,
     in_function_transform,
@@ -92,7 +92,7 @@ class Region:
         Raises:
             UsageError: a hook was registered on the layer after it was divided.
         """
-        if any(map(_is_of_script, output_hooks(column))):
+        if any(map(_is_of_script, hooks_of(column, "forward", "backward"))):
             names = {id(m): name for name, m in self.module.named_modules(prefix=self.name)}
             raise UsageError(
                 f"a hook was registered on {names[id(column)]} after run.prepare. Each rank has a "
