@@ -19,7 +19,6 @@ from shoal.platform.torch_private.tensor_state import (
     accumulation_hooks,
     gradient_hooks,
     has_hooks,
-    with_hook_tables,
 )
 from shoal.strategies.base import LocalModel
 
@@ -55,7 +54,7 @@ class ParameterHooks:
 
     def check(self) -> None:
         """Raise StrategyRefused for a hook that sees another gradient than on one device."""
-        if not with_hook_tables(self._all):
+        if not has_hooks(*self._all):
             return
         for name, parameter in self._parameters.items():
             if any(map(_is_of_script, accumulation_hooks(parameter).values())):

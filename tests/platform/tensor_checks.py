@@ -69,7 +69,7 @@ def _has_hooks(has_hooks: Any) -> bool:
     plain, before, after = (nn.Parameter(torch.zeros(1)) for _ in range(3))
     before.register_hook(lambda gradient: None)
     after.register_post_accumulate_grad_hook(lambda parameter: None)
-    return [has_hooks(p) for p in (plain, before, after)] == [False, True, True]
+    return [has_hooks(plain, p) for p in (plain, before, after)] == [False, True, True]
 
 
 def _gradient_hooks(gradient_hooks: Any) -> bool:
@@ -96,13 +96,6 @@ def _accumulation_hooks(accumulation_hooks: Any) -> bool:
     accumulation_hooks(leaf).update(hooks)
     (2 * leaf).sum().backward()
     return empty and silent and len(seen) == 1
-
-
-def _with_hook_tables(with_hook_tables: Any) -> bool:
-    plain, early, late = (torch.zeros(1, requires_grad=True) for _ in range(3))
-    early.register_hook(lambda gradient: None)
-    late.register_post_accumulate_grad_hook(lambda parameter: None)
-    return [with_hook_tables([plain, leaf]) for leaf in (plain, early, late)] == [False, True, True]
 
 
 def _in_function_transform(in_function_transform: Any) -> bool:
@@ -209,7 +202,6 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.has_hooks": _has_hooks,
     "tensor_state.gradient_hooks": _gradient_hooks,
     "tensor_state.accumulation_hooks": _accumulation_hooks,
-    "tensor_state.with_hook_tables": _with_hook_tables,
     "tensor_state.in_backward_pass": _in_backward_pass,
     "tensor_state.in_function_transform": _in_function_transform,
     "tensor_state.schema_of": _schema_of,

@@ -59,14 +59,13 @@ def in_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def has_hooks(parameter: Tensor) -> bool:
-    """Return whether hooks wait for the gradient of `parameter`, before or after it is accumulated.
+def has_hooks(*leaves: Any) -> bool:
+    """Return whether hooks wait for the gradient of a leaf, before or after it is accumulated.
 
     Why: hooks can be registered by public names, and not listed. Without: a hook on a parameter
     that is cut would be lost in silence. Checked: 2.11, 2.13, 2.15.
     """
-    after_accumulation = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return bool(parameter._backward_hooks or after_accumulation)
+    return any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in leaves)
 
 
 def gradient_hooks(leaf: Tensor) -> dict[int, Any]:
@@ -87,15 +86,6 @@ def accumulation_hooks(leaf: Tensor) -> dict[int, Any]:
     """
     hooks: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
-
-
-def with_hook_tables(leaves: list[Any]) -> bool:
-    """Return whether any leaf has or had hooks.
-
-    Why: as `gradient_hooks`; a step asks, so in one go. Without: each step would look into the
-    tables of all parameters. Checked: 2.11, 2.13, 2.15.
-    """
-    return any(x._backward_hooks or x._post_accumulate_grad_hooks for x in leaves)
 
 
 def in_backward_pass() -> bool:
