@@ -293,7 +293,7 @@ def refuse_worlds_of_script(environment: Mapping[str, str]) -> None:
         return
     import torch.multiprocessing
 
-    from shoal.platform.torch_private.url_rendezvous import replace_handler
+    from shoal.platform.torch_private.c10d import replace_rendezvous
 
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     rank_pid = os.getpid()
@@ -320,7 +320,7 @@ def refuse_worlds_of_script(environment: Mapping[str, str]) -> None:
         return meet
 
     for scheme in ("tcp", "env"):
-        replace_handler(scheme, replaced)
+        replace_rendezvous(scheme, replaced)
     # A process that starts as a new interpreter has torch's own handlers again.
     processes: Any = torch.multiprocessing
     processes.spawn = lambda *_, **__: refuse("torch.multiprocessing.spawn")

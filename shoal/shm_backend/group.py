@@ -30,7 +30,7 @@ from shoal.platform.torch_private.c10d import (
     make_gloo,
     timeout_of,
 )
-from shoal.platform.torch_private.dispatch_state import is_fake
+from shoal.platform.torch_private.subclasses import is_fake
 from shoal.shm_backend import collectives
 from shoal.shm_backend.call import MAX_RANKS, CallSignature
 from shoal.shm_backend.call_handles import CompletedWork, traced

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from shoal.errors import UsageError
 from shoal.platform.torch_private.c10d import Options
-from shoal.platform.torch_private.dispatch_state import is_profiling, number_of_modes
+from shoal.platform.torch_private.subclasses import is_profiling, number_of_modes
 
 PROXIES = "torch.fx.experimental.proxy_tensor"
 OPTIONS = frozenset(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from shoal.comm.row_collectives import is_of_all_ranks
 from shoal.platform.autograd_graph import nodes_behind
-from shoal.platform.torch_private.graph_nodes import saved_value
+from shoal.platform.torch_private.tensor_state import saved_value
 from shoal.strategies.loss_terms import Counted
 
 MOST_NODES = 2_000

@@ -84,9 +84,9 @@ def _counts_attention(attention_flops: Callable[[], Any]) -> bool:
 
 
 CHECKS: dict[str, Callable[[Any], bool]] = {
-    "dispatch_state.number_of_modes": _counts_modes,
-    "dispatch_state.is_profiling": _knows_profilers,
-    "dispatch_state.is_fake": _knows_fake_tensors,
+    "subclasses.number_of_modes": _counts_modes,
+    "subclasses.is_profiling": _knows_profilers,
+    "subclasses.is_fake": _knows_fake_tensors,
     "fake_tensors.VALUE_NEEDED": _is_raised_for_values,
     "fake_tensors.fake_tensors": _makes_tensors_without_memory,
     "fake_tensors.weights_without_memory": _registers_without_memory,

@@ -200,18 +200,18 @@ def _replaces_worker_info(_: Any) -> bool:
     return list(found) == [7, 9, "the user's"]
 
 
-def _meets_by_another_function(replace_handler: Any) -> bool:
+def _meets_by_another_function(replace_rendezvous: Any) -> bool:
     """Meet at a URL by a function that is given in place of torch's, and put that back."""
     originals: list[Any] = []
 
     def meets(url: str, **_: Any) -> Iterator[tuple[Any, int, int]]:
         yield url, 5, 7
 
-    replace_handler("tcp", lambda original: originals.append(original) or meets)
+    replace_rendezvous("tcp", lambda original: originals.append(original) or meets)
     try:
         found = next(iter(dist.rendezvous("tcp://127.0.0.1:1", 0, 2, timeout=timedelta(1))))
     finally:
-        replace_handler("tcp", lambda _: originals[0])
+        replace_rendezvous("tcp", lambda _: originals[0])
     return found == ("tcp://127.0.0.1:1?rank=0&world_size=2", 5, 7)
 
 
@@ -239,7 +239,7 @@ def _to_the_end(function: Callable[[], bool]) -> bool:
 CHECKS: dict[str, Callable[[Any], bool]] = {
     "data_workers.set_worker_info": _replaces_worker_info,
     "data_workers.without_default_group": _over(2, _hides_group),
-    "url_rendezvous.replace_handler": _meets_by_another_function,
+    "c10d.replace_rendezvous": _meets_by_another_function,
     "replaced_functions._READ_NUMBER": lambda found: (
         str(found) == "aten._local_scalar_dense.default"
     ),

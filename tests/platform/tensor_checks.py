@@ -210,7 +210,7 @@ CHECKS: dict[str, Callable[[Any], bool]] = {
     "tensor_state.MemoryWeakRef": _memory_weak_ref,
     "tensor_state.READ_NUMBER": lambda read: read(torch.tensor(1.5)) == 1.5,
     "tensor_state.ATEN_UNSAFE_VIEW": lambda found: str(found) == "aten._unsafe_view.default",
-    "graph_nodes.saved_value": _saved_value,
+    "tensor_state.saved_value": _saved_value,
     "pytree.register_pytree_node": _register_pytree_node,
     "pytree.tree_flatten": _rebuilds,
     "pytree.tree_unflatten": lambda found: callable(found),

@@ -7,13 +7,12 @@ names.
 
     tensor_state        versions, views and hooks of tensors, and of operators
     module_state        the tables in which nn.Module keeps parameters, buffers and hooks
-    subclasses          making tensor subclasses, and what stands around functions of torch
+    subclasses          making tensor subclasses; modes, profilers, fake tensors
     pytree              nests of tensors
     replaced_functions  functions that are replaced while models are prepared
     data_workers        the view that a data set has of its process
     kernels             functions over lists of tensors, and a softmax
     c10d                process groups and stores
-    dispatch_state      what watches or replaces operators: modes, profilers, fake tensors
     fsdp                FSDP2's forward pass, and shards of slices
     pipelining          the first half of a backward pass
 
