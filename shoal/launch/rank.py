@@ -298,10 +298,10 @@ def refuse_worlds_of_script(environment: Mapping[str, str]) -> None:
     address = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     rank_pid = os.getpid()
 
-    def refuse(asked: str) -> NoReturn:
+    def refuse(*_: Any, **__: Any) -> NoReturn:
         raise UsageError(
-            f"{asked}: the launcher has started the script {environment['WORLD_SIZE']} times, and "
-            f"its ranks meet at {address} only. Call init_process_group without init_method, leave "
+            f"the launcher has started the script {environment['WORLD_SIZE']} times, and its ranks "
+            f"meet at {address} only. Call init_process_group without init_method, leave "
             "MASTER_ADDR and MASTER_PORT as they are, and start no processes; or start the script "
             "once, with `python`"
         )
@@ -309,13 +309,8 @@ def refuse_worlds_of_script(environment: Mapping[str, str]) -> None:
     def replaced(original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def meet(url: str, **options: Any) -> Iterator[Any]:
             asked = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            if os.getpid() != rank_pid:
-                refuse("init_process_group in a process that a rank has started")
-            if url.startswith("tcp:"):
-                refuse(f"init_method={url!r}")
-            if asked != address:
-                refuse(f"MASTER_ADDR and MASTER_PORT are {asked}")
-            return original(url, **options)
+            is_own = os.getpid() == rank_pid and asked == address and url.startswith("env:")
+            return original(url, **options) if is_own else refuse()
 
         return meet
 
@@ -323,4 +318,4 @@ def refuse_worlds_of_script(environment: Mapping[str, str]) -> None:
         replace_rendezvous(scheme, replaced)
     # A process that starts as a new interpreter has torch's own handlers again.
     processes: Any = torch.multiprocessing
-    processes.spawn = lambda *_, **__: refuse("torch.multiprocessing.spawn")
+    processes.spawn = refuse

@@ -35,20 +35,14 @@ if __name__ == "__main__":
             print(error, file=sys.stderr)
     ask()
 """
-ASKED = (
-    "init_method='tcp://127.0.0.1:29500?",
-    "MASTER_ADDR and MASTER_PORT are 127.0.0.1:12355: ",
-    "torch.multiprocessing.spawn: ",
-)
-IN_A_FORK = ("init_process_group in a process that a rank has started: ",)
 
 
 @pytest.mark.parametrize(
-    ("how", "asked", "code"),
-    [("any", ASKED, 2), pytest.param("fork", IN_A_FORK, 1, marks=pytest.mark.slow)],
+    ("how", "refusals", "code"),
+    [("any", 3, 2), pytest.param("fork", 1, 1, marks=pytest.mark.slow)],
 )
 def test_a_world_of_a_script_is_refused_with_the_cure(
-    how: str, asked: tuple[str, ...], code: int, tmp_path: Path
+    how: str, refusals: int, code: int, tmp_path: Path
 ):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run(
@@ -59,8 +53,6 @@ def test_a_world_of_a_script_is_refused_with_the_cure(
         cwd=tmp_path,
     )
     assert done.returncode == code, done.stderr
-    for words in asked:
-        assert words in done.stderr
     cure = "the launcher has started the script 2 times"
-    assert done.stderr.count(cure) >= len(asked)
+    assert done.stderr.count(cure) >= refusals
     assert "or start the script once, with `python`" in done.stderr
