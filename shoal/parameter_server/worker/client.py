@@ -42,46 +42,6 @@ RECOVER_S = 60.0
 """Limit of the time that a shard may be without a primary."""
 
 
-class PushTrace:
-    """Record push, arrival and waiting time of each partition.
-
-    Args:
-        recorder: of this rank; nothing is recorded until it is turned on.
-        awaited: ranks whose gradients a step waits for.
-    """
-
-    def __init__(self, recorder: Recorder | None = None, awaited: tuple[int, ...] = ()) -> None:
-        self._recorder = recorder or Recorder()
-        self._awaited = awaited
-        self._flights: dict[int, InFlight] = {}
-
-    @property
-    def on(self) -> bool:
-        """Return True while the recorder is on."""
-        return self._recorder.on
-
-    def now(self) -> int:
-        """Return the time on the recorder's clock, in nanoseconds."""
-        return self._recorder.now()
-
-    def pushed(self, partition: int, size_bytes: int) -> None:
-        """Record the push of a gradient."""
-        if self._recorder.on:
-            self._flights[partition] = self._recorder.start(
-                f"push and pull part {partition}", size_bytes, f"part {partition}", self._awaited
-            )
-
-    def arrived(self, partition: int) -> None:
-        """Record the arrival of the partition's values."""
-        if partition in self._flights:
-            self._flights[partition].finish()
-
-    def waited(self, partition: int, begun_ns: int) -> None:
-        """Record that the calling thread has waited for values until now."""
-        if partition in self._flights:
-            self._recorder.blocked(self._flights[partition], begun_ns)
-
-
 class WorkerClient:
     """One worker's requests to all shards. Use it from one thread at a time.
 
@@ -89,7 +49,8 @@ class WorkerClient:
         flat: this worker's memory.
         network: carries out the actions of the session; the client starts it.
         staleness: number of the slowest worker's steps that values may lack; None for any.
-        trace: records pushes and arrivals of partitions.
+        recorder: records pushes and arrivals of partitions while it is on.
+        awaited: ranks whose gradients a step waits for.
 
     Attributes:
         session: the state of all requests.
@@ -103,13 +64,16 @@ class WorkerClient:
         flat: FlatParams,
         network: SocketNetwork,
         staleness: int | None = 0,
-        trace: PushTrace | None = None,
+        recorder: Recorder | None = None,
+        awaited: tuple[int, ...] = (),
     ) -> None:
         self.parts, self.values = flat.parts, flat.values
         self.session = WorkerSession(len(flat.parts), staleness)
         self.lock = threading.Condition(threading.Lock())
         self._network = network
-        self._trace = trace or PushTrace()
+        self._recorder = recorder or Recorder()
+        self._awaited = awaited
+        self._flights: dict[int, InFlight] = {}
         self._wanted: set[int] = set()
         self._answers: dict[tuple[Op, int], memoryview | None] = {}
         self._collected: dict[int, dict[str, int]] = {}
@@ -134,7 +98,10 @@ class WorkerClient:
         """
         with self.lock:
             self._await([part])
-            self._trace.pushed(part, gradient.nbytes)
+            if self._recorder.on:
+                self._flights[part] = self._recorder.start(
+                    f"push and pull part {part}", gradient.nbytes, f"part {part}", self._awaited
+                )
             self._network.carry_out(self.session.push(part, gradient, present, sparse))
 
     def request_step(self, order: StepRequest) -> None:
@@ -145,7 +112,7 @@ class WorkerClient:
     def wait(self, parts: Iterable[int]) -> None:
         """Wait for the values of the last step. Raises ServerLost."""
         with self.lock:
-            for some in ([part] for part in parts) if self._trace.on else [parts]:
+            for some in ([part] for part in parts) if self._recorder.on else [parts]:
                 self._await(some)
 
     def _await(self, parts: Iterable[int]) -> None:
@@ -156,7 +123,7 @@ class WorkerClient:
         missing = self.session.missing(parts)
         if not missing:
             return
-        begun_ns = self._trace.now()
+        begun_ns = self._recorder.now()
         # Keep the partitions that other threads wait for. Drop those that have arrived since a wait
         # was interrupted.
         self._wanted = set(self.session.missing((*self._wanted, *missing)))
@@ -167,8 +134,8 @@ class WorkerClient:
                     raise self.session.failure
                 self.lock.wait()
         progress.add_waited(now_ns() - start_ns)
-        for part in missing:
-            self._trace.waited(part, begun_ns)
+        for part in self._flights.keys() & set(missing):
+            self._recorder.blocked(self._flights[part], begun_ns)
 
     def request_stop(self) -> None:
         """Let all workers stop after the same step, which none of them has reached."""
@@ -261,7 +228,8 @@ class WorkerClient:
         """Handle an event of the session. The lock is held."""
         match event:
             case ValuesArrived(partition):
-                self._trace.arrived(partition)
+                if partition in self._flights:
+                    self._flights[partition].finish()
                 if partition in self._wanted and not self.session.missing([partition]):
                     self._wanted.remove(partition)
                     if not self._wanted:

@@ -27,7 +27,7 @@ from shoal.parameter_server.coordinator.watch import RETRY_S, ClusterWatcher
 from shoal.parameter_server.node.server_memory import read_offsets
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
 from shoal.parameter_server.transport.settings import Transport
-from shoal.parameter_server.worker.client import RECOVER_S, PushTrace, WorkerClient
+from shoal.parameter_server.worker.client import RECOVER_S, WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
 from shoal.parameter_server.worker.session import (
     AnswerMessage,
@@ -43,6 +43,7 @@ from shoal.parameter_server.worker.session import (
     ValuesMessage,
 )
 from shoal.shm_backend.segment import AttachedSegment, attach
+from shoal.trace.recorder import Recorder
 
 
 def connect_to_servers(
@@ -53,7 +54,8 @@ def connect_to_servers(
     *,
     staleness: int | None = 0,
     shares: bool = True,
-    trace: PushTrace | None = None,
+    recorder: Recorder | None = None,
+    awaited: tuple[int, ...] = (),
 ) -> WorkerClient:
     """Return a client with connections to all shards.
 
@@ -64,14 +66,14 @@ def connect_to_servers(
         transport: settings of the job.
         staleness: number of the slowest worker's steps that values may lack; None for any.
         shares: True to let servers of this machine read gradients in this worker's memory.
-        trace: records pushes and arrivals of partitions.
+        recorder, awaited: see `WorkerClient`.
 
     Raises: ServerLost: the coordinator does not answer.
     """
     read_at = read_offsets(flat.parts, worker, staleness)
     transport = transport.for_parts(flat.parts)
     network = SocketNetwork(worker, coordinator, transport, flat, read_at, shares)
-    return WorkerClient(flat, network, staleness, trace)
+    return WorkerClient(flat, network, staleness, recorder, awaited)
 
 
 class SocketNetwork:

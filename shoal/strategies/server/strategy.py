@@ -32,7 +32,7 @@ from shoal.parameter_server.launcher import spans_machines
 from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.partitioning import ParamMeta, assign, partition, partition_bytes
 from shoal.parameter_server.transport.key import MISSING_PACKAGE, can_encrypt
-from shoal.parameter_server.worker.client import PushTrace, WorkerClient
+from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
@@ -172,7 +172,6 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
     coordinator = engine.launcher.start(job)
     # Ranks whose pushes a step waits for, in the trace.
     ranks = range(engine.mesh.size) if engine.is_synchronous else ()
-    peers = tuple(rank for rank in ranks if rank != engine.mesh.rank)
     return connect_to_servers(
         engine.mesh.rank,
         flat,
@@ -180,5 +179,6 @@ def start_servers(engine: WorkerEngine, recipe: OptimizerSpec) -> WorkerClient:
         transport,
         staleness=staleness,
         shares=options.shared_memory and engine.compression is None,
-        trace=PushTrace(engine.mesh.recorder, peers),
+        recorder=engine.mesh.recorder,
+        awaited=tuple(rank for rank in ranks if rank != engine.mesh.rank),
     )
