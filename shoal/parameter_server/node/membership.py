@@ -62,7 +62,7 @@ class Membership:
             self.transport,
             first=self._send_join,
             changed=self._on_view,
-            placed=self._handler.on_placement,
+            placed=lambda placement: self._handler.migration.on_placement(placement),
             answered=self._on_answer,
         )
         self._watcher.begin()
@@ -126,7 +126,7 @@ class Membership:
             return
         is_member = self.server in view.members
         if self._joined.is_set() and not is_member:
-            self._handler.on_removed()
+            self._handler.acceptor.close()
         if is_member:
             self.view = view
             self._joined.set()
@@ -154,4 +154,4 @@ class Membership:
             self._lease_end_s = max(self._lease_end_s, sent_s + self.lease_s)
             self._handler.on_lease_renewed()
         elif header.op in (Op.REFUSED, Op.LEAVE):
-            self._handler.on_removed()
+            self._handler.acceptor.close()

@@ -26,7 +26,7 @@ import torch
 from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.cluster_config import ShardSettings
 from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
-from shoal.parameter_server.coordinator.coordinator import Address, Placement, View
+from shoal.parameter_server.coordinator.coordinator import Address, View
 from shoal.parameter_server.events import (
     InstallSnapshot,
     InSync,
@@ -108,13 +108,9 @@ class ServerNode:
         self.workers = WorkerRequests(self)
 
     def run(self) -> None:
-        """Accept connections until this server is closed."""
+        """Accept connections until this server is removed from its shard."""
         self.membership.start()
         self.acceptor.accept(self._serve_connection)
-
-    def close(self) -> None:
-        """Accept no more connections; `run` returns."""
-        self.acceptor.close()
 
     def free_partition(self, layout: Partition) -> None:
         """Free the memory of a partition that this server no longer needs."""
@@ -222,14 +218,6 @@ class ServerNode:
             self.replication.on_view(view)
         self.replication.connect_backups()
         self.migration.send_departing()
-
-    def on_placement(self, placement: Placement) -> None:
-        """Answer for the partitions that this shard owns now."""
-        self.migration.on_placement(placement)
-
-    def on_removed(self) -> None:
-        """Serve nobody any more."""
-        self.close()
 
     def on_lease_renewed(self) -> None:
         """Send the answers that have waited for a lease, and retry what has failed."""
