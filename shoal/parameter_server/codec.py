@@ -16,7 +16,7 @@ cannot make this process run code."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from shoal.parameter_server.events import PartitionCopy, ProtocolViolation, StepRequest
+from shoal.parameter_server.events import ProtocolViolation, StepRequest
 
 MAX_CONTROL_BYTES = 2**16
 """Bound on a refusal's text."""
@@ -112,7 +112,7 @@ def unpack_order(payload: memoryview) -> StepRequest:
 
 
 def pack_partition(
-    values: Tensor, state: list[Mapping[str, Any]], done: Mapping[int, int]
+    values: Tensor, state: Sequence[Mapping[str, Any]], done: Mapping[int, int]
 ) -> bytes:
     """Pack a partition with its optimizer state.
 
@@ -157,15 +157,6 @@ def unpack_part(payload: memoryview) -> tuple[Tensor, list[dict[str, Any]], dict
     except (SafetensorError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ProtocolViolation(f"a part's state that cannot be read: {error}") from error
     return values, state, done
-
-
-def pack_copy(copy: PartitionCopy) -> bytes:
-    return pack_partition(copy.values, list(copy.state), copy.steps_by_worker)
-
-
-def unpack_copy(partition: int, clock: int, payload: memoryview) -> PartitionCopy:
-    """Read the result of `pack_copy`, whose number and clock are in the frame's header."""
-    return PartitionCopy(partition, clock, *unpack_part(payload))
 
 
 def unpack(payload: memoryview) -> Any:

@@ -14,9 +14,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_copy, unpack_copy
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack_part
 from shoal.parameter_server.coordinator.coordinator import Move, Placement
-from shoal.parameter_server.events import Outgoing
+from shoal.parameter_server.events import Outgoing, PartitionCopy
 from shoal.parameter_server.transport.connection import Header
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Migration:
         """
         if not self._membership.is_primary or header.partition not in self._shard.parts:
             return []
-        transfer = unpack_copy(header.partition, header.step, payload)
+        transfer = PartitionCopy(header.partition, header.step, *unpack_part(payload))
         return self._shard.import_partition(transfer, header.epoch, sender - FIRST_SERVER)
 
     # As the old owner
@@ -136,7 +136,7 @@ class Migration:
                 start_version = placement.moving[partition].start_version
                 peer.post(
                     Op.TRANSFER,
-                    pack_copy(transfer),
+                    pack_partition(transfer.values, transfer.state, transfer.steps_by_worker),
                     partition=partition,
                     step=transfer.clock,
                     epoch=start_version,

@@ -15,13 +15,14 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import WireError
-from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_copy, unpack, unpack_copy
+from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack, unpack_part
 from shoal.parameter_server.coordinator.coordinator import View
 from shoal.parameter_server.events import (
     Acknowledged,
     GradientUpdate,
     InstallSnapshot,
     Outgoing,
+    PartitionCopy,
     ProtocolViolation,
     ReplicateUpdate,
 )
@@ -85,9 +86,8 @@ class Replication:
         epoch = self._membership.view.epoch
         if isinstance(message, InstallSnapshot):
             copy = message.content
-            connection.post(
-                Op.SNAPSHOT, pack_copy(copy), partition=copy.part, step=copy.clock, epoch=epoch
-            )
+            packed = pack_partition(copy.values, copy.state, copy.steps_by_worker)
+            connection.post(Op.SNAPSHOT, packed, partition=copy.part, step=copy.clock, epoch=epoch)
             return
         update = message.update
         meta: dict[str, Any] = {
@@ -163,7 +163,8 @@ class Replication:
     ) -> list[Outgoing]:
         partition, clock = header.partition, header.step
         if header.op == Op.SNAPSHOT:
-            return self._shard.install_snapshot(unpack_copy(partition, clock, payload))
+            copy = PartitionCopy(partition, clock, *unpack_part(payload))
+            return self._shard.install_snapshot(copy)
         if header.op == Op.REPLICATE:
             fields = unpack(memoryview(meta))
             gradient = self._node.buffers.update(primary, header)

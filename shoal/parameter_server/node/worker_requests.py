@@ -138,7 +138,7 @@ class WorkerRequests:
                 self._share_memory(worker, peer, payload)
             case Op.STATE:
                 state = shard.require_partition(partition)
-                packed = pack_partition(state.values, list(state.state()), shard.done[partition])
+                packed = pack_partition(state.values, state.state(), shard.done[partition])
                 peer.post(Op.STATE, packed, partition=partition, step=state.clock)
             case Op.STATS:
                 peer.post(Op.STATS, json.dumps(self._node.figures()).encode(), partition=partition)

@@ -167,7 +167,7 @@ class WorkerClient:
     def load(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
         """Load this worker's `values` and these optimizer states into the servers, at this step."""
         for part, state in zip(self.parts, states, strict=True):
-            payload = pack_partition(self.values[part.number], list(state), {})
+            payload = pack_partition(self.values[part.number], state, {})
             self._ask(Op.LOAD, {part.number: payload})
         self.mark_current()
 
