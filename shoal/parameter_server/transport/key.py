@@ -58,19 +58,10 @@ def new_key_file(directory: Path, key: Key | None = None) -> Path:
     Args: key: None for a new one.
 
     Raises:
-        ConfigError: there is a key already, or it cannot be written.
+        OSError: there is a key already, or it cannot be written.
     """
     path = directory / KEY_FILE
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise ConfigError(
-            [f"{path}: there is a key already; delete it once no process of its job runs"]
-        ) from None
-    except OSError as error:
-        raise ConfigError(
-            [f"{path}: cannot write a key ({error.strerror}); give a directory of your own"]
-        ) from error
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
         file.write(secrets.token_bytes(KEY_BYTES) if key is None else key.secret)
     return path
