@@ -14,7 +14,6 @@ from shoal.comm.mesh import Mesh
 from shoal.run.guards.absent_values import removed_gradients
 from shoal.run.local_shard_step import step_local_shards
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.preparation import pacing_of
 from shoal.strategies.base import LocalModel
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -38,7 +37,7 @@ class OptimizerWatch:
     def watch(self, local_model: LocalModel, optimizers: Sequence[Optimizer]) -> None:
         """Watch the steps of these optimizers, which step this local model from now on."""
         self._local_model, self._optimizers = local_model, optimizers
-        own_progress().pace(*pacing_of(self._mesh, local_model))
+        own_progress().set_stage(self._mesh.pipeline.rank)
         self._nonfinite_steps.watch(local_model, optimizers)
         if local_model.remote_optimizer is not None and self._has_stand_ins:
             parameters = local_model.trainable_params

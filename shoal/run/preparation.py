@@ -141,13 +141,3 @@ def seed_this_rank(mesh: Mesh, settings: RunSettings) -> None:
     # The global stream, which steps draw from, begins with the seed of the first rank.
     apart = (1,) if settings.draws == "global" else ()
     torch.manual_seed(derive_seed(settings.seed, mesh.data.rank, *apart))
-
-
-def pacing_of(mesh: Mesh, local_model: base.LocalModel) -> tuple[str, int]:
-    """Return how the steps of ranks depend on each other, and the stage of this rank.
-
-    The names are those of `shoal.watchdog.progress_word.RankProgress`.
-    """
-    if mesh.pipeline.size > 1:
-        return "pipeline", mesh.pipeline.rank
-    return "together" if local_model.strategy_state.is_synchronous else "alone", 0

@@ -149,7 +149,6 @@ class RankProgress:
         calls: calls that the rank has begun, by `group_id`.
         groups: the groups that the rank is in, by `group_id`.
         steps: the last steps, in their order.
-        pacing: how steps of ranks depend on each other: "together", "pipeline" or "alone".
         stage: of the pipeline.
     """
 
@@ -157,7 +156,6 @@ class RankProgress:
     calls: Mapping[int, int] = field(default_factory=dict)
     groups: Mapping[int, GroupMembers] = field(default_factory=dict)
     steps: Sequence[StepTimes] = ()
-    pacing: str = "together"
     stage: int = 0
 
 
@@ -183,7 +181,6 @@ def decode_page(page: bytes) -> RankProgress | None:
         {group: calls for group, calls in counts if group},
         groups,
         sorted(times for times in ring if times.step),
-        str(description.get("pacing", "together")),
         int(description.get("stage", 0)),
     )
 

@@ -69,7 +69,7 @@ class ProgressWriter:
         self._step_started = (0, 0, 0)
         self._groups: dict[int, tuple[str, list[int]]] = {}
         self._slots: dict[int, int] = {}
-        self._pacing, self._stage = "together", 0
+        self._stage = 0
         self._shapes: set[object] = set()
         self._main_thread = 0
         self._main_waits = self._thread_waits = 0
@@ -194,9 +194,9 @@ class ProgressWriter:
         self._describe()
         return CallProgress(self, slot, number)
 
-    def pace(self, pacing: str, stage: int) -> None:
-        """Describe how the steps of ranks depend on each other; see `RankProgress`."""
-        self._pacing, self._stage = pacing, stage
+    def set_stage(self, stage: int) -> None:
+        """Describe which stage of a pipeline this rank has."""
+        self._stage = stage
         self._describe()
 
     def _mark(self) -> None:
@@ -216,7 +216,7 @@ class ProgressWriter:
     def _describe(self) -> None:
         if self.memory is None:
             return
-        description = {"groups": self._groups, "pacing": self._pacing, "stage": self._stage}
+        description = {"groups": self._groups, "stage": self._stage}
         text = json.dumps(description).encode()
         if len(text) <= MAX_TEXT_BYTES:
             begin = TEXT_AT + LENGTH.size

@@ -27,7 +27,7 @@ def test_the_launcher_reads_what_each_rank_writes() -> None:
     writer = attached(memory, 1)
     assert memory.read(0) is None
     calls = writer.join_group("world", [0, 1])
-    writer.pace("pipeline", 1)
+    writer.set_stage(1)
     calls.begin(3, call.CallSignature("all_reduce", length=1000, operation="sum").encoded)
     writer.begin_step(())
     found = memory.read(1)
@@ -37,7 +37,7 @@ def test_the_launcher_reads_what_each_rank_writes() -> None:
     assert (word.group, word.length) == (number, 1000)
     assert found.calls == {number: 3}
     assert found.groups[number].ranks == (0, 1)
-    assert (found.pacing, found.stage) == ("pipeline", 1)
+    assert found.stage == 1
     with writer.message_wait(RECV, 0, 10):
         found = memory.read(1)
         assert found is not None

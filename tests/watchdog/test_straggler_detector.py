@@ -10,9 +10,9 @@ from shoal.watchdog.straggler_detector import SlowRank, StragglerDetector
 MS = 10**6
 
 
-def progress(steps: list[StepTimes], pacing: str = "together", stage: int = 0) -> RankProgress:
+def progress(steps: list[StepTimes], stage: int = 0) -> RankProgress:
     word = ProgressWord(1, Phase.FORWARD, 0, len(steps), 0, 0, 0, -1, 0)
-    return RankProgress(word, {}, {}, steps[-32:], pacing, stage)
+    return RankProgress(word, {}, {}, steps[-32:], stage)
 
 
 class Ranks:
@@ -81,16 +81,16 @@ def times(count: int, busy_ms: float, waited_ms: float, first: int = 1) -> list[
 def test_ranks_of_a_pipeline_are_compared_within_their_stage() -> None:
     detector = StragglerDetector()
     words = {
-        0: progress(times(30, 10, 5), "pipeline", 0),
-        1: progress(times(30, 30, 0), "pipeline", 1),
-        2: progress(times(30, 10, 5), "pipeline", 0),
-        3: progress(times(30, 60, 0), "pipeline", 1),
+        0: progress(times(30, 10, 5), 0),
+        1: progress(times(30, 30, 0), 1),
+        2: progress(times(30, 10, 5), 0),
+        3: progress(times(30, 70, 0), 1),
     }
     assert [slow.rank for slow in detector.look(words)] == [3]
 
 
 def test_ranks_that_step_alone_are_compared_by_their_own_time() -> None:
     detector = StragglerDetector()
-    words = {rank: progress(times(30, 10, 0), "alone") for rank in range(3)}
-    words[1] = progress(times(25, 20, 0), "alone")
+    words = {rank: progress(times(30, 10, 0)) for rank in range(3)}
+    words[1] = progress(times(25, 20, 0))
     assert [slow.rank for slow in detector.look(words)] == [1]
