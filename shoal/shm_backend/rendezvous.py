@@ -17,10 +17,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
@@ -30,6 +30,7 @@ from shoal.shm_backend import native
 from shoal.shm_backend.phase_board import SIZE_BYTES
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
 
+T = TypeVar("T")
 LONGEST_ENTRY_BYTES = 1 << 16
 LONGEST_PROBLEM = 1000
 LARGEST_PID = 1 << 22  # of Linux
@@ -77,17 +78,19 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     memory, problem = _create_segment()
     description = memory.description if memory is not None else {}
     record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
-    entries = _all_gather(store, "here", rank, size, record)  # [1]
-    records = [_checked_record(peer, entry) for peer, entry in enumerate(entries)]
+    records = _all_gather(store, "here", rank, size, record, _checked_record)  # [1]
     neighbours = [
         peer
         for peer, entry in enumerate(records)
         if peer != rank and entry.host_id == record.host_id
     ]
-    attached = _attach_peers(records, neighbours)  # [2]
-    problem = problem or _attach_problem(rank, records, neighbours, attached)
-    answers = _all_gather(store, "reached", rank, size, problem)  # [3]
-    problems = [_checked_problem(peer, answer) for peer, answer in enumerate(answers)]
+    segments = {peer: attach(records[peer].memory) for peer in neighbours}  # [2]
+    attached = {peer: segment for peer, segment in segments.items() if segment is not None}
+    if not problem and len(attached) < len(segments):
+        peer = next(peer for peer in neighbours if peer not in attached)
+        path = f"/proc/{records[peer].pid}/fd"
+        problem = f"rank {rank} cannot open the memory of rank {peer} ({path})"
+    problems = _all_gather(store, "reached", rank, size, problem, _checked_problem)  # [3]
     if memory is not None:
         memory.close()  # all ranks have attached it by now
     reason = next(filter(None, problems), "")
@@ -102,14 +105,19 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     )
 
 
-def _all_gather(store: Store, key: str, rank: int, size: int, value: Any) -> list[Any]:
-    """Return the JSON value of every rank, in the order of ranks. Collective.
+def _all_gather(
+    store: Store, key: str, rank: int, size: int, own: T, check: Callable[[int, Any], T]
+) -> list[T]:
+    """Return the value of every rank, in the order of ranks. Collective.
 
-    Raises: CollectiveFailed: an entry is no JSON.
+    Args: check: returns the value of another rank, given its number and its entry of JSON.
+
+    Raises: CollectiveFailed: an entry is none of Shoal's.
     """
-    store.set(f"{key}/{rank}", json.dumps(value))
+    store.set(f"{key}/{rank}", json.dumps(own))
     return [
-        value if peer == rank else _parsed(peer, store.get(f"{key}/{peer}")) for peer in range(size)
+        own if peer == rank else check(peer, _parsed(peer, store.get(f"{key}/{peer}")))
+        for peer in range(size)
     ]
 
 
@@ -123,19 +131,11 @@ def _parsed(peer: int, entry: bytes) -> Any:
 
 
 def _checked_record(peer: int, entry: Any) -> _RendezvousRecord:
-    """Return the entry of a rank as a record.
-
-    Raises: CollectiveFailed: it is none.
-    """
-    if not isinstance(entry, Sequence) or len(entry) != len(_RendezvousRecord._fields):
+    # Exact kinds, for True is an int.
+    kinds = [type(field) for field in entry] if isinstance(entry, list) else []
+    if kinds != [str, int, dict, int] or not 0 < entry[1] <= LARGEST_PID:
         raise _not_by_shoal(peer, "it is no record")
     record = _RendezvousRecord(*entry)
-    # Exact kinds, for True is an int.
-    kinds = (type(record.host_id), type(record.pid), type(record.memory), type(record.compiled))
-    if kinds != (str, int, dict, int):
-        raise _not_by_shoal(peer, "it is no record")
-    if not 0 < record.pid <= LARGEST_PID:
-        raise _not_by_shoal(peer, f"it names process {record.pid}")
     # The kernel vouches for the process whose memory it is; the same process is watched.
     if record.memory and record.memory.get("pid") != record.pid:
         raise _not_by_shoal(peer, "it names two processes")
@@ -143,10 +143,7 @@ def _checked_record(peer: int, entry: Any) -> _RendezvousRecord:
 
 
 def _checked_problem(peer: int, answer: Any) -> str:
-    """Return the problem that a rank has told, fit for a log; empty if it has none.
-
-    Raises: CollectiveFailed: it is no text.
-    """
+    """Return the problem that a rank has told, fit for a log; empty if it has none."""
     if not isinstance(answer, str):
         raise _not_by_shoal(peer, "it is no text")
     return printable(answer[:LONGEST_PROBLEM])
@@ -158,28 +155,6 @@ def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
         "Either ranks run different versions of Shoal, or a stranger writes into the store; "
         "docs/security.md tells who can."
     )
-
-
-def _attach_peers(
-    records: Sequence[_RendezvousRecord], neighbours: Sequence[int]
-) -> dict[int, AttachedSegment]:
-    """Return the segments that can be attached, by rank."""
-    segments = {peer: attach(records[peer].memory) for peer in neighbours}
-    return {peer: segment for peer, segment in segments.items() if segment is not None}
-
-
-def _attach_problem(
-    rank: int,
-    records: Sequence[_RendezvousRecord],
-    neighbours: Sequence[int],
-    attached: Mapping[int, AttachedSegment],
-) -> str:
-    """Return a sentence about the first segment that is not attached; empty if all are."""
-    missing = next((peer for peer in neighbours if peer not in attached), None)
-    if missing is None:
-        return ""
-    path = f"/proc/{records[missing].pid}/fd"
-    return f"rank {rank} cannot open the memory of rank {missing} ({path})"
 
 
 def host_id() -> str:
