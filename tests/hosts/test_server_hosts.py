@@ -25,7 +25,7 @@ from shoal.launch.hosts.ssh_hosts import SshHost, parse_hosts, parse_server_host
 from shoal.parameter_server.coordinator.admin_client import send_command
 from tests.harness.waiting import until
 
-FACTS = HostFacts("1", "s", "3.11.0", "2.13.0", "name", "same", 4, True, True, "d", (), None)
+FACTS = HostFacts("1", "s", "3.11.0", "2.13.0", "name", "same", True, True, "d", (), None)
 
 
 @pytest.fixture

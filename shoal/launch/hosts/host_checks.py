@@ -141,16 +141,3 @@ def _minor(version: str) -> list[str]:
 def _release(version: str) -> str:
     """Return a version without the label of its build: 2.13.0 of 2.13.0+cu130."""
     return version.partition("+")[0]
-
-
-def notes(hosts: Checked) -> list[str]:
-    """Return what the user should know and what does not keep the run from starting."""
-    found = []
-    for host, facts in hosts:
-        if host.processes is not None and host.processes > facts.cores:
-            cores = "1 core" if facts.cores == 1 else f"{facts.cores} cores"
-            found.append(f"host {host.name}: {host.processes} ranks on {cores}")
-    builds = {facts.torch for _, facts in hosts if facts.torch}
-    if len({_release(build) for build in builds}) == 1 < len(builds):
-        found.append(f"hosts have several builds of torch: {', '.join(sorted(builds))}")
-    return found

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.launch.hosts.addresses import local_addresses
-from shoal.platform.cgroups import usable_cores
 from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
 from shoal.platform.processes import boot_id
@@ -53,7 +52,6 @@ class HostFacts:
         hostname: the name that it gives itself.
         identity: equal exactly for agents on one host: the kernel's boot id and namespaces, or
             SHOAL_HOST.
-        cores: cores that processes there may use.
         can_write: files can be made where the run directory lies or would lie; True where none was
             asked for.
         cwd_exists: the working directory of the ranks is a directory there that can be entered.
@@ -69,7 +67,6 @@ class HostFacts:
     torch: str | None
     hostname: str
     identity: str
-    cores: int
     can_write: bool
     cwd_exists: bool
     script_digest: str | None
@@ -102,7 +99,6 @@ def collect_facts(request: FactsRequest) -> HostFacts:
         torch=_torch_version(),
         hostname=socket.gethostname(),
         identity=_identity(),
-        cores=usable_cores(),
         can_write=_can_write(request),
         cwd_exists=os.path.isdir(request.cwd) and os.access(request.cwd, os.X_OK),
         script_digest=_script_digest(request),

@@ -17,13 +17,7 @@ from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.hosts.agent_protocol import clock_s
-from shoal.launch.hosts.host_checks import (
-    ANSWER_S,
-    Meeting,
-    find_meeting,
-    notes,
-    problems,
-)
+from shoal.launch.hosts.host_checks import ANSWER_S, Meeting, find_meeting, problems
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
@@ -127,8 +121,6 @@ class HostsJob(LocalJob):
             # A name that stands for no host is a wrong word in the command; a host may come back.
             kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
             raise kind("\n  ".join(["The run cannot start on these hosts:", *found]))
-        for note in notes(self.connections.checked):
-            print_note(note)
 
     def problems(self, processes: int) -> Sequence[str]:
         slots = self._slots()
