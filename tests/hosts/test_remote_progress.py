@@ -5,9 +5,7 @@ Time is simulated, and so are the ranks.
 
 from __future__ import annotations
 
-import base64
 import json
-import zlib
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +15,7 @@ import pytest
 from shoal.launch.hosts.agent_process import TELL_S, sent_look
 from shoal.launch.hosts.agent_protocol import MessageReader, encode
 from shoal.launch.hosts.driver_session import HostSpoke
-from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, received_look
+from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 from shoal.launch.rank_set import Look
 from shoal.watchdog.hang_detector import Hang, HangDetector, SilenceCounter
 from shoal.watchdog.progress_word import (
@@ -189,32 +187,6 @@ def test_nobody_is_late_while_the_rank_that_others_wait_for_is_in_a_debugger(hos
     assert hosts.passes(100) is None
     hosts.agents[1].is_halted = False
     assert hosts.passes(20) is not None
-
-
-NO_GROUPS = (b"\1" * TEXT_AT + LENGTH.pack(13) + b'{"groups":[]}').ljust(PAGE_BYTES, b"\0")
-
-
-def packed(page: bytes) -> str:
-    return base64.b64encode(zlib.compress(page)).decode()
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        [(0, 0.0, packed(bytes(range(1, 129)) * 64))],
-        [(2, 0.0, packed(bytes(PAGE_BYTES)))],
-        [(2, 0.0, packed(b"short"))],
-        [(2, 0.0, "no text in base64")],
-        [(2, 0.0, 7)],
-        [(2, 0.0, packed(NO_GROUPS))],
-        [(2, "long", packed(bytes(range(1, 129)) * 64))],
-        [(2, 0.0)],
-        7,
-    ],
-)
-def test_what_no_agent_sends_is_an_error(look: Any) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        received_look(look, range(2, 3))
 
 
 def test_a_rank_that_writes_its_word_just_now_is_left_out_of_a_look() -> None:

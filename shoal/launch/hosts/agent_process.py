@@ -271,16 +271,9 @@ class AgentProcess:
             case RankExited(rank, code):
                 self.session.ended(rank, code)
             case Failure():
-                self.session.tell(
-                    "failed",
-                    rank=event.rank,
-                    age_s=time.monotonic() - event.time_s,
-                    headline=shortened(event.headline),
-                    text=shortened(event.text),
-                    is_secondary=event.is_secondary,
-                    code=event.code,
-                    is_loss=event.is_loss,
-                )
+                told = {**vars(event), "age_s": time.monotonic() - event.time_s}
+                texts = {name: shortened(told[name]) for name in ("headline", "text")}
+                self.session.tell("failed", **told | texts)
 
     def _signal(self, rank: int, number: int) -> None:
         for process in self.ranks.alive if self.ranks is not None else ():

@@ -16,7 +16,6 @@ from collections import deque
 from math import inf
 from typing import Any
 
-from shoal.errors import WireError
 from shoal.launch.hosts.agent_protocol import (
     MAX_TEXT,
     LeaseTimes,
@@ -77,11 +76,8 @@ class AgentSession:
         if not data:
             return self._end("the connection to the driver has ended")
         orders: list[Order] = []
-        try:
-            for message in self._reader.feed(data):
-                orders += [] if self._is_over else self._on_message(message)
-        except (WireError, KeyError, TypeError, ValueError) as error:
-            return [*orders, *self._end(f"the driver sent what no driver sends: {error!r}")]
+        for message in self._reader.feed(data):
+            orders += [] if self._is_over else self._on_message(message)
         return orders
 
     def tick(self, now_s: float) -> list[Order]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
-from shoal.errors import WireError
 from shoal.launch.hosts.agent_protocol import LeaseTimes, Message, MessageReader, encode
 
 
@@ -88,11 +87,8 @@ class DriverSession:
         if not data:
             return self.disconnected(host, "its connection has ended")
         events: list[DriverEvent] = []
-        try:
-            for message in state.reader.feed(data):
-                events += self._on_message(host, message, now_s)
-        except (WireError, KeyError) as error:
-            return [*events, *self.disconnected(host, f"it sent what no agent sends: {error!r}")]
+        for message in state.reader.feed(data):
+            events += self._on_message(host, message, now_s)
         return events
 
     def disconnected(self, host: int, reason: str) -> list[DriverEvent]:

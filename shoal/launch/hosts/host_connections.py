@@ -100,12 +100,7 @@ class HostConnections:
         if self.printer.error is not None:
             raise self.printer.error
         found, self._events = self._events, []
-        for event in events:
-            try:
-                found += [event] if self._is_for_others(event) else []
-            except (KeyError, TypeError, ValueError) as error:
-                reason = f"it sent a malformed message: {error!r}"
-                found += self.session.disconnected(event.host, reason)
+        found += [event for event in events if self._is_for_others(event)]
         self._send()
         return found
 
@@ -212,24 +207,17 @@ class HostConnections:
         """Return False for an event that is dealt with here."""
         match event:
             case HostSpoke(host, {"do": "hello"} as message):
-                self._note_facts(host, message["facts"])
+                self.facts[host] = HostFacts.from_json(message["facts"])
             case HostSpoke(_, {"do": "answer"} as message):
                 self._answers[message["number"]] = message
             case HostSpoke(host, {"do": "out"} as message):
-                rank = int(message["rank"]) if self.hosts[host].count else None
-                stream, text = str(message["stream"]), str(message["text"])
-                self.printer.put(self.name(host), rank, stream, text)
+                rank = message["rank"] if self.hosts[host].count else None
+                self.printer.put(self.name(host), rank, message["stream"], message["text"])
             case HostSpoke(_, {"do": "dropped"} as message):
-                self.printer.note_dropped(int(message["lines"]))
+                self.printer.note_dropped(message["lines"])
             case _:
                 return True
         return False
-
-    def _note_facts(self, host: int, facts: object) -> None:
-        try:
-            self.facts[host] = HostFacts.from_json(facts)
-        except (KeyError, TypeError, ValueError) as error:
-            raise LaunchError(f"host {self.name(host)}: its facts are none: {error!r}") from error
 
     def _start_problem(self, host: int, is_late: bool) -> str:
         """Return why a host has not told its facts; empty while it may."""

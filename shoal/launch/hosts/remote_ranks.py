@@ -21,7 +21,7 @@ from shoal.launch.hosts.driver_session import DriverEvent, HostLost
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.output import print_note
 from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
-from shoal.watchdog.progress_word import PAGE_BYTES, RankProgress, decode_page
+from shoal.watchdog.progress_word import RankProgress, decode_page
 from shoal.watchdog.progress_writer import now_ns
 
 STACKS_S = 4.0
@@ -102,9 +102,6 @@ class RemoteRanks(RankSet[RemoteRank]):
             for share in placement
             for index in range(share.count)
         ]
-        self._ranks_of = {
-            share.host: range(share.first, share.first + share.count) for share in placement
-        }
         self._looks: dict[int, Look] = {}  # of each host, since all were given to the watchdog
 
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
@@ -173,19 +170,14 @@ class RemoteRanks(RankSet[RemoteRank]):
     def _rank_events(self, event: DriverEvent) -> list[RankEvent]:
         if isinstance(event, HostLost):
             return self._on_lost(event.host, event.reason)
-        ranks = self._ranks_of.get(event.host, range(0))
-        try:
-            if event.message["do"] == "look" and ranks:
-                self._looks[event.host] = received_look(event.message["look"], ranks)
-            if event.message["do"] not in ("ended", "failed"):
-                return []
-            found = _rank_event(event.message)
-            if event.host in self.servers:
-                return self._on_servers(event.host, found)
-            if found.rank not in ranks:
-                raise ValueError(f"rank {found.rank} is none of this host")
-        except (KeyError, TypeError, ValueError) as error:
-            return self._on_lost(event.host, f"its agent sent a malformed message: {error!r}")
+        message, has_servers = event.message, event.host in self.servers
+        if message["do"] == "look" and not has_servers:
+            self._looks[event.host] = received_look(message["look"])
+        if message["do"] not in ("ended", "failed"):
+            return []
+        found = _rank_event(message)
+        if has_servers:
+            return self._on_servers(event.host, found)
         if isinstance(found, RankExited):
             self.all[found.rank].is_alive = False
         return [found]
@@ -228,39 +220,20 @@ class RemoteRanks(RankSet[RemoteRank]):
 
 def _rank_event(message: Message) -> RankExited | Failure:
     if message["do"] == "ended":
-        return RankExited(int(message["rank"]), int(message["code"]))
-    return Failure(
-        rank=int(message["rank"]),
-        time_s=time.monotonic() - float(message["age_s"]),
-        headline=str(message["headline"]),
-        text=str(message["text"]),
-        is_secondary=bool(message["is_secondary"]),
-        code=int(message["code"]),
-        is_loss=bool(message["is_loss"]),
-    )
+        return RankExited(message["rank"], message["code"])
+    fields = ("rank", "headline", "text", "is_secondary", "code", "is_loss")
+    time_s = time.monotonic() - message["age_s"]
+    return Failure(**{name: message[name] for name in fields}, time_s=time_s)
 
 
-def received_look(sent: Sequence[Any], ranks: range) -> Look:
-    """Return the look of an agent, with times of this process.
-
-    Args: ranks: those of its host.
-
-    Raises:
-        ValueError: no agent sends this.
-    """
+def received_look(sent: Sequence[tuple[int, float, str]]) -> Look:
+    """Return the look of an agent, with times of this process."""
     progress: dict[int, RankProgress] = {}
     silent_s: dict[int, float] = {}
-    try:
-        for rank, silence_s, text in sent:
-            if type(rank) is not int or rank not in ranks:
-                raise ValueError(f"rank {rank!r} is none of this host")
-            page = zlib.decompressobj().decompress(base64.b64decode(text), PAGE_BYTES)
-            each = decode_page(page) if len(page) == PAGE_BYTES else None
-            if each is None:
-                raise ValueError("a page that is none, or has no word")
-            silent_s[rank] = float(silence_s)
-            word = each.word._replace(since_ns=now_ns() - int(silent_s[rank] * 1e9))
-            progress[rank] = replace(each, word=word)
-    except (ArithmeticError, AttributeError, TypeError, RecursionError, zlib.error) as error:
-        raise ValueError(f"a look that is none: {error!r}") from error
+    for rank, silence_s, text in sent:
+        each = decode_page(zlib.decompress(base64.b64decode(text)))
+        assert each is not None, "an agent leaves out pages without a word"
+        silent_s[rank] = silence_s
+        word = each.word._replace(since_ns=now_ns() - int(silence_s * 1e9))
+        progress[rank] = replace(each, word=word)
     return Look(progress, silent_s)
