@@ -21,7 +21,6 @@ from shoal.errors import ConnectionLost, WireError
 from shoal.parameter_server.cluster_config import ClusterConfig
 from shoal.parameter_server.codec import FIRST_SERVER, Op, unpack
 from shoal.parameter_server.coordinator.coordinator import Coordinator, View
-from shoal.parameter_server.events import ProtocolViolation
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.platform.files import atomic_write
@@ -95,7 +94,7 @@ class CoordinatorServer:
                 header, payload = peer.receive(lambda _: None)
                 with self.lock:
                     self._on_message(number, peer, header, payload)
-        except (ProtocolViolation, WireError) as error:
+        except (WireError, ValueError) as error:
             if not isinstance(error, ConnectionLost):
                 self.acceptor.refuse(error)
             with self.lock:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from shoal.errors import ConnectionLost, WireError
+from shoal.errors import ConnectionLost, UsageError, WireError
 from shoal.parameter_server.cluster_config import ShardSettings
 from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
 from shoal.parameter_server.coordinator.coordinator import Address, View
@@ -48,6 +49,8 @@ from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport, address_of
 from shoal.platform.processes import set_process_name
 
+UNREADABLE = (UsageError, SafetensorError, LookupError, TypeError, ValueError)
+"""Errors of a message that its sender has made otherwise."""
 log = logging.getLogger("shoal.server")
 
 
@@ -136,7 +139,7 @@ class ServerNode:
             self._receive_loop(number, peer)
         except ConnectionLost as error:
             log.debug("server %d: %s", self.config.server, error)
-        except (ProtocolViolation, WireError) as error:
+        except (ProtocolViolation, WireError, *UNREADABLE) as error:
             self.acceptor.refuse(error)
             peer.post(Op.REFUSED, str(error).encode()[:MAX_CONTROL_BYTES])
         finally:

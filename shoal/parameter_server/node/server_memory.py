@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from shoal.comm.compression.base import Compression
-from shoal.errors import UsageError
 from shoal.parameter_server import sparse_blocks
 from shoal.parameter_server.codec import BLOCKS, SHARED, Op, as_bytes
 from shoal.parameter_server.events import ProtocolViolation
@@ -63,19 +62,9 @@ class ReceiveBuffers:
         """Return the gradient of a PUSH, flat, of the partition's length.
 
         Raises:
-            ProtocolViolation: the payload does not fit the partition.
+            ProtocolViolation, LookupError, ValueError: the payload does not fit the partition.
         """
         layout = self._layouts[header.partition]
-        try:
-            return self._gradient(worker, header, payload, layout)
-        except (UsageError, KeyError, ValueError) as error:
-            raise ProtocolViolation(
-                f"the gradient of part {layout.number} cannot be read: {error}"
-            ) from error
-
-    def _gradient(
-        self, worker: int, header: Header, payload: memoryview, layout: Partition
-    ) -> Tensor:
         if header.flags & SHARED:
             # Two fields of 32 bits carry the offset in the worker's memory.
             offset_bytes = header.epoch << 32 | header.worker

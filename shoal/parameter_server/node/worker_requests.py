@@ -24,7 +24,6 @@ from shoal.parameter_server.codec import (
     as_bytes,
     pack_partition,
     unpack,
-    unpack_order,
     unpack_part,
 )
 from shoal.parameter_server.events import (
@@ -34,6 +33,7 @@ from shoal.parameter_server.events import (
     Outgoing,
     ProtocolViolation,
     PullResponse,
+    StepRequest,
 )
 from shoal.parameter_server.transport.connection import Connection, Header, Payload
 
@@ -111,7 +111,7 @@ class WorkerRequests:
         shard, step, partition = self._shard, header.step, header.partition
         match header.op:
             case Op.STEP:
-                messages = shard.request_step(worker, step, unpack_order(payload))
+                messages = shard.request_step(worker, step, StepRequest(**unpack(payload)))
                 # Before its step request a worker has read all values.
                 self._node.migration.free_removed()
                 return messages

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from shoal.parameter_server.codec import Op, pack_order, pack_partition, unpack_part
+from shoal.parameter_server.codec import Op, pack_partition, unpack_part
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.node.event_log import Event
 from shoal.parameter_server.transport.connection import Payload
@@ -107,7 +107,7 @@ class WorkerClient:
     def request_step(self, order: StepRequest) -> None:
         """Request the step from the servers, after every partition was pushed."""
         self.wait(range(len(self.parts)))
-        self._request(lambda: self.session.request_step(pack_order(order)))
+        self._request(lambda: self.session.request_step(json.dumps(order._asdict()).encode()))
 
     def wait(self, parts: Iterable[int]) -> None:
         """Wait for the values of the last step. Raises ServerLost."""
