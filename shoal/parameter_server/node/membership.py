@@ -50,7 +50,6 @@ class Membership:
         self._coordinator = config.coordinator
         self._handler = node
         self._joined = threading.Event()
-        self._heartbeats_sent_s: dict[int, float] = {}
         self._lease_end_s = 0.0
         self._watcher: ClusterWatcher
 
@@ -135,23 +134,16 @@ class Membership:
     def _heartbeat_loop(self) -> None:
         # A primary has no lease before its first heartbeat is answered, so begin at once.
         self._joined.wait()
-        number = 0
         while True:
-            number += 1
-            oldest = number - 4 * HEARTBEATS_PER_LEASE
-            self._heartbeats_sent_s = {
-                sent: at_s for sent, at_s in self._heartbeats_sent_s.items() if sent > oldest
-            }
-            self._heartbeats_sent_s[number] = time.monotonic()
             status = json.dumps(self._handler.status()).encode()
-            self._watcher.post(Op.HEARTBEAT, status, step=number)
+            # Its answer has the same step.
+            self._watcher.post(Op.HEARTBEAT, status, step=time.monotonic_ns())
             time.sleep(self.lease_s / HEARTBEATS_PER_LEASE)
 
     def _on_answer(self, header: Header) -> None:
         if header.op == Op.HEARTBEAT:
             # Counted from when the heartbeat was sent: the coordinator counts from when it came.
-            sent_s = self._heartbeats_sent_s.get(header.step, 0.0)
-            self._lease_end_s = max(self._lease_end_s, sent_s + self.lease_s)
+            self._lease_end_s = max(self._lease_end_s, header.step * 1e-9 + self.lease_s)
             self._handler.on_lease_renewed()
         elif header.op in (Op.REFUSED, Op.LEAVE):
             self._handler.acceptor.close()
