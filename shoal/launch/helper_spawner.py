@@ -25,7 +25,6 @@ import socket
 import struct
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -37,7 +36,6 @@ EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
 LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
 STARTED = b"s"
 ENDED = b"e"
-END_S = 1.0  # from the end of the spawner's socket to that of the process
 
 
 class HelperSpawner:
@@ -112,23 +110,18 @@ class HelperSpawner:
                         self.alive.discard(pid)
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
-        end = "" if self._is_closed else self._end_of_spawner()
-        if end and not self._is_closed:  # `close` may have come meanwhile
+        end = self._end_of_spawner()
+        if not self._is_closed:
             own_reporter().lost(
                 "lost the process from which its helpers, such as parameter servers, are forked "
                 f"(process {self._pid}): it {end}"
             )
 
     def _end_of_spawner(self) -> str:
-        """Return how the spawner process has ended; empty if it lives."""
-        limit_s = time.monotonic() + END_S
+        """Return how the spawner process has ended, whose socket is closed."""
         with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < limit_s:
-                pid, status = os.waitpid(self._pid, os.WNOHANG)
-                if pid:
-                    return end_of_process(os.waitstatus_to_exitcode(status))
-                time.sleep(0.01)
-        return ""
+            return end_of_process(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
+        return "has ended"
 
 
 def _run_spawner(control: socket.socket) -> NoReturn:
