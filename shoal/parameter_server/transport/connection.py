@@ -24,16 +24,13 @@ import queue
 import struct
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from shoal.errors import WireError
 from shoal.parameter_server.codec import Op, as_bytes
 from shoal.parameter_server.transport.stream import Stream
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 Payload = bytes | Tensor
 INLINE_SEND_BYTES = 4096
@@ -79,7 +76,7 @@ def unpack(packed: bytes | bytearray | memoryview) -> Header:
     return Header(op, length, worker, step, part, epoch, flags)
 
 
-Place = Callable[[Header], memoryview | bytearray | None]
+Place = Callable[[Header], memoryview | None]
 
 
 class Connection:
@@ -104,7 +101,6 @@ class Connection:
         self._queue = queue.PriorityQueue()
         self._sequence = itertools.count()
         self._posting = threading.Lock()
-        self._receiving = threading.Lock()
         self._unsent = 0
         self._head = memoryview(bytearray(HEADER_BYTES))
         self.reader_done = threading.Event()
@@ -139,8 +135,8 @@ class Connection:
 
         Args:
             place: is called for a frame with a payload. It returns writable memory of exactly
-                `header.length` bytes, or None for new memory. The content of that memory is invalid
-                after an error.
+                `header.length` bytes, flat, or None for new memory. The content of that memory is
+                invalid after an error.
 
         Returns:
             The header, and the payload as flat bytes, in the memory of `place`.
@@ -149,15 +145,11 @@ class Connection:
             WireError: the frame is too long, or damaged; the connection is then closed.
             ConnectionLost: the peer has gone, also between two frames, or this end has closed.
         """
-        if not self._receiving.acquire(blocking=False):
-            raise AssertionError("two threads receive on one connection")
         try:
             return self._receive(place)
         except BaseException:
             self.hang_up()
             raise
-        finally:
-            self._receiving.release()
 
     def hang_up(self) -> None:
         """End the connection at once: what either end waits for on it fails."""
@@ -205,7 +197,7 @@ class Connection:
         if header.length == 0:
             return header, _EMPTY
         placed = place(header)
-        body = _flat(bytearray(header.length) if placed is None else placed)
+        body = memoryview(bytearray(header.length)) if placed is None else placed
         if len(body) != header.length:
             raise WireError(
                 f"the peer sent {header.length} bytes for a place of {len(body)}. The two differ "
@@ -220,12 +212,6 @@ class Connection:
                 f"a frame has {length_bytes} bytes of payload; the limit is {self._limit_bytes}. "
                 "Send it in parts, or give both ends a higher limit"
             )
-
-
-def _flat(memory: ReadableBuffer) -> memoryview:
-    """Return the bytes of a C-contiguous buffer, without a copy."""
-    view = memoryview(memory)
-    return view.cast("B") if view.nbytes else _EMPTY  # a shape with a zero in it cannot be cast
 
 
 def _priority(header: Header) -> float:

@@ -194,17 +194,6 @@ def test_a_short_frame_is_one_system_call():
         ours.close()
 
 
-def test_two_threads_that_receive_are_a_bug():
-    with connections() as (ours, theirs):
-
-        def place(_header: Header) -> None:
-            with pytest.raises(AssertionError, match="two threads receive"):
-                theirs.receive(new_memory)
-
-        send(ours, Header(op=1), b"x")
-        assert theirs.receive(place)[1] == b"x"
-
-
 # Frames that no honest end sends
 
 
