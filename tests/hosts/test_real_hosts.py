@@ -59,7 +59,7 @@ def test_a_start_up_file_that_waits_for_input_is_told(hosts: Hosts, python: str)
     ("text", "told"),
     [
         ("echo 'This account is closed'; exit 0\n", "it printed: This account is closed. Log in"),
-        ("exit 3\n", "host node1: the agent's command ended with exit code 3"),
+        ("exit 3\n", "without starting the agent: it ended with exit code 3"),
     ],
 )
 def test_a_login_shell_that_ends_is_told(hosts: Hosts, python: str, text: str, told: str):

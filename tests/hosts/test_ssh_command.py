@@ -131,22 +131,23 @@ def test_the_client_forwards_nothing_and_asks_nothing(tmp_path):
             0,
             [],
             ["Welcome to b", "This account is closed"],
-            "host b: the login shell ended without starting the agent; it printed: Welcome to b | "
-            "This account is closed. Log in once by hand and look at its start-up files: ssh b",
+            "host b: the login shell ended without starting the agent: it ended with exit code 0; "
+            "it printed: Welcome to b | This account is closed. Log in once by hand, and look at "
+            "its start-up files: ssh b",
         ),
         (
             None,
             [],
             ["Press \x1b[1menter"],
-            "host b: no agent answered in time; it printed: Press \\x1b[1menter. A start-up file "
-            "of the login shell may wait for input, or the host is overloaded",
+            "host b: no agent answered in time; it printed: Press \\x1b[1menter. Log in once by "
+            "hand, and look at its start-up files: ssh b",
         ),
         (
             -9,
             [],
             [],
-            "host b: the agent's command ended with signal 9. Log in once by hand: ssh b "
-            "/opt/venv/bin/python -m shoal doctor",
+            "host b: the login shell ended without starting the agent: it was killed by SIGKILL; "
+            "it printed: nothing. Log in once by hand, and look at its start-up files: ssh b",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from shoal.errors import UsageError, printable
+from shoal.launch.failure import end_of_process
 from shoal.launch.hosts.agent_protocol import MARKER
 
 MOST_NOISE_BYTES = 1 << 16
@@ -32,19 +33,13 @@ NOT_FOUND = 127
 UNQUOTABLE = re.compile(r"['!\\\x00-\x1f\x7f]")
 QUOTED_LINES = 3
 SILENT = "ssh lost the connection without a word, or the login shell was killed"
-BY_HAND = "Log in once by hand"
 UNRESOLVED = "could not resolve"  # in small letters, as OpenSSH says it of a name
-CURES = (
-    (
-        "kex_exchange_identification",
-        "Too many clients at once? The server's MaxStartups limits them",
-    ),
-    (UNRESOLVED, "Is the name right? An alias belongs into ~/.ssh/config"),
-    ("connection refused", "Is an ssh server running there, at that port?"),
-    ("timed out", "Is the host up, and does a firewall let ssh through?"),
-    ("no route to host", "Is the host up, and is this machine in its network?"),
-    ("network is unreachable", "Is the host up, and is this machine in its network?"),
-)
+CURES = {
+    "kex_exchange": "Too many clients at once? The server's MaxStartups limits them",
+    UNRESOLVED: "Is the name right? An alias belongs into ~/.ssh/config",
+    "connection refused": "Is an ssh server running there, at that port?",
+    "timed out": "Is the host up, and does a firewall let ssh through?",
+}
 
 
 class SshClient:
@@ -282,26 +277,22 @@ def describe_ssh_failure(
     """
     quoted = _quoted(stderr_lines)
     text = quoted.lower()
-    if exit_code is None:
-        shown = _quoted([*stderr_lines, *output_lines])
-        problem = f"no agent answered in time{_printed(shown)}"
-        cure = "A start-up file of the login shell may wait for input, or the host is overloaded"
-    elif exit_code == SSH_FAILED:
+    if exit_code == SSH_FAILED:
         problem = f"ssh says: {quoted}" if quoted else SILENT
-        cure = next((cure for reason, cure in CURES if reason in text), f"{BY_HAND}: ssh {host}")
+        by_hand = f"Log in once by hand: ssh {host}"
+        cure = next((cure for reason, cure in CURES.items() if reason in text), by_hand)
     elif exit_code == NOT_FOUND or "command not found" in text or "unknown command" in text:
         problem, cure = f"no {python} there", "Give --python, or install Shoal there"
     elif "no module named" in text and "shoal" in text:
         problem, cure = f"{python} there has no Shoal", "Install it there, or give --python"
-    elif exit_code == 0:
-        shown = _printed(_quoted(output_lines)) or "; it printed nothing"
-        problem = f"the login shell ended without starting the agent{shown}"
-        cure = f"{BY_HAND} and look at its start-up files: ssh {host}"
     else:
-        end = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-        problem = f"the agent's command ended with {end}"
-        problem += _printed(_quoted([*stderr_lines, *output_lines]))
-        cure = f"{BY_HAND}: ssh {host} {shlex.quote(python)} -m shoal doctor"
+        problem = "no agent answered in time"
+        if exit_code is not None:
+            end = end_of_process(exit_code)
+            problem = f"the login shell ended without starting the agent: it {end}"
+        shown = _quoted([*stderr_lines, *output_lines]) or "nothing"
+        problem += f"; it printed: {shown}"
+        cure = f"Log in once by hand, and look at its start-up files: ssh {host}"
     return f"host {printable(host)}: {problem.rstrip('.')}. {cure}"
 
 
@@ -309,7 +300,3 @@ def _quoted(lines: Sequence[str]) -> str:
     """Return the last lines that are not blank, as one line."""
     full = [printable(line.strip()) for line in lines if line.strip()]
     return " | ".join(full[-QUOTED_LINES:])
-
-
-def _printed(shown: str) -> str:
-    return f"; it printed: {shown}" if shown else ""
