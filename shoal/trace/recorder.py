@@ -154,14 +154,10 @@ class Recorder:
         finally:
             self.note(kind, name, start_ns, self.now())
 
-    def tagged(self, text: str) -> AbstractContextManager[None]:
-        """Add a text to the names of exchanges that begin in a `with` block: "F3", for example."""
-        return self._tagging(text) if self.on else _NO_SPAN
-
     @contextmanager
-    def _tagging(self, text: str) -> Iterator[None]:
-        before = self._tag
-        self._tag = text
+    def tagged(self, text: str) -> Iterator[None]:
+        """Add a text to the names of exchanges that begin in a `with` block: "F3", for example."""
+        before, self._tag = self._tag, text
         try:
             yield
         finally:
