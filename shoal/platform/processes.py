@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -34,6 +35,20 @@ def boot_id() -> str:
     with suppress(OSError):
         return (PROC / "sys/kernel/random/boot_id").read_text().strip()
     return ""
+
+
+def host_id(*namespaces: str) -> str:
+    """Return a text that is the same on one host, for processes in the same namespaces of these.
+
+    SHOAL_HOST in the environment replaces it.
+    """
+    if name := os.environ.get("SHOAL_HOST"):
+        return name
+    words = [socket.gethostname(), boot_id()]
+    for namespace in namespaces:
+        with suppress(OSError):
+            words.append(os.readlink(f"/proc/self/ns/{namespace}"))
+    return " ".join(words)
 
 
 def set_process_name(name: str) -> None:

@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import CollectiveFailed, printable
-from shoal.platform.processes import boot_id
+from shoal.platform.processes import host_id
 from shoal.shm_backend import native
 from shoal.shm_backend.phase_board import SIZE_BYTES
 from shoal.shm_backend.segment import AttachedSegment, SharedSegment, attach
@@ -77,7 +75,7 @@ def rendezvous(store: Store, rank: int, size: int) -> Topology:
     """Exchange hosts and segments with all ranks of a group. Collective."""
     memory, problem = _create_segment()
     description = memory.description if memory is not None else {}
-    record = _RendezvousRecord(host_id(), os.getpid(), description, native.version())
+    record = _RendezvousRecord(host_id("pid"), os.getpid(), description, native.version())
     records = _all_gather(store, "here", rank, size, record, _checked_record)  # [1]
     neighbours = [
         peer
@@ -155,16 +153,6 @@ def _not_by_shoal(peer: int, fact: str) -> CollectiveFailed:
         "Either ranks run different versions of Shoal, or a stranger writes into the store; "
         "docs/security.md tells who can."
     )
-
-
-def host_id() -> str:
-    """Return a text that is the same for processes that can attach each other's segments."""
-    if name := os.environ.get("SHOAL_HOST"):
-        return name
-    namespace = ""
-    with suppress(OSError):
-        namespace = os.readlink("/proc/self/ns/pid")
-    return f"{socket.gethostname()} {boot_id()} {namespace}"
 
 
 def _create_segment() -> tuple[SharedSegment | None, str]:

@@ -15,7 +15,8 @@ from strangers import STRANGER, needs_root
 from torch.distributed import PrefixStore, TCPStore
 
 from shoal.errors import CollectiveFailed
-from shoal.shm_backend.rendezvous import Topology, host_id, rendezvous
+from shoal.platform.processes import host_id
+from shoal.shm_backend.rendezvous import Topology, rendezvous
 
 # Torch is read before the process becomes another user's, who may not be able to enter its
 # directory. A line of input is a JSON list of keys and values.
@@ -99,7 +100,7 @@ def test_what_a_stranger_writes_in_place_of_a_rank_opens_nothing_and_ends_in_one
         here = {"pid": 1, "fd": 0, "bytes": 1 << 20, "token": "a" * 32}
         lies = {
             "lies/here/0": elsewhere,
-            "lies/here/1": json.dumps([host_id(), 1, here, 1]),
+            "lies/here/1": json.dumps([host_id("pid"), 1, here, 1]),
             "lies/reached/1": '""',
         }
         written(stranger, lies)

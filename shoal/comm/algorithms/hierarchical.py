@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.comm.algorithms import ring
 from shoal.comm.algorithms.send_recv import PairwiseLink
 from shoal.comm.axis import Axis, new_group
-from shoal.shm_backend.rendezvous import host_id
+from shoal.platform.processes import host_id
 
 Hosts = tuple[tuple[int, ...], ...]
 """The global ranks of each host; hosts in the order of their first ranks."""
@@ -32,7 +32,7 @@ Hosts = tuple[tuple[int, ...], ...]
 def hosts_of(axis: Axis) -> tuple[Hosts, ...]:
     """Return the hosts of each group of the axis. Collective over the world."""
     world = Axis(dist.get_rank(), dist.get_world_size(), axis.device)
-    host_ids = world.all_gather_str(host_id())
+    host_ids = world.all_gather_str(host_id("pid"))
     all_groups = axis.all_groups or (tuple(range(world.size)),)
     return tuple(_ranks_by_host(group, host_ids) for group in all_groups)
 

@@ -18,7 +18,7 @@ from typing import Any
 from shoal.launch.hosts.addresses import local_addresses
 from shoal.platform.files import existing_directory
 from shoal.platform.interfaces import HostAddress
-from shoal.platform.processes import boot_id
+from shoal.platform.processes import host_id
 
 DIGEST_LETTERS = 16
 PACKAGE = Path(__file__).parents[2]
@@ -50,8 +50,7 @@ class HostFacts:
         python: version of its Python.
         torch: version of its torch; None where there is none.
         hostname: the name that it gives itself.
-        identity: equal exactly for agents on one host: the kernel's boot id and namespaces, or
-            SHOAL_HOST.
+        identity: equal exactly for agents on one host, see `host_id`.
         can_write: files can be made where the run directory lies or would lie; True where none was
             asked for.
         cwd_exists: the working directory of the ranks is a directory there that can be entered.
@@ -98,7 +97,7 @@ def collect_facts(request: FactsRequest) -> HostFacts:
         python=platform.python_version(),
         torch=_torch_version(),
         hostname=socket.gethostname(),
-        identity=_identity(),
+        identity=host_id("net", "pid"),
         can_write=_can_write(request),
         cwd_exists=os.path.isdir(request.cwd) and os.access(request.cwd, os.X_OK),
         script_digest=_script_digest(request),
@@ -142,16 +141,6 @@ def _torch_version() -> str | None:
         if found := re.search(r"""^__version__ = ['"](.+)['"]""", text, re.MULTILINE):
             return found[1]
     return None
-
-
-def _identity() -> str:
-    if name := os.environ.get("SHOAL_HOST"):
-        return name
-    words = [boot_id() or socket.gethostname()]
-    for namespace in ("net", "pid"):
-        with suppress(OSError):
-            words.append(os.readlink(f"/proc/self/ns/{namespace}"))
-    return " ".join(words)
 
 
 def _can_write(request: FactsRequest) -> bool:
