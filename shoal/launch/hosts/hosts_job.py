@@ -86,10 +86,9 @@ class HostsJob(LocalJob):
         super().__init__(work)
         self.options = options
         self.request = request
-        self.secret = secrets.token_bytes(32)
         told = {
             "variables": dict(options.variables),
-            "secret": self.secret.hex(),
+            "secret": secrets.token_hex(32),
             "request": asdict(request),
             "work": {
                 "environment": dict(work.environment),
