@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from shoal.parameter_server.codec import FIRST_SERVER, Op, pack_partition, unpack_part
 from shoal.parameter_server.coordinator.coordinator import Move, Placement
@@ -21,14 +21,6 @@ from shoal.parameter_server.transport.connection import Header
 
 if TYPE_CHECKING:
     from shoal.parameter_server.node.node_server import ServerNode
-
-
-class SentTransfer(NamedTuple):
-    """The newest transfer of a partition that this server has started to send."""
-
-    server: int
-    start_version: int
-    sent_s: float
 
 
 class Migration:
@@ -45,7 +37,8 @@ class Migration:
         self._lease_s = node.config.settings.lease_s
         self._placement_changed = threading.Condition(node.lock)
         self._placement: Placement | None = None
-        self._sent: dict[int, SentTransfer] = {}
+        # Of the newest transfer of each partition: server, start version, and when it was sent.
+        self._sent: dict[int, tuple[int, int, float]] = {}
         self._removed: dict[int, dict[int, int]] = {}
 
     def on_placement(self, placement: Placement) -> None:
@@ -111,13 +104,11 @@ class Migration:
         target = self._membership.primary_of(move.target)
         if target is None:
             return False
-        now = time.monotonic()
-        server, _ = target
-        sent = self._sent.get(partition, SentTransfer(-1, -1, 0.0))
-        is_current = (sent.server, sent.start_version) == (server, move.start_version)
-        if is_current and now - sent.sent_s <= 2 * self._lease_s:
+        now_s = time.monotonic()
+        *transfer, sent_s = self._sent.get(partition, (-1, -1, 0.0))
+        if transfer == [target[0], move.start_version] and now_s - sent_s <= 2 * self._lease_s:
             return False
-        self._sent[partition] = SentTransfer(server, move.start_version, now)
+        self._sent[partition] = target[0], move.start_version, now_s
         return True
 
     def _send_all(self, shard: int, partitions: list[int]) -> None:
