@@ -77,14 +77,8 @@ class AdminClient:
             ServerLost: the job has ended, or the partitions take too long.
         """
         shard = self._request(Op.ADD)[0]
-        self._wait_for_migrations(
-            lambda servers: any(
-                server["shard"] == shard
-                and server["role"] == "primary"
-                and server["state"] != "waits"
-                for server in servers
-            )
-        )
+        there = {"shard": shard, "role": "primary", "state": "stays"}.items()
+        self._wait_for_migrations(lambda servers: any(there <= one.items() for one in servers))
         return shard
 
     def remove(self, shard: int) -> None:
@@ -97,9 +91,7 @@ class AdminClient:
         obstacle = self._request(Op.REMOVE, shard)[1].decode()
         if obstacle:
             raise UsageError(f"{obstacle}.")
-        self._wait_for_migrations(
-            lambda servers: all(server["shard"] != shard for server in servers)
-        )
+        self._wait_for_migrations(lambda servers: all(one["shard"] != shard for one in servers))
 
     def close(self) -> None:
         self._peer.close()
@@ -171,16 +163,12 @@ def send_command(directory: Path, what: str, numbers: Sequence[int]) -> list[dic
 
 
 def _state_text(server: Mapping[str, Any]) -> str:
-    if server["state"] == "leaving":
-        return "leaving"
-    if server["state"] == "waits":
-        return "waits for all its replicas"
+    if server["state"] != "stays":
+        return {"leaving": "leaving", "waits": "waits for all its replicas"}[server["state"]]
     if server["moving"]:
         return f"{server['moving']} coming"
     return (
-        "no partition is left for it: a smaller part_mb cuts more"
-        if server.get("partitions") == 0
-        else ""
+        "" if server["partitions"] else "no partition is left for it: a smaller part_mb cuts more"
     )
 
 

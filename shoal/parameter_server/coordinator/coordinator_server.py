@@ -193,31 +193,22 @@ class CoordinatorServer:
         ]
 
     def _server_status(self, view: View, server: int) -> dict[str, Any]:
-        placement = self.coordinator.placement
-        owned = placement.owned_by(view.shard)
+        placement, shard = self.coordinator.placement, view.shard
+        owned = placement.owned_by(shard)
+        state = "waits" if self.coordinator.is_filling(shard) else "stays"
+        role = "backup" if server in view.backups else "joining"
         return {
-            "shard": view.shard,
-            "role": _role(view, server),
+            "shard": shard,
+            "role": "primary" if server == view.primary else role,
             "server": server,
-            "state": self._shard_state(view.shard),
+            "state": "leaving" if shard in placement.leaving else state,
             "address": list(view.addresses[server]),
             **self.statuses.get(server, {}),
             # Newer than the server's own figures of the same names, which these replace.
-            "moving": len(placement.arriving_at(view.shard)),
+            "moving": len(placement.arriving_at(shard)),
             "partitions": len(owned),
             "bytes": sum(self.sizes[partition] for partition in owned),
         }
-
-    def _shard_state(self, shard: int) -> str:
-        if shard in self.coordinator.placement.leaving:
-            return "leaving"
-        return "waits" if self.coordinator.is_filling(shard) else "stays"
-
-
-def _role(view: View, server: int) -> str:
-    if server == view.primary:
-        return "primary"
-    return "backup" if server in view.backups else "joining"
 
 
 def serve_coordinator(listener: socket.socket, config: ClusterConfig) -> None:
