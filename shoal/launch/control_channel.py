@@ -192,27 +192,18 @@ def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:
         try:
             with short_name(directory.resolve() / NAME) as name:
                 connection.connect(name)
-        except (FileNotFoundError, ConnectionRefusedError):
+        except OSError as error:
             raise LaunchError(
                 f"no launcher on this machine has {directory}: nobody trains in it, or one process "
                 "that nobody has started, or ranks of torchrun, srun or mpirun. Start it with "
-                "`shoal train ... -n N`."
+                f"`shoal train ... -n N`. ({error.strerror or error})"
             ) from None
-        except OSError as error:
-            raise LaunchError(
-                f"the launcher of {directory} cannot be called: {error.strerror or error}."
-            ) from error
         try:
             connection.sendall(json.dumps(request).encode() + b"\n")
-            yield from _answers(connection, directory)
+            for line in connection.makefile():
+                answer = json.loads(line)
+                if "refused" in answer:
+                    raise UsageError(f"{directory}: {answer['refused']}")
+                yield answer
         except (BrokenPipeError, ConnectionResetError):
             raise LaunchError(f"the launcher of {directory} has hung up: it has ended.") from None
-
-
-def _answers(connection: socket.socket, directory: Path) -> Iterator[dict[str, Any]]:
-    with connection.makefile() as lines:
-        for line in lines:
-            answer = json.loads(line)
-            if "refused" in answer:
-                raise UsageError(f"{directory}: {answer['refused']}")
-            yield answer
