@@ -158,9 +158,9 @@ def _choose(options: argparse.Namespace, script: Script) -> str:
 def _run_on_hosts(
     options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
 ) -> int:
+    from shoal.launch import preload
     from shoal.launch.hosts.host_facts import FactsRequest, working_directory
     from shoal.launch.hosts.hosts_job import run_on_hosts
-    from shoal.launch.local import script_preload
     from shoal.launch.restarting import Work
 
     arguments = [script.module or script.file, list(options.arguments)]
@@ -170,7 +170,7 @@ def _run_on_hosts(
         again=arguments,
         environment=environment,
         output=options.output,
-        preload=script_preload(script.file),
+        preload=preload.for_script(script.file),
     )
     request = FactsRequest(working_directory(), script=script.file)
     return run_on_hosts(hosts, work, request)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import tokenize
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from shoal.errors import LaunchError
 from shoal.launch import preload as preloads
 from shoal.launch import rank
 from shoal.launch.output import Output
@@ -92,23 +89,6 @@ def run_script(
     Raises:
         LaunchError: as for `run`, and where there is no such file.
     """
-    preload = script_preload(path)
+    preload = preloads.for_script(path)
     target, name = (rank.script, path) if module is None else (rank.module, module)
     return run(target, (name, argv), processes, environment, output, preload)
-
-
-def script_preload(path: str) -> list[str]:
-    """Return the modules to import before ranks of the script `path` are forked.
-
-    Raises:
-        LaunchError: there is no such file.
-    """
-    try:
-        with tokenize.open(path) as file:
-            return preloads.for_script(file.read())
-    except OSError as error:
-        raise LaunchError(
-            f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
-        ) from error
-    except SyntaxError:  # text in no known encoding; the ranks report it with the line
-        return []

@@ -6,7 +6,10 @@ The server imports them once; otherwise every rank would import them.
 from __future__ import annotations
 
 import ast
+import os
+import tokenize
 
+from shoal.errors import LaunchError
 from shoal.platform.torch_private import DYNAMO
 
 ALWAYS = (
@@ -27,13 +30,22 @@ FORK_SAFE_MODULES = ("torch", "shoal")
 FOREIGN = "shoal.integrations"  # imports other libraries
 
 
-def for_script(source: str) -> list[str]:
-    """Return the modules that the script `source` imports and a fork server may import first.
+def for_script(path: str) -> list[str]:
+    """Return the modules that the script `path` imports and a fork server may import first.
 
     It is empty for text that is no Python; the ranks report that, with the line.
+
+    Raises:
+        LaunchError: there is no such file.
     """
     try:
+        with tokenize.open(path) as file:
+            source = file.read()
         statements = list(ast.walk(ast.parse(source)))
+    except OSError as error:
+        raise LaunchError(
+            f"The script '{path}' cannot be read from {os.getcwd()}: {error.strerror}."
+        ) from error
     except (SyntaxError, ValueError):
         return []
     names: set[str] = set()

@@ -145,14 +145,17 @@ def test_a_script_that_is_not_there_is_refused(tmp_path):
         local.run_script(str(tmp_path / "none.py"), [], 2)
 
 
-def test_only_what_is_safe_before_a_fork_is_imported_ahead():
-    assert for_script("import torch.distributed.tensor, torchvision, os\nfrom . import x") == [
+def test_only_what_is_safe_before_a_fork_is_imported_ahead(tmp_path):
+    def ahead(text: str) -> list[str]:
+        return for_script(written(tmp_path, text))
+
+    assert ahead("import torch.distributed.tensor, torchvision, os\nfrom . import x") == [
         "torch.distributed.tensor"
     ]
     strategy = "from shoal.integrations.lightning import ShoalStrategy"
-    assert for_script(strategy) == ["torch._dynamo"]
-    assert "torch._dynamo" in for_script("from torch.optim import SGD")
-    assert for_script("if x\n") == []
+    assert ahead(strategy) == ["torch._dynamo"]
+    assert "torch._dynamo" in ahead("from torch.optim import SGD")
+    assert ahead("if x\n") == []
 
 
 STARTS_ANOTHER = """
