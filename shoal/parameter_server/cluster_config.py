@@ -8,8 +8,6 @@ from pathlib import Path
 
 import torch
 
-from shoal.comm.compression import parse
-from shoal.comm.compression.base import Compression
 from shoal.parameter_server.optimizer_spec import OptimizerSpec, kind_of_name, name_of_kind
 from shoal.parameter_server.partitioning import ParamSlice, Partition
 from shoal.parameter_server.transport.key import derived_key
@@ -35,11 +33,6 @@ class ShardSettings:
     staleness: int | None
     lease_s: float
     compress: str = "none"
-
-    @property
-    def compression(self) -> Compression | None:
-        """Return what decodes gradients; None where they come as they are."""
-        return parse(self.compress)
 
 
 @dataclass(frozen=True)

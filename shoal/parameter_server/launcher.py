@@ -313,7 +313,9 @@ class ClusterLauncher:
         """Let `shoal servers` find the servers by the run directory."""
         if self._folder is not None:
             link = directory / admin_client.POINTER
-            admin_client.symlink_to(link, self._folder)
+            if link.is_symlink():
+                link.unlink()
+            link.symlink_to(self._folder, target_is_directory=True)
             self._announced.append(link)
 
     def close(self) -> None:

@@ -6,7 +6,6 @@ shoal servers RUN ── RUN/servers/servers.json, server.key ──> coordinato
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,13 +32,6 @@ def write_address_file(folder: Path, coordinator: Address, job: Transport) -> No
     """Write the address of a job's coordinator to a file in the folder of its key."""
     fields = {"coordinator": list(coordinator), "job": job.job, "encrypt": job.encrypt}
     (folder / ADDRESS_FILE).write_text(json.dumps(fields))
-
-
-def symlink_to(link: Path, folder: Path) -> None:
-    """Make `link`, in a run directory, a symbolic link to the folder; replace an old link."""
-    if link.is_symlink():
-        link.unlink()
-    os.symlink(folder, link, target_is_directory=True)
 
 
 class AdminClient:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from shoal.comm.compression import parse
 from shoal.errors import ConnectionLost, UsageError, WireError
 from shoal.parameter_server.cluster_config import ShardSettings
 from shoal.parameter_server.codec import FIRST_SERVER, MAX_CONTROL_BYTES, Op
@@ -92,7 +93,7 @@ class ServerNode:
             memory=self.shared_values.values,
             snapshot=self.shared_values.copy,
         )
-        self.buffers = ReceiveBuffers(self.shard.parts, settings.compression)
+        self.buffers = ReceiveBuffers(self.shard.parts, parse(settings.compress))
         # One lock around the pure shard: a thread holds it for one event and until the answers
         # are queued, so that they leave in the order of the events.
         self.lock = threading.Lock()
