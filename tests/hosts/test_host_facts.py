@@ -33,7 +33,7 @@ FACTS = HostFacts(
 )
 
 
-def host(name: str, processes: int | None = 1, **changes) -> tuple[SshHost, HostFacts]:
+def host(name: str, processes: int = 1, **changes) -> tuple[SshHost, HostFacts]:
     """Return a host that differs from FACTS in its identity and in `changes`."""
     changes = {"identity": name, "hostname": name, **changes}
     return SshHost(name, processes), dataclasses.replace(FACTS, **changes)

@@ -14,8 +14,8 @@ def test_a_list_has_names_users_addresses_and_numbers_of_ranks():
         SshHost("a", 2),
         SshHost("user@b", 3),
         SshHost("fd00::1", 4),
-        SshHost("c", None),
-        SshHost("me@fd00::2", None),
+        SshHost("c", 1),
+        SshHost("me@fd00::2", 1),
         SshHost("10.0.0.1", 1),
     ]
 

@@ -21,22 +21,16 @@ class SshHost:
     Args:
         name: given to ssh as its destination: an alias of ssh_config, a name, an address, each with
             `user@` before it or not. An IPv6 address stands without brackets.
-        processes: ranks to start there; None where the list does not say it, 0 where it is for
-            parameter servers alone.
+        count: ranks to start there; 0 where it is for parameter servers alone.
     """
 
     name: str
-    processes: int | None
-
-    @property
-    def count(self) -> int:
-        """The number of its ranks: 1 where the list does not say it."""
-        return 1 if self.processes is None else self.processes
+    count: int
 
     def __str__(self) -> str:
         user, at, host = self.name.rpartition("@")
         host = f"[{host}]" if ":" in host else host
-        return f"{user}{at}{host}" + (f":{self.processes}" if self.processes else "")
+        return f"{user}{at}{host}" + (f":{self.count}" if self.count else "")
 
 
 def parse_hosts(text: str) -> list[SshHost]:
@@ -64,7 +58,7 @@ def parse_server_hosts(text: str, hosts: Sequence[SshHost]) -> list[SshHost]:
         f"{host}: it has servers and no ranks, so no number. --strategy server=N "
         "says how many servers all hosts have together"
         for host in found
-        if host.processes is not None
+        if host.count > 1
     ]
     problems += [
         f"{host.name} has ranks, by --hosts, and servers would share its machine. "
@@ -122,7 +116,7 @@ def _host(entry: str, form: str) -> SshHost:
     _check_name(name, "host", form)
     if count is not None and not (count.isascii() and count.isdigit() and 0 < int(count) <= 10_000):
         raise ValueError(f"{printable(entry)}: the number of ranks must be 1 to 10000")
-    return SshHost(user + name, None if count is None else int(count))
+    return SshHost(user + name, int(count or 1))
 
 
 def _check_name(name: str, kind: str, form: str) -> None:
