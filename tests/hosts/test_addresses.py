@@ -9,7 +9,6 @@ import pytest
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.hosts.addresses import (
-    Reach,
     candidate_addresses,
     choose_address,
     listeners,
@@ -25,8 +24,8 @@ V6 = HostAddress("eth0", "fd00::1")
 
 FIRST, SECOND = "10.0.0.1", "10.1.0.1"
 PORTS = {FIRST: 5000, SECOND: 5001}
-WORKS = Reach("10.0.0.2", "")
-FAILS = Reach(None, "timed out")
+WORKS = ("10.0.0.2", "")
+FAILS = (None, "timed out")
 
 
 def test_addresses_of_this_host_are_those_that_others_could_reach():
@@ -61,7 +60,7 @@ def test_the_first_address_that_all_reach_is_chosen():
 
 def test_all_hosts_that_reach_nothing_are_named():
     reports = {
-        "b": {FIRST: FAILS, SECOND: Reach(None, "no route to host")},
+        "b": {FIRST: FAILS, SECOND: (None, "no route to host")},
         "c": {FIRST: WORKS, SECOND: FAILS},
         "d": {FIRST: WORKS, SECOND: WORKS},
     }
@@ -78,10 +77,10 @@ def test_a_host_that_is_reached_says_by_which_address():
     sockets = listeners(["127.0.0.1", "127.0.0.2", "192.0.2.77"])
     ports = {address: one.getsockname()[1] for address, one in sockets.items()}
     assert list(ports) == ["127.0.0.1", "127.0.0.2"]
-    assert try_reach(ports) == dict.fromkeys(ports, Reach("127.0.0.1", ""))
+    assert try_reach(ports) == dict.fromkeys(ports, ("127.0.0.1", ""))
     for one in sockets.values():
         one.close()
-    assert [one.problem for one in try_reach(ports).values()] == ["connection refused"] * 2
+    assert [problem for _, problem in try_reach(ports).values()] == ["connection refused"] * 2
     assert not [one for one in threading.enumerate() if one.name.startswith("reach")]
     assert try_reach({}) == {}
 
@@ -97,4 +96,4 @@ def test_a_stranger_takes_no_descriptor_and_hears_nothing():
                 with pytest.raises(TimeoutError):
                     stranger.recv(1)
         assert len(os.listdir("/proc/self/fd")) == before + 1
-        assert try_reach(ports)["127.0.0.1"].problem == ""
+        assert try_reach(ports)["127.0.0.1"][1] == ""

@@ -21,7 +21,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.errors import LaunchError, UsageError
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
@@ -32,16 +32,9 @@ REACH_S = 2.0
 """Seconds to wait for one connection between two hosts."""
 
 
-class Reach(NamedTuple):
-    """The outcome of one host's try to reach one address of the first host.
-
-    Args:
-        source: this host's own address on the way there; None where there is no way.
-        problem: empty where there is none.
-    """
-
-    source: str | None
-    problem: str
+Reach = tuple[str | None, str]
+"""One host's try to reach an address of the first: its own address on the way there, or None and
+the problem."""
 
 
 def listeners(addresses: Sequence[str]) -> dict[str, socket.socket]:
@@ -65,12 +58,12 @@ def try_reach(ports: Mapping[str, int]) -> dict[str, Reach]:
 def _try_address(address: str, port: int) -> Reach:
     try:
         with socket.create_connection((address, port), REACH_S) as connection:
-            return Reach(str(connection.getsockname()[0]), "")
+            return str(connection.getsockname()[0]), ""
     except TimeoutError:
-        return Reach(None, "timed out")
+        return None, "timed out"
     except OSError as error:
         problem = os.strerror(error.errno) if error.errno else str(error)
-        return Reach(None, problem.lower())
+        return None, problem.lower()
 
 
 def local_addresses() -> tuple[HostAddress, ...]:

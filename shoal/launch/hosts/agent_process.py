@@ -113,7 +113,7 @@ class AgentProcess:
                 self._on_event(event)
             while self._answers.poll():
                 number, answer = self._answers.recv()
-                self.session.answer(number, **answer)
+                self.session.tell("answer", number=number, **answer)
             self._obey(self._receive())
             self._obey(self.session.tick(clock_s()))
             self._look()

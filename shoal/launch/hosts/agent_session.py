@@ -32,7 +32,7 @@ Order = Message
 """A message of the driver that the agent's process must act on, or `end` of the session itself.
 
 - `spec`: prepare this process, then call `AgentSession.hello`;
-- `ask`: find the answer to a question, then call `AgentSession.answer`;
+- `ask`: find the answer to a question, then tell it as `answer` with its number;
 - `start`: start ranks; no earlier one is alive;
 - `signal`: send a signal to one rank;
 - `kill`: kill all ranks, then call `AgentSession.stopped`;
@@ -98,10 +98,6 @@ class AgentSession:
         self._next_beat_s = now_s
         self.tell("hello", facts=facts)
 
-    def answer(self, number: int, **values: Any) -> None:
-        """Answer the question `number`."""
-        self.tell("answer", number=number, **values)
-
     def tell(self, do: str, **values: Any) -> None:
         """Send a message before the output that waits."""
         self._urgent.append(encode(do, **values))
@@ -151,17 +147,14 @@ class AgentSession:
             case "start" if self._is_specified and not self.is_running:
                 self.is_running = True
             case "kill":
-                self._drop_output()
+                # The driver has ended the ranks and wants their end soon, not their output.
+                self._ordered = deque(entry for entry in self._ordered if entry[0] == 0)
+                self._pending_output = self._dropped = 0
             case "ask" | "signal":
                 pass
             case unknown:
                 return self._end(f"the driver sent '{unknown}', which no driver sends here")
         return [message]
-
-    def _drop_output(self) -> None:
-        """Drop the output that waits: the driver has ended the ranks and wants their end soon."""
-        self._ordered = deque(entry for entry in self._ordered if entry[0] == 0)
-        self._pending_output = self._dropped = 0
 
     def _note_dropped(self) -> None:
         if self._dropped:

@@ -123,7 +123,7 @@ class HostConnections:
         while (remaining or starting) and not is_readable(sources):
             while remaining and len(starting) < MOST_STARTS:
                 host = remaining.pop(0)
-                self._drop(host)  # it may have been lost while nobody looked
+                self.drop(host)  # it may have been lost while nobody looked
                 name, lease_s = self.hosts[host].name, self.session.times.lease_s
                 self._clients[host] = SshClient(agent_command(name, self._python, lease_s))
                 starting[host] = clock_s() + START_S
@@ -134,9 +134,9 @@ class HostConnections:
                 elif problem := self._start_problem(host, clock_s() > limit_s):
                     del starting[host]
                     problems[host] = problem
-                    self._drop(host)
+                    self.drop(host)
         for host in starting:
-            self._drop(host)
+            self.drop(host)
         return [problems[host] for host in hosts if host in problems]
 
     def ask(self, questions: Mapping[int, Mapping[str, Any]], limit_s: float) -> dict[int, Message]:
@@ -168,10 +168,14 @@ class HostConnections:
         self._events = came
 
     def drop(self, host: int) -> str:
-        """Close the connection to a lost host. Return what its client had printed last."""
-        errors = " | ".join(list(self._clients[host].errors)[-2:]) if host in self._clients else ""
-        self._drop(host)
-        return errors
+        """Close the connection to a host. Return what its client had printed last."""
+        client = self._clients.pop(host, None)
+        if client is not None:
+            client.close()
+        self.session.disconnected(host, "it was closed")
+        self.facts.pop(host, None)
+        self._events = [event for event in self._events if event.host != host]
+        return "" if client is None else " | ".join(list(client.errors)[-2:])
 
     def close(self) -> None:
         """End all agents and their clients, and print what has come from them."""
@@ -236,13 +240,6 @@ class HostConnections:
             return f"host {self.name(host)}: its agent ended at once: {printable(last)}"
         code = client.exit_code
         return describe_ssh_failure(name, code, client.errors, client.noise, self._python)
-
-    def _drop(self, host: int) -> None:
-        if host in self._clients:
-            self._clients.pop(host).close()
-        self.session.disconnected(host, "it was closed")
-        self.facts.pop(host, None)
-        self._events = [event for event in self._events if event.host != host]
 
 
 def is_readable(sources: Sequence[socket.socket]) -> bool:

@@ -68,11 +68,6 @@ class HostsOptions:
         return [host for host in self.hosts if not host.count]
 
 
-def server_target(index: int, hosts: int) -> tuple[str, Sequence[Any]]:
-    """Return target and arguments of the process that starts the servers of one host of several."""
-    return "shoal.launch.rank:module", [SERVER_HOST, [str(index), str(hosts)]]
-
-
 class HostsJob(LocalJob):
     """The work of ranks on several hosts. As a context, it ends all agents.
 
@@ -163,7 +158,11 @@ class HostsJob(LocalJob):
         ]
         shares += [
             # Numbered after the ranks, which are all that there is in their world.
-            (HostRanks(host, processes + index, 1), *server_target(index, len(serving)))
+            (
+                HostRanks(host, processes + index, 1),
+                "shoal.launch.rank:module",
+                [SERVER_HOST, [str(index), str(len(serving))]],
+            )
             for index, host in enumerate(serving)
         ]
         starts: list[tuple[int, dict[str, Any]]] = [
