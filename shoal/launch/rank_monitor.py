@@ -7,11 +7,10 @@ which part of a step, and where its code stands.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 from shoal.launch.failure import Failure
-from shoal.launch.output import print_line
+from shoal.launch.output import print_line, print_note
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankSet
 from shoal.watchdog.hang_detector import Hang, HangDetector
 from shoal.watchdog.progress_word import (
@@ -37,12 +36,10 @@ class RankMonitor:
 
     Args:
         source: the progress of the ranks.
-        tell: is given the report of a hang, and notes of slow ranks.
     """
 
-    def __init__(self, source: RankSet[Any], tell: Callable[[str], None] | None = None) -> None:
+    def __init__(self, source: RankSet[Any]) -> None:
         self._source = source
-        self._tell = tell or print_line
         limit_s = source.hang_limit_s
         self._hangs = HangDetector(limit_s) if limit_s > 0 else None
         self._stragglers = StragglerDetector()
@@ -55,12 +52,11 @@ class RankMonitor:
         self._next_s = time.monotonic() + SECONDS_BETWEEN_LOOKS
         look = self._source.look()
         for slow in self._stragglers.look(look.progress):
-            told = slow.describe(len(self._source.all), self._source.host(slow.rank))
-            self._tell(f"note: {told}")
+            print_note(slow.describe(len(self._source.all), self._source.host(slow.rank)))
         hang = self._hangs.judge(look.progress, look.silent_s)
         if hang is None:
             return []
-        self._tell(self._report(hang))
+        print_line(self._report(hang))
         return [Failure(hang.late, self._headline(hang), code=EXIT_HANG, is_loss=True)]
 
     def _headline(self, hang: Hang) -> str:

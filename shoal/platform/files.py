@@ -11,7 +11,7 @@ import io
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -82,13 +82,10 @@ def make_private_directory(prefix: str, parent: str | None = None) -> Path:
 
     Raises: OSError: there is none.
     """
-    last = os.getcwd()
     for place in (parent, None, "/dev/shm"):
-        try:
+        with suppress(OSError):
             return Path(tempfile.mkdtemp(prefix=prefix, dir=place))
-        except OSError:
-            continue
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=last))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=os.getcwd()))
 
 
 def existing_directory(directory: str) -> Path:

@@ -53,21 +53,19 @@ def _is_private_group(group: int) -> bool:
     return entry.gr_name == name and set(entry.gr_mem) <= {name}
 
 
-def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_own(path: Path, flags: int) -> int:
     """Open or make a regular file of this user, and return its descriptor.
 
     A symbolic link is not followed, and a named pipe is not waited for: another user may have put
     either there, to have this process write into a file that only it can write.
 
-    Args:
-        flags: as for `os.open`.
-        mode: permissions of a new file, less the umask.
+    Args: flags: as for `os.open`.
 
     Raises:
         OSError: it cannot be opened, or is a link, no regular file, or another user's file.
     """
     try:
-        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     except OSError as error:
         if error.errno == ELOOP:
             raise OSError(ELOOP, f"{path} is a symbolic link, which is not followed") from None

@@ -8,17 +8,15 @@ import tempfile
 import time
 from multiprocessing import util
 
+BACKLOG = 1024
 TEMPORARY_BYTES = 107 - len("/pymp-12345678/listener-12345678")
 """Longest TMPDIR under which multiprocessing's sockets have an address: unix(7) gives it 108."""
 
 
-def listen_at(address: str, port: int = 0, backlog: int = 1024) -> socket.socket:
-    """Return a socket that listens at an IP address of this host.
-
-    Args: port: 0 for one that the system chooses.
-    """
+def listen_at(address: str) -> socket.socket:
+    """Return a socket that listens at an IP address of this host, and a port of the system's."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=backlog)
+    return socket.create_server((address, 0), family=family, backlog=BACKLOG)
 
 
 def own_address_towards(host: str) -> str:

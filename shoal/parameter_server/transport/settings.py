@@ -33,12 +33,11 @@ from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.connection import Connection
 from shoal.parameter_server.transport.key import Key, tls_context
 from shoal.parameter_server.transport.stream import Stream, TlsStream
-from shoal.platform.sockets import listen_at
+from shoal.platform.sockets import BACKLOG, listen_at
 
 UNIX = "unix"
 """Host in the address of a Unix socket of this machine; its port is the socket's name."""
 HANDSHAKE_S = 5.0
-BACKLOG = 1024
 MAGIC = b"SHPS"
 VERSION = 5
 _START = struct.Struct("<4sH")
@@ -154,7 +153,7 @@ def listen(host: str) -> socket.socket:
     is left when the process ends.
     """
     if host != UNIX:
-        return listen_at(host, backlog=BACKLOG)
+        return listen_at(host)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind("")
     listener.listen(BACKLOG)
