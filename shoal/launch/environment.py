@@ -1,42 +1,19 @@
 """This process's rank, read from the variables of its launcher.
 
 This is the only module that reads launchers' variables. It never guesses: variables that contradict
-each other are an error. `read` asks in this order, the innermost launcher first, and the first one
-that is present decides:
+each other are an error, which tells all problems at once. `read` asks in this order, the innermost
+launcher first, and the first one that is present decides:
 
-1. **Shoal's own launcher**: SHOAL_LAUNCHER=local, with RANK, WORLD_SIZE, LOCAL_RANK,
-   LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT. No other variable is read, because the
-   surroundings (a Slurm job, for example) only started the launcher.
-2. **torchrun**: TORCHELASTIC_RUN_ID, with the same six, and GROUP_WORLD_SIZE, its number of agents.
-3. **mpirun**: Open MPI's OMPI_COMM_WORLD_RANK, _SIZE, _LOCAL_RANK and _LOCAL_SIZE. With Hydra
-   (MPICH, Intel MPI): PMI_RANK and PMI_SIZE with MPI_LOCALRANKID and MPI_LOCALNRANKS. It comes
-   before Slurm because mpirun starts its daemons as a Slurm step: the variables of that step
-   describe the daemons, not the ranks.
-4. **A Slurm step**, that is `srun`: SLURM_STEP_ID and SLURM_PROCID, with SLURM_STEP_NUM_TASKS (else
-   SLURM_NTASKS), SLURM_LOCALID, SLURM_NODEID, SLURM_STEP_TASKS_PER_NODE and SLURM_STEP_NODELIST.
-   The shell of an `salloc` and the script of an `sbatch` are no step: they have no SLURM_STEP_ID,
-   or one of the ids that Slurm reserves for them.
-5. **RANK and WORLD_SIZE** alone, set by a person or by a cluster's operator, with MASTER_ADDR and
-   MASTER_PORT. Where LOCAL_RANK and LOCAL_WORLD_SIZE are missing they are 0 and 1: one rank on each
-   machine.
-6. None of these: a **single** process. A Slurm step or an mpirun of one task is one too.
-
-The rendezvous is at MASTER_ADDR and MASTER_PORT where they are set. The default address is the
-first host of the step, or 127.0.0.1 where all ranks are on one machine. The default port is derived
-from the job's id, outside of the range of ephemeral ports. MASTER_ADDR is needed where rank 0 may
-be on another host than the first one, or where there is no list of hosts.
-
-These are errors, and the message reports all of them at once:
-
-- a variable that is missing or is no number; a rank outside of its world;
-- a separate torchrun or mpirun in every task of a step, which would make several worlds;
-- the variables of a step that were left over in the script of another job;
-- a RANK or WORLD_SIZE that differs from the one of mpirun or of the step;
-- a world that differs from SHOAL_EXPECTED_WORLD;
-- TF_CONFIG alone, by which clusters for TensorFlow tell of several machines.
+1. Shoal's own launcher, whose surroundings (a Slurm job, for example) only started it.
+2. torchrun.
+3. mpirun. It starts its daemons as a Slurm step: the variables of that step describe the daemons.
+4. A Slurm step, that is `srun`. The shell of an `salloc` and the script of an `sbatch` are no step:
+   they have no SLURM_STEP_ID, or one of the ids that Slurm reserves for them.
+5. RANK and WORLD_SIZE alone, set by a person or by a cluster's operator.
+6. None of these: a single process. A Slurm step or an mpirun of one task is one too.
 
 SHOAL_LAUNCHER=single, torchrun, mpi, slurm or environment replaces the order: only that launcher is
-asked.
+asked. docs/launchers.md has the variables of each, where ranks meet, and what is refused.
 """
 
 from __future__ import annotations
