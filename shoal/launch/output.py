@@ -33,14 +33,6 @@ NEWLINE_OR_RETURN = re.compile(rb"(?<=[\r\n])")
 MOST_WAITING = 10_000
 """Messages of output that wait for the terminal, of at most 8,000 characters; more are dropped."""
 PIECES = re.compile(r"(?<=[\r\n])")
-OutputMode = Literal["through", "lines", "dropped"]
-
-
-def output_mode(output: Output, rank: int, stream: StreamName) -> OutputMode:
-    """Return how one stream of one rank reaches the user."""
-    if rank == 0 and output != "lines":
-        return "through"
-    return "dropped" if output == "first" and stream == "stdout" else "lines"
 
 
 @dataclass(eq=False)

@@ -39,7 +39,6 @@ from shoal.launch.output import (
     LineForwarder,
     Output,
     StreamName,
-    output_mode,
     print_lines,
     print_note,
 )
@@ -312,17 +311,11 @@ def _stream(
     context: ForkServerContext, output: Output, rank: int, name: StreamName, share: HostShare
 ) -> StreamEnds:
     """Return the ends of stdout or of stderr."""
-    mode = output_mode(output, rank, name)
-    if share.emit is not None and mode == "through":  # the driver has the terminal
-        mode = "lines"
-    match mode:
-        case "through":
-            return Connection(os.dup(1 if name == "stdout" else 2), readable=False), None
-        case "dropped":
-            return None, None
-        case "lines":
-            source, end = context.Pipe(duplex=False)
-            if share.emit is None:
-                emit = partial(print_lines, rank, getattr(sys, name))
-                return end, LineForwarder(source, emit)
-            return end, LineForwarder(source, partial(share.emit, rank, name), NEWLINE_OR_RETURN)
+    if rank == 0 and output != "lines" and share.emit is None:  # else the driver has the terminal
+        return Connection(os.dup(1 if name == "stdout" else 2), readable=False), None
+    if rank != 0 and output == "first" and name == "stdout":
+        return None, None
+    source, end = context.Pipe(duplex=False)
+    if share.emit is None:
+        return end, LineForwarder(source, partial(print_lines, rank, getattr(sys, name)))
+    return end, LineForwarder(source, partial(share.emit, rank, name), NEWLINE_OR_RETURN)
