@@ -28,7 +28,6 @@ from functools import cache, partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shoal.errors import LaunchError
@@ -242,37 +241,29 @@ def _start_stores(
     hang_limit_s: float,
 ) -> tuple[Ranks, dict[str, str]]:
     """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
-    if share.emit is not None:
-        process = None if share.listener is None else _serve_on(context, share.listener)
-        return Ranks(process, None, progress, hang_limit_s), _store_variables(
-            share.address, share.port
-        )
-    private = PrivateMemory(STORE, "shoal-store")
-    if not torch_store:
-        return Ranks(None, private, progress, hang_limit_s), {**private.variables}
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-    variables = _store_variables(*listener.getsockname())
-    ranks = Ranks(_serve_on(context, listener), private, progress, hang_limit_s)
-    return ranks, {**private.variables, **variables}
-
-
-def _serve_on(context: ForkServerContext, listener: socket.socket) -> BaseProcess:
-    """Start the process of torch's store. It takes the listener over."""
-    with listener:
-        process = context.Process(target=serve_store, args=(listener,), name="store")
-        process.start()
-    return process
-
-
-def _store_variables(address: str, port: int) -> dict[str, str]:
-    return {
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-        # With these two, `init_method="env://"` connects to a store that exists, on rank 0 too
-        # (torch's rendezvous.py).
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
+    private, store = None, None
+    variables: dict[str, str] = {}
+    address, port, listener = share.address, share.port, share.listener
+    if share.emit is None:  # all ranks are on this host
+        private = PrivateMemory(STORE, "shoal-store")
+        variables |= private.variables
+        if torch_store:
+            listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+            address, port = listener.getsockname()
+    if listener is not None:
+        with listener:  # the process takes it over
+            store = context.Process(target=serve_store, args=(listener,), name="store")
+            store.start()
+    if torch_store:
+        variables |= {
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            # With these two, `init_method="env://"` connects to a store that exists, on rank 0 too
+            # (torch's rendezvous.py).
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    return Ranks(store, private, progress, hang_limit_s), variables
 
 
 def _start_rank(
