@@ -21,7 +21,6 @@ from shoal.parameter_server.events import (
     Acknowledged,
     GradientUpdate,
     InstallSnapshot,
-    Outgoing,
     PartitionCopy,
     ProtocolViolation,
     ReplicateUpdate,
@@ -149,27 +148,23 @@ class Replication:
                 f"epoch {header.epoch} is over; in epoch {view.epoch} the primary is server "
                 f"{view.primary}"
             )
-        for message in self._apply(primary, header, payload, meta):
-            assert isinstance(message, Acknowledged)
-            peer.post(
-                Op.ACKNOWLEDGE,
-                partition=message.part,
-                step=message.clock,
-                flags=int(header.op == Op.SNAPSHOT),
-            )
-
-    def _apply(
-        self, primary: int, header: Header, payload: memoryview, meta: bytes
-    ) -> list[Outgoing]:
         partition, clock = header.partition, header.step
         if header.op == Op.SNAPSHOT:
             copy = PartitionCopy(partition, clock, *unpack_part(payload))
-            return self._shard.install_snapshot(copy)
-        if header.op == Op.REPLICATE:
+            (answer,) = self._shard.install_snapshot(copy)
+        elif header.op == Op.REPLICATE:
             fields = unpack(memoryview(meta))
             gradient = self._node.buffers.update(primary, header)
             grad_mask = bytes.fromhex(fields["present"])
             update = GradientUpdate(fields["worker"], fields["step"], gradient, grad_mask)
             message = ReplicateUpdate(0, partition, clock, update, fields["settings"])
-            return self._shard.apply_replicated(message)
-        raise ProtocolViolation(f"message {header.op} from a server")
+            (answer,) = self._shard.apply_replicated(message)
+        else:
+            raise ProtocolViolation(f"message {header.op} from a server")
+        assert isinstance(answer, Acknowledged)
+        peer.post(
+            Op.ACKNOWLEDGE,
+            partition=answer.part,
+            step=answer.clock,
+            flags=int(header.op == Op.SNAPSHOT),
+        )
