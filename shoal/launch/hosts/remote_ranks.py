@@ -6,7 +6,6 @@ No clock of a host is read by another. An agent counts the silence of its ranks,
 from __future__ import annotations
 
 import base64
-import sys
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -115,11 +114,9 @@ class RemoteRanks(RankSet[RemoteRank]):
 
     def pause(self) -> None:
         """Refuse Ctrl-Z: a driver that stands still does not answer, and its ranks end."""
-        print(
-            "note: a run on several hosts cannot be stopped by Ctrl-Z and go on later. Ctrl-C ends "
-            "it, and the same command resumes it",
-            file=sys.stderr,
-            flush=True,
+        print_note(
+            "a run on several hosts cannot be stopped by Ctrl-Z and go on later. Ctrl-C ends it, "
+            "and the same command resumes it"
         )
 
     def located(self, failure: Failure) -> Failure:
