@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from dataclasses import asdict
 
 from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_protocol import PROTOCOL
@@ -16,7 +17,7 @@ def main() -> None:
         request = json.loads(line)
         match request.pop("do"):
             case "facts":
-                answer = collect_facts(FactsRequest(**request)).to_json()
+                answer = asdict(collect_facts(FactsRequest(**request)))
             case "listen":
                 sockets = listeners(request["addresses"])
                 answer = {address: one.getsockname()[1] for address, one in sockets.items()}

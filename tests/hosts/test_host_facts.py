@@ -42,10 +42,10 @@ def host(name: str, processes: int = 1, **changes) -> tuple[SshHost, HostFacts]:
 def test_facts_of_this_host_are_true_and_need_no_torch(tmp_path: Path):
     (tmp_path / "train.py").write_text("print(1)\n")
     program = (
-        "import json, sys\n"
+        "import json, sys\nfrom dataclasses import asdict\n"
         "from shoal.launch.hosts.host_facts import FactsRequest, collect_facts\n"
         "request = FactsRequest(**json.loads(sys.stdin.read()))\n"
-        "print(json.dumps(collect_facts(request).to_json()))\n"
+        "print(json.dumps(asdict(collect_facts(request))))\n"
         "assert not {'torch', 'numpy'} & set(sys.modules)\n"
     )
     request = FactsRequest(str(tmp_path), "train.py", "runs/digits")
@@ -84,7 +84,7 @@ def test_hosts_may_be_several_on_one_machine(monkeypatch):
 
 
 def test_facts_are_read_from_json():
-    document = json.loads(json.dumps(FACTS.to_json()))
+    document = json.loads(json.dumps(dataclasses.asdict(FACTS)))
     assert HostFacts.from_json({**document, "later": 1}) == FACTS
     assert HostFacts.from_json({**document, "torch": None}).torch is None
     with pytest.raises(TypeError, match="address"):

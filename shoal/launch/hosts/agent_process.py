@@ -19,6 +19,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from math import inf
 from multiprocessing.connection import Pipe, wait
@@ -222,7 +223,7 @@ class AgentProcess:
             os.chdir(request.cwd)
             os.environ["PWD"] = request.cwd
         self._work = message["work"]
-        self.session.hello(collect_facts(request).to_json(), clock_s())
+        self.session.hello(asdict(collect_facts(request)), clock_s())
 
     def _start(self, message: Message) -> None:
         """Start this host's ranks, or what starts its servers."""

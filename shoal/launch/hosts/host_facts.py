@@ -9,7 +9,7 @@ import re
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -72,13 +72,9 @@ class HostFacts:
     addresses: tuple[HostAddress, ...]
     ssh_address: str | None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as an object of JSON."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, document: Any) -> HostFacts:
-        """Return the facts of an object of JSON. Unknown fields are ignored.
+        """Return the facts of `asdict`, after a way through JSON. Unknown fields are ignored.
 
         Raises:
             KeyError, TypeError: a field is missing.
