@@ -206,16 +206,13 @@ class ShoalGroup(Base):
         if len(tensors) != 1 or not self._supports(tensors[0], operation):
             return self._by_gloo("allreduce", tensors, opts)
         flat = flattened(tensors[0])
-        steps = partial(self._all_reduce_steps, flat, operation)
+        code, native = CODES.get((flat.dtype, operation)), self._native_calls
+        if code is None or native is None:
+            steps = partial(collectives.all_reduce, self._board, flat, operation)
+        else:
+            steps = partial(native.all_reduce, flat, code)
         call = self._call("all_reduce", flat, operation)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
-
-    def _all_reduce_steps(self, flat: Tensor, operation: str) -> Steps:
-        """Return the steps of an all-reduce, compiled or in Python."""
-        code = CODES.get((flat.dtype, operation))
-        if code is not None and self._native_calls is not None:
-            return self._native_calls.all_reduce(flat, code)
-        return collectives.all_reduce(self._board, flat, operation)
 
     @torch_call("broadcast_")
     def broadcast(self, tensors: Any, opts: Any) -> Work:
@@ -224,15 +221,12 @@ class ShoalGroup(Base):
         if not in_group or not self._supports(tensors[0]):
             return self._by_gloo("broadcast", tensors, opts)
         flat = flattened(tensors[0])
-        steps = partial(self._broadcast_steps, flat, root)
+        if self._native_calls is not None and flat.nbytes < LARGE_BYTES:
+            steps = partial(self._native_calls.broadcast, flat, root)
+        else:
+            steps = partial(collectives.broadcast, self._board, flat, root)
         call = self._call("broadcast", flat, root=root)
         return self._run(call, steps, tensors, (flat,), tensors, opts)
-
-    def _broadcast_steps(self, flat: Tensor, root: int) -> Steps:
-        """Return the steps of a broadcast: compiled for a small tensor, else in Python."""
-        if self._native_calls is not None and flat.nbytes < LARGE_BYTES:
-            return self._native_calls.broadcast(flat, root)
-        return collectives.broadcast(self._board, flat, root)
 
     @torch_call("allgather_")
     def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Work:
