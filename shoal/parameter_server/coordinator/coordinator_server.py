@@ -204,7 +204,6 @@ class CoordinatorServer:
             "state": "leaving" if shard in placement.leaving else state,
             "address": list(view.addresses[server]),
             **self.statuses.get(server, {}),
-            # Newer than the server's own figures of the same names, which these replace.
             "moving": len(placement.arriving_at(shard)),
             "partitions": len(owned),
             "bytes": sum(self.sizes[partition] for partition in owned),

@@ -235,24 +235,20 @@ class ServerNode:
     def status(self) -> dict[str, Any]:
         """Return this server's columns of `shoal servers list`."""
         with self.lock:
-            return {"pid": os.getpid(), "host": socket.gethostname(), **self._owned_summary()}
+            return {"pid": os.getpid(), "host": socket.gethostname(), "clock": self._clock()}
 
     # Figures
 
-    def _owned_summary(self) -> dict[str, int]:
-        owned = [
-            state for partition, state in self.shard.held.items() if partition in self.shard.owned
-        ]
-        return {
-            "partitions": len(owned),
-            "bytes": sum(state.part.size_bytes for state in owned),
-            "clock": min((state.clock for state in owned), default=0),
-        }
+    def _clock(self) -> int:
+        """Return the steps that all partitions include which this server answers for."""
+        shard = self.shard
+        clocks = (state.clock for number, state in shard.held.items() if number in shard.owned)
+        return min(clocks, default=0)
 
     def figures(self) -> dict[str, Any]:
         """Return this server's figures for the report at the end of a run. The lock is held."""
         return {
-            **self._owned_summary(),
+            "clock": self._clock(),
             "shard": self.config.shard,
             "server": self.config.server,
             "received_bytes": self.received_bytes,
