@@ -249,13 +249,9 @@ class HostsJob(LocalJob):
     def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
         """Return the variables by which ranks of a host find their network."""
         address = meeting.sources[host]
-        names = [
-            own.interface
-            for own in self.connections.facts[host].addresses
-            if own.address == address
-        ]
+        own = {one.address: one.interface for one in self.connections.facts[host].addresses}
         variables = {"SHOAL_ADDRESS": address, SERVER_HOSTS: str(len(self._serving()))}
-        interface = names[0] if names else "lo" if address.startswith("127.") else None
+        interface = own.get(address, "lo" if address.startswith("127.") else None)
         if interface is not None:
             variables |= {
                 "GLOO_SOCKET_IFNAME": interface,
