@@ -16,7 +16,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shoal.errors import LaunchError
-from shoal.launch.failure import Failure, signal_name
+from shoal.launch.failure import Failure, end_of_process
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
 from shoal.launch.rank import STACKS_SIGNAL
@@ -166,11 +166,10 @@ class Ranks(RankSet[Rank]):
         if ready.intersection(stores) and self.alive:
             assert self.store is not None
             self.store.join()
-            code = self.store.exitcode or 0
-            how = f"was killed by {signal_name(-code)}" if code < 0 else "has ended"
             raise LaunchError(
-                f"The process {self.store.pid}, which holds the ranks' rendezvous store, {how}. "
-                "All ranks are ended; start the same command again."
+                f"The process {self.store.pid}, which holds the ranks' rendezvous store, "
+                f"{end_of_process(self.store.exitcode or 0)}. All ranks are ended; start the same "
+                "command again."
             )
         return events
 
@@ -193,7 +192,7 @@ class Ranks(RankSet[Rank]):
         if end is None:
             return []
         is_killed = end.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
-        headline = f"was killed by {signal_name(end.si_status)}" if is_killed else "has ended"
+        headline = end_of_process(-end.si_status if is_killed else end.si_status)
         name = f"the fork server (process {pid}), from which ranks are started,"
         return [Failure(rank, headline, is_loss=True, process=name, time_s=0.0)]
 
