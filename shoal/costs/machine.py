@@ -180,64 +180,37 @@ def default_path() -> Path:
 def load(path: Path) -> Machine:
     """Read a machine from JSON.
 
-    Raises: ConfigError: with all that is missing, unknown or not positive.
+    Raises: ConfigError: with the first thing that is missing, unknown or not positive.
     """
     try:
         read = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"{path}: {error}"]) from error
-    problems: list[str] = []
-    machine = _machine(read, problems) if isinstance(read, dict) else None
-    if machine is None or problems:
+        read["compute"] = {int(n): _compute(speeds) for n, speeds in read["compute"].items()}
+        curves = read.get("collectives", {})
+        read["collectives"] = {name: _curve(curve) for name, curve in curves.items()}
+        for key in ("memory_bytes", "server_rate", "link_rate", "overlap_slowdown"):
+            if not read.get(key, 1.0) > 0:
+                raise ValueError(f"{key}={read[key]}: must be greater than 0")
+        return Machine(**read)
+    except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         where = f"{path}: is no machine file of `shoal calibrate`"
-        raise ConfigError([f"{where}: {problem}" for problem in problems] or [where])
-    return machine
+        raise ConfigError([f"{where}: {type(error).__name__}: {error}"]) from error
 
 
-def _machine(read: dict[str, Any], problems: list[str]) -> Machine | None:
-    known = set(Machine.__dataclass_fields__)
-    problems += [f"unknown key '{key}'" for key in read.keys() - known]
-    problems += [f"no '{key}'" for key in ("name", "device", "compute") if key not in read]
-    for key in ("memory_bytes", "server_rate", "link_rate", "overlap_slowdown"):
-        value = read.get(key, 1.0)
-        if not isinstance(value, int | float) or not value > 0:
-            problems.append(f"{key}={value}: must be greater than 0")
-    if problems:
-        return None
-    try:
-        compute = {
-            int(ranks): _compute(speeds, f"compute.{ranks}", problems)
-            for ranks, speeds in read.pop("compute").items()
-        }
-        collectives = {
-            key: _curve(value, f"collectives.{key}", problems)
-            for key, value in read.pop("collectives", {}).items()
-        }
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
-        problems.append(str(error))
-        return None
-    return Machine(**read, compute=compute, collectives=collectives)
-
-
-def _compute(read: dict[str, Any], where: str, problems: list[str]) -> Compute:
-    """Read the speeds of a rank: a curve for each object, a number for each number."""
+def _compute(read: dict[str, Any]) -> Compute:
+    """Read the speeds of a rank: a curve for each object with points, else what is there."""
     values: dict[str, Any] = {
-        name: _curve(value, f"{where}.{name}", problems) if _is_curve(value) else value
+        name: _curve(value) if isinstance(value, dict) and "points" in value else value
         for name, value in read.items()
     }
     if any(not value >= 0 for value in values.get("overheads", {}).values()):
-        problems.append(f"{where}.overheads: seconds must not be negative")
+        raise ValueError("overheads: seconds must not be negative")
     return Compute(**values)
 
 
-def _is_curve(value: Any) -> bool:
-    return isinstance(value, dict) and "points" in value
-
-
-def _curve(read: dict[str, Any], where: str, problems: list[str]) -> SpeedCurve:
+def _curve(read: dict[str, Any]) -> SpeedCurve:
     points = tuple(Point(*point) for point in read["points"])
     if not points or any(point.size <= 0 or point.value <= 0 for point in points):
-        problems.append(f"{where}: sizes and values must be greater than 0")
+        raise ValueError("sizes and values of a curve must be greater than 0")
     return SpeedCurve(points)
 
 
