@@ -254,7 +254,7 @@ def _compare_with_trace(request: _Request, problems: list[str]) -> int:
 
 def _of_script(request: _Request) -> Answer:
     """Check a script. What is returned raises UsageError if it cannot be followed."""
-    from shoal.planner.script_process import plan_in_script
+    from shoal.planner.script_workload import plan_in_script
     from shoal.planner.smallest_change import Command
     from shoal.strategies import add_allreduce_option, parse_line
 

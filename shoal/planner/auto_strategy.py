@@ -14,7 +14,7 @@ from shoal.errors import StrategyRefused
 from shoal.planner.find_machine import find_machine, one_machine
 from shoal.planner.job_workload import job_workload
 from shoal.planner.plan_report import choice_text
-from shoal.planner.script_process import plan_in_script
+from shoal.planner.script_workload import plan_in_script
 from shoal.planner.strategy_search import Planner, Workload
 from shoal.train.run_directory import CONFIG, job_of
 

@@ -7,6 +7,7 @@
 
 A loop cannot be called again with another number of samples. So its script runs twice, the second
 time with batches of twice as many rows. Nothing is stepped, and what the script saves is dropped.
+Each run is a process of its own, in which the weights take no memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from __future__ import annotations
 import os
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,9 @@ from shoal.costs.work import ModelWork
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import ShoalError, UsageError
+from shoal.launch import preload
 from shoal.launch.rank import script
+from shoal.launch.start import start
 from shoal.planner.strategy_search import Workload
 from shoal.planner.trace_model import (
     NEEDS_VALUE,
@@ -44,11 +47,16 @@ from shoal.run.prepare_arguments import as_one_module, is_trained, named_models,
 from shoal.run.prepared import NOTHING_PREPARED
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.strategies.transforms.compile import Compile
+from shoal.testing.world import World
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.script_recorder import EnoughSteps
 from shoal.verification.script.watched_calls import watch
 from shoal.verification.script.written_files import open_no_logger
 
+T = TypeVar("T")
+
+LIMIT_S = 600.0
+VARIABLES = {"OMP_NUM_THREADS": "1", "SHOAL_STRATEGY": "single", "TORCHDYNAMO_DISABLE": "1"}
 CURE = "The model alone can be planned: shoal.plan(model, optimizer, batch, compute_loss, ranks=N)."
 WITHOUT_SHOAL = "the script has no shoal.init(), which a strategy needs (docs/start.md); with it:"
 SEVERAL_MODELS = (
@@ -347,3 +355,45 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, _Passed) else model
+
+
+def plan_in_script(
+    words: Sequence[str], ranks: int, plan: Callable[..., T], *arguments: Any, accumulate: int = 0
+) -> T:
+    """Return `plan(workload, *arguments)`, called in the process of a script, which has its model.
+
+    Args:
+        words: the file of the script, and its own words.
+        ranks: of the plan.
+        plan: a function at the top of a module; it and its arguments and result are pickled.
+        accumulate: micro-batches in the place of the script's own number; 0 for that.
+
+    Raises: UsageError: the script cannot be followed; or what `plan` raised.
+    """
+    found: FirstRun | ShoalError | tuple[T] | None = None
+    variables = VARIABLES | ({"SHOAL_ACCUMULATE": str(accumulate)} if accumulate else {})
+    for _ in range(2):
+        given = (tuple(words), ranks, found, plan, arguments)
+        started = start(_follow, given, 1, variables, "lines", preload=preload.TRAINING)
+        with World(started, LIMIT_S) as world:
+            [found] = world.results()
+        if isinstance(found, ShoalError):
+            raise found
+        if isinstance(found, tuple):
+            return found[0]
+    raise AssertionError("the second run answers")
+
+
+def _follow(
+    words: tuple[str, ...],
+    ranks: int,
+    first: FirstRun | None,
+    plan: Callable[..., T],
+    arguments: tuple[Any, ...],
+) -> FirstRun | ShoalError | tuple[T]:
+    path, *own = words
+    try:
+        found = script_workload(path, own, first, ranks)
+        return found if isinstance(found, FirstRun) else (plan(found, *arguments),)
+    except ShoalError as error:
+        return error
