@@ -132,8 +132,8 @@ def _array(array: np.ndarray) -> Iterator[bytes]:
 
 def _names(names: list[str]) -> Iterator[bytes]:
     """Yield names relative to their common directory, so that it may move, and sizes of files."""
-    prefix = _common_prefix(min(names), max(names))
-    start = prefix.rfind("/") + 1
+    # The characters that all have: names need not be paths, and are cut behind a slash.
+    start = os.path.commonprefix(names).rfind("/") + 1  # noqa: RUF071
     yield "\n".join(name[start:] for name in names).encode(errors="surrogateescape")
     yield repr([_size(names[index]) for index in _spaced(len(names))]).encode()
 
@@ -148,9 +148,3 @@ def _size(name: str) -> int:
 def _spaced(count: int) -> np.ndarray:
     """Return at most ROWS different indices, evenly spaced, with the first and the last."""
     return np.unique(np.linspace(0, count - 1, min(count, ROWS)).astype(np.int64))
-
-
-def _common_prefix(a: str, b: str) -> str:
-    """Return the characters with which both begin; of the least and the greatest name, all do."""
-    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return a[: next(differing, min(len(a), len(b)))]

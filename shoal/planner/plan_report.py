@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from textwrap import wrap
 from typing import Any
 
 from shoal.costs.machine import Machine
@@ -175,15 +176,9 @@ def _one_line(reason: str) -> str:
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
-    """Break a line at words, without touching the spaces at its beginning."""
-    lines = []
-    while len(text) > WIDTH:
-        cut = text.rfind(" ", len(indent) + 1, WIDTH + 1)
-        if cut < 0:
-            break
-        lines.append(text[:cut])
-        text = indent + text[cut + 1 :]
-    return [*lines, text]
+    return wrap(
+        text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _next(planner: Planner, plans: Plans, command: Command) -> Iterator[str]:
