@@ -27,6 +27,7 @@ from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
 from shoal.comm.mesh import Mesh
+from shoal.comm.tensor_digest import as_bytes
 from shoal.config.job import Job
 from shoal.data.seeds import load_random_state, preserve_rng_state, random_state, seed_all
 from shoal.launch.environment import read as read_place
@@ -158,15 +159,11 @@ def _differing(
         b = expected[name].cpu()
         if a.shape != b.shape:
             differing.append((name, float("inf")))
-        elif not torch.equal(_bits(a), _bits(b)):
+        # As bytes, so that NaN equals NaN, and 0.0 differs from -0.0.
+        elif not torch.equal(as_bytes(a), as_bytes(b)):
             differing.append((name, float((a.double() - b.double()).abs().max())))
     # Weights before the optimizer's state, which follows from them.
     return sorted(differing, key=lambda item: (not item[0].startswith("model."), -item[1]))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # As bytes, so that NaN equals NaN, and 0.0 differs from -0.0.
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Worker:
@@ -192,7 +189,7 @@ class Worker:
         built = build(job, mesh.device)
         strategies = _strategies(job, partitions)
         settings = RunSettings(job.seed, job.train.accumulate)
-        self.run = Run(mesh, strategies, settings, loss_scale=None, announce=_ignore)
+        self.run = Run(mesh, strategies, settings, loss_scale=None, announce=lambda _: None)
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
@@ -295,7 +292,3 @@ class _SingleRankAxis(Mesh):
 
     def barrier(self) -> None:
         pass
-
-
-def _ignore(_: str) -> None:
-    """Print nothing of what the recorded run has printed, nor of checkpoints that are skipped."""

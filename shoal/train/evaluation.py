@@ -35,7 +35,7 @@ def evaluate_run(
         CheckpointError: there is no checkpoint that verifies.
     """
     job = job_of(directory)
-    run = init_with_place(strategy or "ddp", seed=job.seed, announce=_ignore)
+    run = init_with_place(strategy or "ddp", seed=job.seed, announce=lambda _: None)
     built = build(job, run.device)
     ema: Ema | None = None
     if strategy is not None:
@@ -67,7 +67,7 @@ def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
     Raises:
         ConfigError: the weights do not fit, or the data or the model cannot be built.
     """
-    run = init_with_place("ddp", seed=job.seed, announce=_ignore)
+    run = init_with_place("ddp", seed=job.seed, announce=lambda _: None)
     built = build(job, run.device)
     measures = supervised(built.task.measures, built.model)
     sums = run.evaluate(measures, built.validation_loader, built.model)
@@ -76,7 +76,3 @@ def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
 
 def _begins_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
-
-
-def _ignore(_: str) -> None:
-    """Print nothing: an evaluation has no global batch to describe."""
