@@ -27,8 +27,9 @@ from shoal.platform.torch_private.c10d import backend_for
 from shoal.shm_backend.group import ShoalGroup
 
 TAG = 0x5A0A1  # other users of the group are unlikely to use this tag
-# torch 2.13 renamed it, and warns about the old name.
+# torch 2.13 renamed both, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_to_all(into: Tensor, rows: Tensor, group: dist.ProcessGroup | None = None) -> None:

@@ -20,15 +20,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.axis import Axis
-from shoal.comm.equal_chunks import all_gather
-
-# torch 2.13 renamed it, and warns about the old name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
+from shoal.comm.equal_chunks import all_gather, reduce_scatter
 
 Map = Callable[[Tensor], Tensor]
 
@@ -131,7 +126,7 @@ def reduce_scatter_dim(x: Tensor, axis: Axis, dim: int) -> Tensor:
     size = -(-length // axis.size)
     padded = _padded(x.movedim(dim, 0), size * axis.size)
     local = padded.new_empty(size, *padded.shape[1:])
-    _reduce_scatter(local, padded, group=axis.group)
+    reduce_scatter(local, padded, group=axis.group)
     local_length = min(size, length - min(axis.rank * size, length))
     return local[:local_length].movedim(0, dim).contiguous()
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import geometric_mean
@@ -409,7 +408,7 @@ def _collective_point(kind: str, size_bytes: int) -> Point:
     calls: dict[str, Callable[[], Any]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: equal_chunks.all_gather(whole, part),
-        "reduce_scatter": lambda: _reduce_scatter(part, whole),
+        "reduce_scatter": lambda: equal_chunks.reduce_scatter(part, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "send": lambda: _ping_pong(whole, rank),
     }
@@ -424,12 +423,6 @@ def _collective_point(kind: str, size_bytes: int) -> Point:
             samples.append(clock() - start_s)
     seconds, spread = least_and_spread(samples)
     return Point(float(size_bytes), seconds / (2 if kind == "send" else 1), spread)
-
-
-def _reduce_scatter(part: Tensor, whole: Tensor) -> None:
-    with warnings.catch_warnings():  # torch 2.13 has renamed it
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.reduce_scatter_tensor(part, whole)
 
 
 def _ping_pong(tensor: Tensor, rank: int) -> None:
