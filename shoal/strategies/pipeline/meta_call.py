@@ -7,7 +7,6 @@ y = block(x)       a copy of the block without memory runs on the meta device (`
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -140,7 +139,6 @@ def _indices(index: tuple[Any, ...]) -> Iterator[Any]:
             yield item
 
 
-SHAPES_UNTIL_LIKENESS = 2
 _DEVICE_OF = Tensor.device.__get__
 _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
@@ -177,9 +175,7 @@ class OutputForms:
 
     [1] A copy of the model without memory runs the unit on the meta device, once for each shape of
         its arguments. It is made before other strategies divide layers or put wrappers around them.
-    [2] After two shapes for which all results look like an argument, as hidden states do, that is
-        taken for granted: for texts of changing length, [1] would cost more than a small unit.
-    [3] If [1] fails, because code inside looks at values, results are taken to be like the
+    [2] If [1] fails, because code inside looks at values, results are taken to be like the
         arguments as they were on the sample.
 
     Args: modules: name -> unit, with memory; a copy without memory is made.
@@ -191,7 +187,6 @@ class OutputForms:
         self._twins = {name: twin.get_submodule(name) for name in modules}
         self._known: dict[Any, _Form] = {}
         self._likeness: dict[str, _Form] = {}
-        self._agreed: Counter[str] = Counter()
 
     def results(
         self, name: str, args: Any, kwargs: Any, make_absent: MakeAbsent, device: torch.device
@@ -201,13 +196,8 @@ class OutputForms:
         module = self._modules[name]
         key = (name, module.training, spec, tuple(form_of(leaf) for leaf in leaves))
         form = self._known.get(key)
-        if form is None and self._agreed[name] >= SHAPES_UNTIL_LIKENESS:
-            form = self._likeness[name]
         if form is None:
-            form = self._asked(name, leaves, spec, device)
-            if form.is_like_arguments() and form == self._likeness.get(name):
-                self._agreed[name] += 1
-        self._known[key] = form
+            form = self._known[key] = self._asked(name, leaves, spec, device)
 
         def made(leaf: _Leaf) -> Any:
             if leaf.kind == "same":
