@@ -23,15 +23,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.costs.work import Affine, ModelWork, ParameterWork, SegmentWork
 from shoal.errors import ShoalError, UsageError
-from shoal.planner.counted_ops import (
+from shoal.planner.optimizer_work import (
     CountedOp,
     affine,
     affine_ops,
     num_bytes,
+    optimizer_work,
     storage_key,
     tensors_of,
 )
-from shoal.planner.optimizer_work import optimizer_work
 from shoal.platform.torch_private.fake_tensors import (
     VALUE_NEEDED,
     attention_flops,
