@@ -25,7 +25,7 @@ the same in the background. `search` finds checkpoints that can be loaded, `mani
 """
 
 from shoal.checkpoint.async_save import AsyncSaver
-from shoal.checkpoint.search import newest, read_info
-from shoal.checkpoint.store import Checkpoints, Saved, Which
+from shoal.checkpoint.search import Which, newest, read_info
+from shoal.checkpoint.store import Checkpoints, Saved
 
 __all__ = ["AsyncSaver", "Checkpoints", "Saved", "Which", "newest", "read_info"]

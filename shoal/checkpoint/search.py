@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shoal.checkpoint import manifest
 from shoal.checkpoint.manifest import name_of, step_of
@@ -13,6 +13,9 @@ from shoal.errors import CheckpointError
 from shoal.platform.ownership import read_text_of_file, untrusted_reason
 
 MAX_HINT_BYTES = 100
+
+Which = Literal["latest", "best"] | int
+"""A checkpoint of a run: the newest, the best, or that of a step."""
 
 
 def newest(directory: Path) -> Path | None:
@@ -75,16 +78,16 @@ def newest_good(
 
 
 def checkpoint_at(
-    directory: Path, step: int | None, spoiled: Mapping[str, list[str]] | None = None
+    directory: Path, which: Which, spoiled: Mapping[str, list[str]] | None = None
 ) -> str:
-    """Return the name of the checkpoint of `step`, or of the best one if `step` is None.
+    """Return the name of the best checkpoint, or of that of a step; not of the latest one.
 
     Args: spoiled: as in `newest_good`.
 
     Raises:
         CheckpointError: it does not exist or does not verify.
     """
-    name = name_of(step) if step is not None else pointed_at(directory / "best")
+    name = name_of(which) if isinstance(which, int) else pointed_at(directory / "best")
     names = saved_names(directory)
     if name is None:
         raise CheckpointError("no checkpoint is marked as the best one")

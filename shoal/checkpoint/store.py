@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +17,7 @@ from shoal.checkpoint import manifest, tensor_files, tensor_index
 from shoal.checkpoint.manifest import Manifest, name_of, step_of
 from shoal.checkpoint.rank_consensus import RankConsensus, rank, world_size
 from shoal.checkpoint.retention import Retention, remove
-from shoal.checkpoint.search import checkpoint_at, newest_good, saved_names
+from shoal.checkpoint.search import Which, checkpoint_at, newest_good, saved_names
 from shoal.checkpoint.shard_format import RESERVED_NAME
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
@@ -59,10 +59,6 @@ class Division:
     share: Sequence[str]
     held: Sequence[tensor_index.HeldChunks]
     shares: Sequence[Sequence[str]]
-
-
-Which = Literal["latest", "best"] | int
-"""A checkpoint of a run: the newest, the best, or that of a step."""
 
 
 class Checkpoints:
@@ -197,7 +193,6 @@ class Checkpoints:
     def load(
         self,
         report: Callable[[str], None],
-        step: int | None = None,
         which: Which = "latest",
         like: tensor_files.LayoutLookup = tensor_files.no_layout,
     ) -> Saved | None:
@@ -207,13 +202,12 @@ class Checkpoints:
 
         Args:
             report: called on rank 0 with a sentence for each checkpoint that was skipped.
-            step: load this one and no other.
-            which: "best" for the one marked best and no other; or a step, as `step`.
+            which: "best" for the one marked best and no other; or the step of one and no other.
             like: name -> a tensor in the layout of this run, or None. If it is a DTensor, this rank
                 reads its own shard only.
 
-        Returns: the same step on every rank; None if nothing was ever saved here (never with `step`
-            or `which="best"`).
+        Returns: the same step on every rank; None if nothing was ever saved here, and `which` is
+            "latest".
         Raises:
             CheckpointError: on every rank; there are checkpoints and none verifies, or the
                 requested one is missing or corrupt, or other users can write the directory, or
@@ -223,7 +217,7 @@ class Checkpoints:
         spoiled: dict[str, list[str]] = {}
         while True:
             name, sha256, skipped = self.consensus.on_rank_zero(
-                failed, lambda: self._choose(step, which, spoiled)
+                failed, lambda: self._choose(which, spoiled)
             )
             if name is None or not (problems := self._compare(failed, self.directory / name)):
                 break
@@ -264,7 +258,7 @@ class Checkpoints:
         Raises:
             CheckpointError: as `load`.
         """
-        name, _, skipped = self._choose(None, which)
+        name, _, skipped = self._choose(which)
         for sentence in skipped:
             report(sentence)
         if name is None:
@@ -273,7 +267,7 @@ class Checkpoints:
         return path, manifest.read(path).step
 
     def _choose(
-        self, step: int | None, which: Which, spoiled: Mapping[str, list[str]] | None = None
+        self, which: Which, spoiled: Mapping[str, list[str]] | None = None
     ) -> tuple[str | None, str, list[str]]:
         """Return name, digest of the manifest, and sentences about skipped checkpoints.
 
@@ -281,11 +275,10 @@ class Checkpoints:
         """
         name: str | None
         skipped: list[str] = []
-        step = which if isinstance(which, int) else step
-        if step is not None or which == "best":
-            name = checkpoint_at(self.directory, step, spoiled)
-        else:
+        if which == "latest":
             name, skipped = newest_good(self.directory, spoiled)
+        else:
+            name = checkpoint_at(self.directory, which, spoiled)
         sha256 = manifest.read(self.directory / name).sha256() if name else ""
         return name, sha256, skipped
 

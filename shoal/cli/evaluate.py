@@ -68,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
     if options.checkpoint != "latest":
         from shoal.checkpoint.search import checkpoint_at
 
-        step = None if options.checkpoint == "best" else options.checkpoint
-        checkpoint_at(directory / "checkpoints", step, {})  # is there; ranks read what it holds
+        # It is there; ranks read what it holds.
+        checkpoint_at(directory / "checkpoints", options.checkpoint, {})
     if options.strategy is not None:
         from shoal.strategies import parse_line
         from shoal.strategies.precheck import check

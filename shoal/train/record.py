@@ -170,7 +170,7 @@ class RunRecord:
         for step in reversed(steps):
             if at_step in (None, step):
                 with suppress(CheckpointError):  # it was pruned, or its save failed
-                    if saved := checkpoints.load(lambda _: None, step=step):
+                    if saved := checkpoints.load(lambda _: None, step):
                         return saved
         recorded = "nothing was saved since"
         if steps:

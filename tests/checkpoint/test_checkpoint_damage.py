@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         raise CheckpointError(reports[0])
     assert reports[0].startswith("checkpoint step-00000002 is skipped: ")
     with pytest.raises(CheckpointError, match=complaint):
-        store.load(pytest.fail, step=2)
+        store.load(pytest.fail, 2)
 
 
 def test_a_missing_or_emptied_hint_changes_nothing_but_is_reported(tmp_path: Path) -> None:

@@ -160,15 +160,15 @@ def test_newest_best_or_a_given_step_can_be_loaded(tmp_path: Path) -> None:
     store = saved(tmp_path / "c", 1, 5)
     store.save(99_999_999, filled(6), {}, best=True)
     store.save(123_456_789, filled(7), {})
-    for arguments, step in (({}, 123_456_789), ({"which": "best"}, 99_999_999), ({"step": 5}, 5)):
-        loaded = store.load(pytest.fail, **arguments)
+    for which, step in (("latest", 123_456_789), ("best", 99_999_999), (5, 5)):
+        loaded = store.load(pytest.fail, which)
         assert loaded is not None
         assert loaded.step == step
     assert newest(tmp_path / "c") == tmp_path / "c" / "step-123456789"
     with pytest.raises(
         CheckpointError, match=r"step-00000004 is not there; there are: .*step-00000001"
     ):
-        store.load(pytest.fail, step=4)
+        store.load(pytest.fail, 4)
 
 
 def test_best_needs_a_mark(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_damaged_checkpoints_in_the_way_are_replaced(tmp_path: Path) -> None:
     store.save(2, filled(20), {"again": True})
     store.save(3, filled(30), {"again": True})
     for step in (2, 3):
-        loaded = store.load(pytest.fail, step=step)
+        loaded = store.load(pytest.fail, step)
         assert loaded is not None
         assert loaded.tensors["count"] == 10 * step
 
