@@ -100,11 +100,9 @@ def _index_batches(loader: DataLoader) -> list[IndexBatch]:
     if loader.batch_size is None:
         return list(IndexBatches(loader, 0).remaining(0, 0))
     samples, size = len(loader.dataset), loader.batch_size  # type: ignore[arg-type]
-    stops = [min(start + size, samples) for start in range(0, samples, size)]
-    starts = range(0, samples, size)
+    stops = (min(start + size, samples) for start in range(0, samples, size))
     return [
-        IndexBatch(0, stop, tuple(range(start, stop)))
-        for start, stop in zip(starts, stops, strict=True)
+        IndexBatch(0, stop, tuple(range(number * size, stop))) for number, stop in enumerate(stops)
     ]
 
 

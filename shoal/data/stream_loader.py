@@ -145,29 +145,23 @@ class StreamLoader(ShardedLoader):
         self._check_agreement("the end")
 
     def _epoch_batches(self) -> Iterator[ReadBatch]:
-        readers = self._readers(self.epoch, self.rank, self.ranks, self._states)
-        if not self.num_workers:
-            return readers.read(0)
-        assert self._loader is not None
-        if self._workers is None:
-            self._workers = _worker_processes(readers, self._loader, self._first)
-        return iter(self._workers)
-
-    def _readers(
-        self, epoch: int, rank: int, ranks: int, states: tuple[ReaderState, ...]
-    ) -> StreamReaders:
         loader = self._loader
-        return StreamReaders(
+        readers = StreamReaders(
             self.dataset,
             self.batch_size,
             loader is not None and loader.drop_last,
             identity_collate if loader is None else loader.collate_fn,
-            rank,
-            ranks,
+            self.rank,
+            self.ranks,
             self.seed,
-            epoch,
-            states,
+            self.epoch,
+            self._states,
         )
+        if loader is None or not self.num_workers:
+            return readers.read(0)
+        if self._workers is None:
+            self._workers = _worker_processes(readers, loader, self._first)
+        return iter(self._workers)
 
     def _end_epoch(self) -> None:
         self.close()  # workers of the next epoch begin with other states
