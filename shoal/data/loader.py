@@ -49,9 +49,7 @@ class DistributedBatchLoader(ShardedLoader):
         recorder: records the waiting time for each batch; None without a trace.
         announce: prints a note.
 
-    Raises:
-        UsageError: the data set is an IterableDataset, or the sampler gives each rank other
-            samples.
+    Raises: UsageError: the sampler gives each rank other samples.
     """
 
     def __init__(
@@ -63,11 +61,6 @@ class DistributedBatchLoader(ShardedLoader):
         recorder: Recorder | None = None,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        if isinstance(loader.dataset, IterableDataset):
-            raise UsageError(
-                f"{type(loader.dataset).__name__} is an IterableDataset, and this loader fetches "
-                "samples by index. Use shard_batches."
-            )
         super().__init__(rank, ranks, seed, recorder)
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
