@@ -16,7 +16,7 @@ Ranks that take a tensor differently have another `GlobalDraws.digest` afterward
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -142,19 +142,14 @@ class _DrawCall(NamedTuple):
             shape = tuple(tensors[0]) if tensors else ()
         name = schema_of(func).name.partition("::")[2].removesuffix("_")
         # Fused attention and recurrent layers draw only for their dropout.
-        p = _dropout_of(arguments, given)
+        omitted = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        p = (omitted | given).get("dropout_p", given.get("dropout"))
         is_certain = p in (0, 0.0) or given.get("train", True) in (False, None)
         if name == "native_dropout":
             is_certain = is_certain or given["p"] == 0
         if name == "rrelu_with_noise":
             is_certain = not given.get("training", False)
         return cls(name, shape, is_certain)
-
-
-def _dropout_of(arguments: Sequence[Any], given: Mapping[str, Any]) -> Any:
-    """Return the probability of dropout of a call, which may leave it to its default; or None."""
-    omitted = {each.name: each.default_value for each in arguments if each.has_default_value()}
-    return (omitted | dict(given)).get("dropout_p", given.get("dropout"))
 
 
 class OwnPart(NamedTuple):

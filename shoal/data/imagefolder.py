@@ -62,8 +62,10 @@ def load(config: DataConfig, seed: int) -> Source:
     root = Path(config.path or f"data/{config.name}").expanduser()
     directories = [root / config.train_split, root / config.validation_split]
     classes = _classes(directories)
-    plain = _evaluation(config)
-    transforms = (_augmentation(config) if config.augment else plain, plain)
+    v2, size = torchvision.transforms.v2, config.image_size
+    plain = _to_tensor(v2.Resize(config.resize), v2.CenterCrop(size))
+    augmented = _to_tensor(v2.RandomResizedCrop(size), v2.RandomHorizontalFlip())
+    transforms = (augmented if config.augment else plain, plain)
     try:
         train, validation = (
             torchvision.datasets.ImageFolder(str(directory), transform, loader=decode)
@@ -71,7 +73,6 @@ def load(config: DataConfig, seed: int) -> Source:
         )
     except FileNotFoundError as error:  # it names the classes without an image
         raise DataError(f"imagefolder: {error}") from error
-    size = config.image_size
     return Source(train, validation, "classification", len(classes), (3, size, size))
 
 
@@ -104,16 +105,6 @@ def _listed(names: set[str]) -> str:
     """Return at most MAX_LISTED names and the number of the others, as text."""
     shown = ", ".join(sorted(names)[:MAX_LISTED]) or "none"
     return f"{shown} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown
-
-
-def _augmentation(config: DataConfig) -> Transform:
-    v2 = torchvision.transforms.v2
-    return _to_tensor(v2.RandomResizedCrop(config.image_size), v2.RandomHorizontalFlip())
-
-
-def _evaluation(config: DataConfig) -> Transform:
-    v2 = torchvision.transforms.v2
-    return _to_tensor(v2.Resize(config.resize), v2.CenterCrop(config.image_size))
 
 
 def _to_tensor(*steps: Any) -> Transform:

@@ -57,7 +57,8 @@ class IndexBatches:
 
     def count(self, epoch: int) -> int:
         """Return the number of global batches of an epoch. Raises TypeError if nobody knows."""
-        length = self._length(epoch)
+        self._set_epoch(epoch)  # which may change the length
+        length = len(self._source)
         if self._batch_size is None:
             return length
         return length // self._batch_size if self._drop_last else -(-length // self._batch_size)
@@ -92,11 +93,6 @@ class IndexBatches:
                 generator.manual_seed(derive_seed(self._seed, epoch))
         self._set_epoch(epoch)
         return iter(self._source)
-
-    def _length(self, epoch: int) -> int:
-        """Return the length of the sampler, which `set_epoch` may change from epoch to epoch."""
-        self._set_epoch(epoch)
-        return len(self._source)
 
     def _set_epoch(self, epoch: int) -> None:
         for source in self._samplers():

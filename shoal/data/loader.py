@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from shoal.data.batch_fetcher import BatchFetcher, Collate, needs_whole_batch, worker_loader
@@ -135,7 +134,7 @@ class DistributedBatchLoader(ShardedLoader):
             return
         if collate is default_collate or isinstance(collate, Collate):
             return
-        shapes = [_length_of_row(tensor) for tensor in tensors_in(rows)]
+        shapes = [tuple(tensor.shape[1:]) for tensor in tensors_in(rows)]
         last, self._last_shapes = self._last_shapes, shapes
         if last is not None and len(last) == len(shapes) and last != shapes:
             before, now = next(
@@ -170,10 +169,6 @@ class _PendingBatches(Sampler):
         for batch in remaining:
             told.append(batch)
             yield batch
-
-
-def _length_of_row(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape[1:])
 
 
 def shard_batches(

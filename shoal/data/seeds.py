@@ -178,15 +178,11 @@ def load_random_state(state: Mapping[str, Tensor], device: torch.device) -> list
         torch.cuda.set_rng_state(state["cuda"], device)
     if (device.type == "cuda") == ("cuda" in state):
         return []
-    before = "a GPU" if "cuda" in state else "the CPU"
+    before, now = ("a GPU", "the CPU") if "cuda" in state else ("the CPU", "a GPU")
     return [
-        f"the checkpoint was saved on {before} and goes on on {_kind(device)}: random numbers on "
+        f"the checkpoint was saved on {before} and goes on on {now}: random numbers on "
         "the device, such as dropout masks, are others than those of an uninterrupted run"
     ]
-
-
-def _kind(device: torch.device) -> str:
-    return "a GPU" if device.type == "cuda" else "the CPU"
 
 
 class DrawnWords(NamedTuple):
