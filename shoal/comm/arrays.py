@@ -123,7 +123,8 @@ def broadcast(value: Array, src: int = 0, root: int | None = None) -> Array:
         )
     _check_same_call(axis, f"broadcast({_name(tensor)} {tuple(tensor.shape)}, src={src})")
     if axis.size > 1 and tensor.numel():
-        dist.broadcast(_bytes(tensor), src=src)
+        # As bytes, a dtype that every backend can send.
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=src)
     result: Array = back(tensor)
     return result
 
@@ -184,7 +185,8 @@ def _as_tensor(value: Any, call: str) -> tuple[Tensor, Callable[[Tensor], Any]]:
     if isinstance(value, Tensor):
         _check_dense(value, call)
         device = value.device
-        can_send = device.type == "cuda" and "nccl" in _backends()
+        backends = str(dist.get_backend_config()) if dist.is_initialized() else ""
+        can_send = device.type == "cuda" and "nccl" in backends
         target = device if can_send else torch.device("cpu")
         copy = value.detach().to(target, copy=True, memory_format=torch.contiguous_format)
         return copy, lambda tensor: tensor.to(device)
@@ -227,14 +229,5 @@ def _check_dense(value: Tensor, call: str) -> None:
         )
 
 
-def _backends() -> str:
-    return str(dist.get_backend_config()) if dist.is_initialized() else ""
-
-
 def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the same memory as bytes, a dtype that every backend can send."""
-    return tensor.view(-1).view(torch.uint8)

@@ -106,12 +106,8 @@ def _mean_of_bucket(
         buffer, operation = buffer / process_group.size(), dist.ReduceOp.SUM
     work = dist.all_reduce(buffer, operation, group=process_group, async_op=True)
     assert work is not None
-    future: torch.futures.Future[Tensor] = work.get_future().then(_first)
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future
-
-
-def _first(done: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return done.value()[0]
 
 
 def register_overlapped_reduce(

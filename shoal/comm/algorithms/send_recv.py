@@ -49,10 +49,10 @@ class PairwiseLink:
 
     def _transfer(self, operations: Sequence[tuple[Callable[..., object], Tensor, int]]) -> None:
         """Start all operations, each (function, tensor, member), and wait for all."""
-        messages = [message for message in operations if message[1].numel()]
-        if messages:
-            for work in dist.batch_isend_irecv([self._operation(*each) for each in messages]):
-                work.wait()
-
-    def _operation(self, kind: Callable[..., object], tensor: Tensor, peer: int) -> P2POp:
-        return P2POp(kind, tensor, group=self._group, group_peer=self._members[peer])
+        messages = [
+            P2POp(function, tensor, group=self._group, group_peer=self._members[member])
+            for function, tensor, member in operations
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
