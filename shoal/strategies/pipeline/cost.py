@@ -84,7 +84,8 @@ def _first_calls(
             f"pipeline={options.ranks}: {stages} stages need as many units, and the "
             f"model has {len(calls)}. Use fewer ranks, or ddp."
         )
-    costs = [_seconds(step, step.segments[a:b]) for a, b in pairwise(bounds)]
+    seconds = [sum(step.segment_time(s.work, step.samples)) for s in step.segments]
+    costs = [sum(seconds[a:b]) for a, b in pairwise(bounds)]
     return balanced(costs, [*sent, 0.0], places, stages)
 
 
@@ -102,10 +103,6 @@ def _units_of_segments(options: PipelineOptions, stages: int, step: StepCost) ->
         unit = enclosing(segment.work.path, names)
         found.append(unit if unit is not None else (found[-1] if found else names[0]))
     return found
-
-
-def _seconds(step: StepCost, segments: Sequence[LocalSegment]) -> float:
-    return sum(sum(step.segment_time(segment.work, step.samples)) for segment in segments)
 
 
 def _output(step: StepCost, before: Sequence[LocalSegment]) -> float:

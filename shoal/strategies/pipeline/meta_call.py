@@ -243,7 +243,8 @@ class _OnMeta(TorchFunctionMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._received = ReceivedValues(None, ["it"])
+        received = ReceivedValues(None, ["it"])
+        self._make_absent = partial(AbsentTensor, received=received)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -255,9 +256,6 @@ class _OnMeta(TorchFunctionMode):
         if not any(absent_of(x) is not None or _IS_META(x) for x in tensors):
             return func(*args, **kwargs)
         return call_on_meta(func, args, kwargs, self._make_absent, self.device)
-
-    def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
-        return AbsentTensor(meta, device, self._received)
 
 
 def device_answer(func: Any, tensor: Tensor, device: torch.device) -> Any:

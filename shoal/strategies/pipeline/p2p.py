@@ -342,8 +342,11 @@ class StageComm:
         while message not in self._posted:
             following = self._unposted[sender].popleft()
             with self.link.recorder.tagged(f"{following.kind}{following.microbatch}"):
-                metas = _sent(following, self._header(following, sender))
-                self._posted[following] = [self.link.post_recv(meta, sender) for meta in metas]
+                self._posted[following] = [
+                    self.link.post_recv(meta, sender)
+                    for meta in self._header(following, sender)
+                    if following.kind == "F" or meta.has_gradient  # [2]
+                ]
 
     def can_post_recv(self, message: Message) -> bool:
         """Return whether `post_recv` would not block: no header has to be received first."""
@@ -414,8 +417,3 @@ class StageComm:
 
     def _key(self, message: Message) -> HeaderKey:
         return message.kind, message.stage, self.key_of(message.microbatch)
-
-
-def _sent(message: Message, metas: TensorMetas) -> list[TensorMeta]:
-    """Return the metas of the tensors that a message sends [2]."""
-    return [meta for meta in metas if message.kind == "F" or meta.has_gradient]

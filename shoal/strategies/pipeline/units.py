@@ -163,7 +163,8 @@ def find_units(
             return
         prefix = f"{path}." if path else ""
         holds_named = any(name.startswith(prefix) for name in named)
-        may_be_unit = path and path not in expanded and not holds_named and not _is_list(module)
+        is_list = type(module).forward is nn.Module.forward  # as nn.ModuleList
+        may_be_unit = path and path not in expanded and not holds_named and not is_list
         if path in named or (may_be_unit and _suits_as_unit(module, largest, with_plain)):
             seen.add(id(module))
             found[path] = module
@@ -190,11 +191,6 @@ def _suits_as_unit(module: nn.Module, largest: float, with_plain: bool) -> bool:
 
 def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _is_list(module: nn.Module) -> bool:
-    """Return whether a module has no forward function, as nn.ModuleList."""
-    return type(module).forward is nn.Module.forward
 
 
 def _is_divisible(module: nn.Module) -> bool:
