@@ -270,7 +270,10 @@ def one_rank(
     }
     segments = [_local(work, held) for work in model.segments]
     if held:  # nothing of the forward pass reads them
-        segments.append(_unused_segment()._replace(parameters=tuple(held.values())))
+        work = SegmentWork("", (), (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ())
+        segments.append(
+            LocalSegment(work, tuple(held.values()), NOTHING, NOTHING, NOTHING, NOTHING)
+        )
     return StepCost(
         model,
         module,
@@ -293,11 +296,6 @@ def _local(work: SegmentWork, held: dict[str, HeldParameter]) -> LocalSegment:
         work.backward_extra,
         work.gradient_extra,
     )
-
-
-def _unused_segment() -> LocalSegment:
-    work = SegmentWork("", (), (), NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, ())
-    return LocalSegment(work, (), NOTHING, NOTHING, NOTHING, NOTHING)
 
 
 def total(parameters: Iterable[HeldParameter]) -> float:

@@ -40,7 +40,6 @@ from shoal.costs.machine import (
 )
 from shoal.costs.network import Network
 from shoal.costs.step_tasks import SegmentTimer, least_seconds
-from shoal.costs.work import OpWork
 from shoal.models import build
 from shoal.planner.find_machine import one_machine
 from shoal.planner.strategy_search import Planner, Workload
@@ -238,7 +237,7 @@ def _op_overheads() -> tuple[float, float, float]:
     both_s, _ = _timed(lambda: forward().backward(), is_small=True)
     step_s, _ = _timed(optimizer.step, is_small=True)
     counts = [
-        sum(map(_weight, ops))
+        sum(op.number * (VIEW_SHARE if op.kind == "view" else 1.0) for op in ops)
         for ops in (
             [op for segment in work.segments for op in segment.forward],
             [op for segment in work.segments for op in segment.backward],
@@ -246,10 +245,6 @@ def _op_overheads() -> tuple[float, float, float]:
         )
     ]
     return forward_s / counts[0], max(both_s - forward_s, 0.0) / counts[1], step_s / counts[2]
-
-
-def _weight(op: OpWork) -> float:
-    return op.number * (VIEW_SHARE if op.kind == "view" else 1.0)
 
 
 class _TinyBlock(nn.Module):

@@ -76,10 +76,11 @@ def _worth_showing(plans: Sequence[Plan]) -> list[Plan]:
 def _head(planner: Planner) -> Iterator[str]:
     work, cluster = planner.workload, planner.cluster
     flops = work.model.flops(work.global_batch)
+    ranks = f"{cluster.ranks:,} rank{'s' if cluster.ranks > 1 else ''}"
     hosts = f"on {len(cluster.hosts)} hosts" if len(cluster.hosts) > 1 else "on one host"
     yield (
         f"{work.model.name}: {work.model.numel:,} parameters, {_flops_text(flops)} a step; "
-        f"global batch {work.global_batch}; {_counted(cluster.ranks, 'rank')} {hosts}"
+        f"global batch {work.global_batch}; {ranks} {hosts}"
     )
     memory = f"{bytes_text(planner.memory_limit)} for the tensors of each rank"
     yield from _wrapped(f"{memory}; {machine_text(planner.machine)}", "")
@@ -98,10 +99,6 @@ def _flops_text(flops: float) -> str:
             return f"{flops:.3g} {unit}FLOP"
         flops /= 1000
     return f"{flops:.3g} EFLOP"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def _table(plans: Iterable[Plan]) -> list[str]:

@@ -182,7 +182,7 @@ class _Follower:
             (Run, "log_to", open_no_logger),
             (RunCheckpoints, "resume", lambda *_, **__: 0),
             (RunCheckpoints, "save", _do_nothing),
-            (torch.nn.parallel, "DistributedDataParallel", _passed),
+            (torch.nn.parallel, "DistributedDataParallel", lambda _, m, *__, **___: _Passed(m)),
         ):
             watch(stack, owner, name, make)
 
@@ -343,10 +343,6 @@ def _check_all_used(work: ModelWork, models: list[nn.Module]) -> None:
     for prefix in named_models(models):
         if not any(name.startswith(prefix) for name in used):
             raise UsageError(SEVERAL_MODELS)
-
-
-def _passed(_: Any, module: nn.Module, *__: Any, **___: Any) -> nn.Module:
-    return _Passed(module)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:

@@ -54,10 +54,14 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         f"links of {bytes_text(link)}/s each way, a worker's share {bytes_text(worker)}/s; a "
         f"server sums and steps {bytes_text(planner.machine.server_rate)}/s"
     )
-    yield from _caveats(planner)
+    if len(cluster.hosts) == 1:
+        yield "that link lies inside one host: --cluster FILE names those between hosts"
+    if not planner.machine.calibrated:
+        yield machine_text(planner.machine)
     yield ""
     yield "servers   exchange      a step"
-    for servers in _interesting(workers):
+    counts = {1, 2, 3, ceil(workers / 4), ceil(workers / 2), workers, ceil(1.5 * workers)}
+    for servers in sorted(counts):
         exchange = seconds_text(step_s(servers, 0.0))
         yield f"{servers:7}  {exchange:>9}  {seconds_text(step_s(servers)):>10}"
     ring_s = server_count.ring_beside(size, link, workers, parts, compute_s)
@@ -79,15 +83,8 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         "beside workers,"
     )
     yield "servers move what a ring moves, and need cores besides: docs/plan.md"
-    counts = range(1, min(enough, MOST_SERVERS * workers) + 1)
-    yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in counts})
-
-
-def _caveats(planner: Planner) -> Iterator[str]:
-    if len(planner.cluster.hosts) == 1:
-        yield "that link lies inside one host: --cluster FILE names those between hosts"
-    if not planner.machine.calibrated:
-        yield machine_text(planner.machine)
+    few = range(1, min(enough, MOST_SERVERS * workers) + 1)
+    yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in few})
 
 
 def _advice(
@@ -112,11 +109,6 @@ def _advice(
 
 def _command(command: Command, ranks: list[str], strategy: str) -> str:
     return shlex.join([*command.verb, *ranks, "--strategy", strategy, *command.words])
-
-
-def _interesting(workers: int) -> list[int]:
-    counts = {1, 2, 3, ceil(workers / 4), ceil(workers / 2), workers, ceil(1.5 * workers)}
-    return sorted(counts)
 
 
 def failures_text(

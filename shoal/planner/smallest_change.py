@@ -79,7 +79,11 @@ def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:
 
 def _on_ranks(planner: Planner, only_own: bool = False) -> Iterator[tuple[str, int, float]]:
     """Yield (strategy, accumulate, bytes) of the simplest that fit, fewest micro-batches first."""
-    lines = sorted(short_lines(planner.cluster.ranks), key=_complexity)
+    # The simplest first.
+    lines = sorted(
+        short_lines(planner.cluster.ranks),
+        key=lambda text: (len(parse_line(text).specs), len(text)),
+    )
     accumulate = planner.workload.accumulate
     while accumulate <= planner.workload.global_batch:
         workload = replace(planner.workload, accumulate=accumulate)
@@ -100,10 +104,6 @@ def _bytes(planner: Planner, text: str) -> float | None:
     except (StrategyRefused, ConfigError):
         return None
     return peak(step).total if step.is_exact else None
-
-
-def _complexity(text: str) -> tuple[int, int]:
-    return len(parse_line(text).specs), len(text)
 
 
 def _line(planner: Planner, command: Command, text: str, accumulate: int, size: float) -> str:
