@@ -20,7 +20,7 @@ WIDTH = 100
 # These settings do not change the numbers: they say where and how a job runs, what it saves and
 # what it prints. `train.accumulate` is among them because it replaces ranks, and the number of
 # ranks does not count either. `train.nonfinite` decides about steps without numbers.
-NON_SEMANTIC = (
+NON_SEMANTIC = {
     "name",
     "out",
     "strategy",
@@ -43,7 +43,7 @@ NON_SEMANTIC = (
     "evaluation.batch_size",
     "checkpoint",
     "log",
-)
+}
 
 
 def to_yaml(job: Job) -> str:
@@ -98,17 +98,13 @@ def differences(there: Job, here: Job) -> list[str]:
     return [
         f"{name}: {_text(before, name)} there, {_text(after, name)} here"
         for name in {**before, **after}
-        if not _is_non_semantic(name) and _differ(before, after, name)
+        if not {name, name.partition(".")[0]} & NON_SEMANTIC and _differ(before, after, name)
     ]
 
 
 def _set_values(job: Job) -> dict[str, Any]:
     """Return the values of a job, without open settings that are empty."""
     return {name: value for name, value in leaf_settings(job).items() if value != {}}
-
-
-def _is_non_semantic(name: str) -> bool:
-    return name in NON_SEMANTIC or name.partition(".")[0] in NON_SEMANTIC
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:

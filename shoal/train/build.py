@@ -105,9 +105,8 @@ def build(job: Job, device: torch.device) -> Components:
     if job.model.weights is not None:
         notes = load_weights(model, job.model.weights, job.model.name)
     model = _to_device(job, model, device)
-    return Components(
-        source, task, model, _train_loader(job, source), _validation_loader(job, source), notes
-    )
+    validation = DataLoader(source.validation, job.evaluation.batch_size, **_worker_arguments(job))
+    return Components(source, task, model, _train_loader(job, source), validation, notes)
 
 
 def build_model(job: Job, source: Source, registered: Registered) -> nn.Module:
@@ -197,10 +196,6 @@ def _train_loader(job: Job, source: Source) -> DataLoader:
         drop_last=job.train.drop_last,
         **_worker_arguments(job),
     )
-
-
-def _validation_loader(job: Job, source: Source) -> DataLoader:
-    return DataLoader(source.validation, job.evaluation.batch_size, **_worker_arguments(job))
 
 
 def _worker_arguments(job: Job) -> dict[str, Any]:

@@ -66,14 +66,13 @@ def _imports(job: Job) -> Iterator[str]:
         # A name may be assigned in any way, so only files that never mention one are refused here.
         mentioned = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         aliases = {
-            alias.asname or alias.name for node in ast.walk(tree) for alias in _aliases(node)
+            alias.asname or alias.name
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+            for alias in node.names
         }
         if not (mentioned | aliases).intersection((*REGISTERED, "*")):
             yield f"--import {name}: it defines neither a `models` nor a `data` dict"
-
-
-def _aliases(node: ast.AST) -> list[ast.alias]:
-    return node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
 
 
 def _strategy(job: Job) -> Iterator[str]:
