@@ -10,7 +10,6 @@ copies would drift apart, and no error would show it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,13 +17,6 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.norm import to_local
-
-
-class _TiedParameter(NamedTuple):
-    """A tied parameter of this rank: its name here, and all ranks that hold it, ascending."""
-
-    local_name: str
-    ranks: list[int]
 
 
 class Ties:
@@ -47,18 +39,13 @@ class Ties:
     ) -> None:
         self.axis = axis
         self.module = module
-        local_names = {aliases.get(name, name): name for name, _ in module.named_parameters()}
-        self._names = list(shared)
-        self._local = {
-            name: _TiedParameter(local_names[name], list(ranks))
-            for name, ranks in shared.items()
-            if axis.rank in ranks
-        }
+        self._shared = shared
+        self._local_names = {aliases.get(name, name): name for name, _ in module.named_parameters()}
 
     @property
     def owned_by_earlier_stage(self) -> set[str]:
         """Return the names of tied parameters that an earlier rank holds too."""
-        return {name for name, tied in self._local.items() if tied.ranks[0] != self.axis.rank}
+        return {name for name, ranks in self._shared.items() if self.axis.rank in ranks[1:]}
 
     def sum_gradients(self) -> None:
         """Replace each gradient by the sum over all ranks that hold the parameter.
@@ -67,22 +54,26 @@ class Ties:
         any rank gets none: with zeros, momentum and weight decay would still change it.
         Collective over the pipeline.
         """
-        if not self._names:
+        if not self._shared:
             return
         parameters = dict(self.module.named_parameters())
-        local = {name: parameters[tied.local_name] for name, tied in self._local.items()}
-        flags = [name in local and local[name].grad is not None for name in self._names]
+        local = {
+            name: parameters[self._local_names[name]]
+            for name, ranks in self._shared.items()
+            if self.axis.rank in ranks
+        }
+        flags = [name in local and local[name].grad is not None for name in self._shared]
         counts = self.axis.sum_of_host_numbers(flags)
-        for name, count in zip(self._names, counts, strict=True):
+        for (name, ranks), count in zip(self._shared.items(), counts, strict=True):
             if name not in local or not count:
                 continue
             parameter = local[name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient = to_local(parameter.grad)
-            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), self._local[name].ranks))
+            gradient.copy_(self._sum_over_ranks(gradient.contiguous(), ranks))
 
-    def _sum_over_ranks(self, gradient: Tensor, ranks: list[int]) -> Tensor:
+    def _sum_over_ranks(self, gradient: Tensor, ranks: Sequence[int]) -> Tensor:
         """Return the sum on each of `ranks`; each of them must call."""
         first, *others = ranks
         group = self.axis.group
