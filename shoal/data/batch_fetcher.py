@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from shoal.data.batch_shards import row_window, share_batch
+from shoal.data.batch_shards import BatchShard, row_window, share_batch
 from shoal.data.index_batches import IndexBatch, index_seed
 from shoal.data.own_generators import OwnGenerators
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
@@ -39,8 +39,8 @@ from shoal.data.tree_map import (
 )
 from shoal.errors import UsageError
 
-LocalRows = tuple[Any, int, int]
-"""(this rank's rows, how many they are, samples of the global batch)"""
+LocalRows = tuple[Any, BatchShard]
+"""(this rank's rows, and which they are of the global batch)"""
 GRACE_S = 30
 """Seconds after a SIGTERM in which a worker goes on: Slurm's KillWait."""
 # Odd, so that the length of a sequence is rarely taken for it.
@@ -95,16 +95,17 @@ class BatchFetcher(Dataset):
             return self._ready_rows(batch)
         if self.whole_batch:
             return self._rows_of_whole(batch)
-        count = len(batch.indices)
-        if self.ranks == 1:
-            found = self.collated(batch, batch.indices)
-            if self.collate_fn is not default_collate:
-                count = rows_of_whole(found, count) or count
-            return found, count, count
-        window = row_window(count, self.rank, self.ranks)
-        # Collectives need every rank: one without rows computes on a stand-in of weight zero.
-        indices = batch.indices[window] or batch.indices[:1]
-        return self.collated(batch, indices), window.stop - window.start, count
+        count = own = len(batch.indices)
+        indices = batch.indices
+        if self.ranks > 1:
+            window = row_window(count, self.rank, self.ranks)
+            own = window.stop - window.start
+            # Collectives need every rank: one without rows computes on a stand-in of weight zero.
+            indices = indices[window] or indices[:1]
+        found = self.collated(batch, indices)
+        if self.ranks == 1 and self.collate_fn is not default_collate:
+            count = own = rows_of_whole(found, count) or count
+        return found, BatchShard(batch.epoch, batch.stop, own, count, batch.indices)
 
     def collated(self, batch: IndexBatch, indices: Sequence[Any]) -> Any:
         """Return the samples of some indices of `batch`, collated."""
@@ -132,7 +133,7 @@ class BatchFetcher(Dataset):
         with preserve_rng_state(), self._generators.preserved():
             self._seed_all(index_seed(self.seed, batch.epoch, index))
             found = self.dataset[list(index) if isinstance(index, tuple) else index]
-            return _share(self.collate_fn(found), self.rank, self.ranks, None)
+            return self._shared(batch, self.collate_fn(found))
 
     def _rows_of_whole(self, batch: IndexBatch) -> LocalRows:
         whole = self.collated(batch, batch.indices)
@@ -142,7 +143,17 @@ class BatchFetcher(Dataset):
                 f"collate_fn has made tensors of a batch of {len(batch.indices)} samples that do "
                 "not agree on a number of rows. Put the rows along dimension 0 of every tensor."
             )
-        return _share(whole, self.rank, self.ranks, rows, partial(self.holds_samples, batch))
+        return self._shared(batch, whole, rows, partial(self.holds_samples, batch))
+
+    def _shared(
+        self,
+        batch: IndexBatch,
+        whole: Any,
+        rows: int | None = None,
+        is_samples: IsSamples = nothing_known,
+    ) -> LocalRows:
+        local, shard = share_batch(whole, self.rank, self.ranks, rows, is_samples)
+        return local, replace(shard, epoch=batch.epoch, stop=batch.stop, indices=batch.indices)
 
     def holds_samples(self, batch: IndexBatch, length: int) -> bool | None:
         """Return True if unclear lists of this length hold samples, False if columns."""
@@ -170,17 +181,6 @@ def rows_of_whole(batch: Any, num_samples: int) -> int | None:
         return rows_of(batch)
     except UsageError:
         return None
-
-
-def _share(
-    batch: Any,
-    rank: int,
-    ranks: int,
-    rows: int | None,
-    is_samples: IsSamples = nothing_known,
-) -> LocalRows:
-    local, shard = share_batch(batch, rank, ranks, rows, is_samples)
-    return local, shard.rows, shard.global_rows
 
 
 def worker_loader(

@@ -72,10 +72,10 @@ class EvaluationBatches:
         to_fetch = [*own, *(batches[:1] if joins else [])]
         workers = worker_loader(fetch, to_fetch, loader)
         found = map(fetch.__getitem__, to_fetch) if workers is None else workers
-        for index, (batch, rows, _) in enumerate(found):
+        for index, (batch, shard) in enumerate(found):
             is_counted = index < len(own)
             number = self._rank + index * self._ranks if is_counted else 0
-            yield EvaluationBatch(number, rows, batch, is_counted)
+            yield EvaluationBatch(number, shard.rows, batch, is_counted)
 
     def _streamed(self, loader: Any) -> Iterator[EvaluationBatch]:
         """Yield this rank's batches of a stream, of which every rank reads all."""

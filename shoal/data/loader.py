@@ -13,7 +13,6 @@ of ranks nor on the number of worker processes.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -74,7 +73,6 @@ class DistributedBatchLoader(ShardedLoader):
         self._fetched = worker_loader(self._fetch, self._pending, loader)
         self._is_probed = ranks == 1
         self._last_shapes: list[tuple[int, ...]] | None = None
-        self._last_batch: IndexBatch | None = None
 
     def __len__(self) -> int:
         """Return the number of global batches in this epoch."""
@@ -87,8 +85,10 @@ class DistributedBatchLoader(ShardedLoader):
         return self._indices.count(epoch)
 
     def holds_samples(self, length: int) -> bool | None:
-        batch = self._last_batch
-        return None if batch is None else self._fetch.holds_samples(batch, length)
+        if self.share is None:
+            return None
+        batch = IndexBatch(self.share.epoch, self.share.stop, self.share.indices)
+        return self._fetch.holds_samples(batch, length)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self.epoch, "position": self.position}
@@ -104,17 +104,12 @@ class DistributedBatchLoader(ShardedLoader):
         pass
 
     def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
-        remaining = self._probe(self._indices.remaining(self.epoch, self.position))
-        # Workers fetch ahead, so what they have been told to fetch comes later.
-        told: deque[IndexBatch] = deque()
-        self._pending.begin(remaining, told)
-        batches = (
-            map(self._fetch.__getitem__, self._pending) if self._fetched is None else self._fetched
-        )
-        for rows, count, global_count in batches:
-            self._last_batch = batch = told.popleft()
+        pending = self._probe(self._indices.remaining(self.epoch, self.position))
+        self._pending.batches = pending
+        fetched = map(self._fetch.__getitem__, pending) if self._fetched is None else self._fetched
+        for rows, shard in fetched:
             self._watch_shapes(rows)
-            yield BatchShard(batch.epoch, batch.stop, count, global_count, batch.indices), rows
+            yield shard, rows
 
     def _probe(self, remaining: Iterator[IndexBatch]) -> Iterator[IndexBatch]:
         """Decide, before the first batch, if collation needs whole batches."""
@@ -156,19 +151,10 @@ class DistributedBatchLoader(ShardedLoader):
 class _PendingBatches(Sampler):
     """The batches that are to be fetched next, in an epoch that has begun."""
 
-    def __init__(self) -> None:
-        self._remaining: Iterator[IndexBatch] = iter(())
-        self._told: deque[IndexBatch] = deque()
-
-    def begin(self, remaining: Iterator[IndexBatch], told: deque[IndexBatch]) -> None:
-        """Start an epoch. `told` is given each batch as soon as a fetcher knows of it."""
-        self._remaining, self._told = remaining, told
+    batches: Iterator[IndexBatch] = iter(())
 
     def __iter__(self) -> Iterator[IndexBatch]:
-        remaining, told = self._remaining, self._told
-        for batch in remaining:
-            told.append(batch)
-            yield batch
+        return self.batches
 
 
 def shard_batches(
