@@ -9,7 +9,7 @@ parameters and buffers holds for all.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from shoal.comm.axis import Axis
@@ -67,9 +67,3 @@ def users_on_any_rank(world: Axis, users: Mapping[str, Set[int]]) -> dict[str, s
         for name, stages in json.loads(text).items():
             united.setdefault(name, set()).update(stages)
     return dict(sorted(united.items()))
-
-
-def names_on_any_rank(world: Axis, names: Iterable[str]) -> set[str]:
-    """Return the names that any rank has given. Collective."""
-    texts = world.all_gather_str(json.dumps(sorted(names)))
-    return {name for text in texts for name in json.loads(text)}

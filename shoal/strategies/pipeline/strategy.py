@@ -41,7 +41,6 @@ from shoal.strategies.full_model import free_other_params
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,
-    names_on_any_rank,
     units_of_first_rank,
     users_on_any_rank,
 )
@@ -143,7 +142,8 @@ class Pipeline(PipelineOptions, Strategy):
         divided = DividedModel(observed.units, observed.forms, stage_map, users)
         found = observed.profile.mutated_buffers
         buffers = [*module.named_buffers(remove_duplicate=False)]
-        names = names_on_any_rank(mesh, (name for name, buffer in buffers if id(buffer) in found))
+        written: dict[str, set[int]] = {name: set() for name, b in buffers if id(b) in found}
+        names = users_on_any_rank(mesh, written)
         mutated = {id(buffer) for name, buffer in buffers if name in names}
         return _StagedModel(schedule, stage_plan, divided, mutated)
 
