@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.mesh import Mesh
-from shoal.platform.processes import boot_id
 
 ROUNDS = 16
 
@@ -35,23 +34,13 @@ class ClockOffset(NamedTuple):
     error_ns: int
 
 
-def clock_id(name: str) -> str:
-    """Return a text that is the same for processes that read one monotonic clock.
-
-    These are the processes of one running kernel.
-
-    Args: name: of this host, for systems without a boot id.
-    """
-    return boot_id() or name
-
-
 def offsets(
     mesh: Mesh, clock: str, now: Callable[[], int] = time.monotonic_ns
 ) -> list[ClockOffset]:
     """Measure the offset of every rank. Rank 0 gets the result, other ranks zeros. Collective.
 
     Args:
-        clock: the `clock_id` of this rank.
+        clock: a text that is the same for processes that read one clock: those of one kernel.
         now: that clock, in nanoseconds.
     """
     clocks = mesh.all_gather_str(clock)

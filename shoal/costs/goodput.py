@@ -18,11 +18,6 @@ from __future__ import annotations
 from math import exp, expm1, sqrt
 
 
-def job_mtbf_s(rank_mtbf_s: float, ranks: int) -> float:
-    """Return the mean time between failures of a job that any lost rank stops."""
-    return rank_mtbf_s / ranks
-
-
 def daly_interval_s(mtbf_s: float, save_s: float) -> float:
     """Return the time between two saves that loses least."""
     if save_s >= 2 * mtbf_s:

@@ -118,7 +118,7 @@ def failures_text(
 
     Args: step_s: of the chosen plan; inf if there is none.
     """
-    mtbf_s = goodput.job_mtbf_s(rank_mtbf_s, ranks)
+    mtbf_s = rank_mtbf_s / ranks  # of a job that any lost rank stops
     interval_s = goodput.daly_interval_s(mtbf_s, save_s)
     share = goodput.goodput(mtbf_s, save_s, restart_s, interval_s)
     every = "" if step_s == inf else goodput.daly_steps(mtbf_s, save_s, step_s)

@@ -26,10 +26,11 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.comm.clocks import ClockOffset, clock_id, offsets
+from shoal.comm.clocks import ClockOffset, offsets
 from shoal.comm.mesh import Mesh
 from shoal.config.trace_window import Window
 from shoal.errors import StrategyRefused
+from shoal.platform.processes import boot_id
 from shoal.platform.torch_private.c10d import process_groups
 from shoal.shm_backend.group import ShoalGroup
 from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, StepResult
@@ -163,7 +164,7 @@ class Tracing:
         self._ended = True
         atexit.unregister(self._warn_not_traced)
         host = socket.gethostname()
-        clock_offsets = offsets(self.mesh, clock_id(host), self.recorder.now)
+        clock_offsets = offsets(self.mesh, boot_id() or host, self.recorder.now)
         hosts = self.mesh.all_gather_str(host)
         spans_of_ranks = _gather_spans(self.mesh, spans)
         if self.mesh.rank == 0:
