@@ -149,17 +149,14 @@ def find(source: str | Path, directory: Path, origin: str) -> File:
     return File(path, str(path))
 
 
-def _names_class(line: str) -> bool:
-    """Return True if a strategy line has a class of a user's module, `module:Class`."""
-    return any(":" in word.partition("=")[0] for word in line.split(","))
-
-
 def _foreign_code(file: File, layer: Layer) -> list[str]:
     """Return a line for each setting that names Python code, if another user could have set it."""
     named = [
         value
         for name, value in layer.items()
-        if (name == "imports" and value.value) or (name == "strategy" and _names_class(value.text))
+        if (name == "imports" and value.value)
+        # A class of a user's module, `module:Class`.
+        or (name == "strategy" and any(":" in w.partition("=")[0] for w in value.text.split(",")))
     ]
     reason = untrusted_reason(file.path.resolve(), allow_private_group=True) if named else None
     return [f"{value.origin}: it names code to run, and {reason}" for value in named if reason]
@@ -281,21 +278,25 @@ def unknown(name: str) -> str:
     X may also be a setting that resembles only the last word of the name.
     """
     section, _, last = name.rpartition(".")
-    if longer := [other for other in all_settings() if other.startswith(f"{name}_")]:
-        return f"{name} is not known; did you mean {_or_list(longer)}?"
+    found = [other for other in all_settings() if other.startswith(f"{name}_")]
     if section in all_settings():  # `strategy.name`: a setting, and no section
-        return f"{name} is not known; did you mean '{section}'?"
-    spellings = _spellings()
-    # A last word that fits is better evidence than a whole name that looks alike.
-    close = get_close_matches(last, spellings, n=1, cutoff=0.8)
-    if not close and section not in all_sections():
-        close = get_close_matches(name, spellings, n=1, cutoff=0.6)
-    if not close:
-        return f"{name} is not known; {_contents(section)}"
-    candidates = spellings[close[0]]
-    # Of several settings with this last word, one in the same section is the likeliest.
-    nearest = [other for other in candidates if other.rpartition(".")[0] == section] or candidates
-    return f"{name} is not known; did you mean {_or_list(nearest)}?"
+        found = [section]
+    if not found:
+        spellings = _spellings()
+        # A last word that fits is better evidence than a whole name that looks alike.
+        close = get_close_matches(last, spellings, n=1, cutoff=0.8)
+        if not close and section not in all_sections():
+            close = get_close_matches(name, spellings, n=1, cutoff=0.6)
+        found = spellings[close[0]] if close else []
+        # Of several settings with this last word, one in the same section is the likeliest.
+        found = [other for other in found if other.rpartition(".")[0] == section] or found
+    if found:
+        likely = " or ".join(f"'{other}'" for other in found[:3])
+        return f"{name} is not known; did you mean {likely}?"
+    where, known = "", [other for other in (*all_settings(), *all_sections()) if "." not in other]
+    if section in all_sections():
+        where, known = f" in {section}", [o for o in all_settings() if o.startswith(f"{section}.")]
+    return f"{name} is not known; known{where}: {', '.join(known)}"
 
 
 def _spellings() -> dict[str, list[str]]:
@@ -307,15 +308,3 @@ def _spellings() -> dict[str, list[str]]:
     for word, name in FOREIGN_NAMES.items():
         spellings[word] = spellings.get(word, [name])
     return spellings
-
-
-def _contents(section: str) -> str:
-    if section in all_sections():
-        names = [name for name in all_settings() if name.startswith(f"{section}.")]
-        return f"known in {section}: {', '.join(names)}"
-    names = [name for name in (*all_settings(), *all_sections()) if "." not in name]
-    return f"known: {', '.join(names)}"
-
-
-def _or_list(names: list[str]) -> str:
-    return " or ".join(f"'{name}'" for name in names[:3])

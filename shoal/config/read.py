@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.config.fields import Setting, all_settings, build, convert, leaf_settings, open_setting
+from shoal.config.fields import all_settings, build, convert, leaf_settings, open_setting
 from shoal.config.job import Job
 from shoal.config.layers import Layer, file_layers, flag_layer, merged
 from shoal.config.rules import violations
@@ -79,22 +79,15 @@ def _converted(layer: Layer, problems: list[str]) -> tuple[dict[str, Any], set[s
     values: dict[str, Any] = {}
     failed: set[str] = set()
     for name, item in layer.items():
-        setting, key = _setting(name)
         try:
-            if key:
-                values.setdefault(setting.name, {})[key] = item.plain()
+            if key := open_setting(name):
+                values.setdefault(key[0], {})[key[1]] = item.plain()
             else:
-                values[name] = convert(item, setting)
+                values[name] = convert(item, all_settings()[name])
         except ValueError as error:
             problems.append(f"{item.origin}: {name} {error}")
             failed.add(name)
     return values, failed
-
-
-def _setting(name: str) -> tuple[Setting, str]:
-    """Return the setting of a dotted name, and the key in it, empty where it is not open."""
-    setting, key = open_setting(name) or (name, "")
-    return all_settings()[setting], key
 
 
 def _origin_of(names: Sequence[str], layer: Layer) -> str:
