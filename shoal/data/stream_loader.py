@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -140,8 +141,7 @@ class StreamLoader(ShardedLoader):
             )
             self._first = (batch.reader + 1) % len(self._states)
             self._compare(batch)
-            shard = BatchShard(self.epoch, self.position + 1, batch.rows, batch.global_rows)
-            yield shard, batch.batch
+            yield replace(batch.shard, epoch=self.epoch, stop=self.position + 1), batch.batch
         self._check_agreement("the end")
 
     def _epoch_batches(self) -> Iterator[ReadBatch]:

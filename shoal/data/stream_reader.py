@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from shoal.data.batch_fetcher import rows_of_whole
-from shoal.data.batch_shards import row_window, share_batch
+from shoal.data.batch_shards import BatchShard, row_window, share_batch
 from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
 from shoal.data.tree_map import holds_samples, items_of
 from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
@@ -75,8 +75,7 @@ class ReadBatch(NamedTuple):
     """This rank's rows of a batch, with the state of the reader that has read it."""
 
     batch: Any
-    rows: int
-    global_rows: int
+    shard: BatchShard
     reader: int
     checksum: int  # of the whole batch
     state: ReaderState
@@ -137,21 +136,19 @@ class StreamReaders:
     def _draws(self, number: int, batch: int) -> AbstractContextManager[None]:
         return one_process(derive_seed(self.seed, self.epoch, number, batch))
 
-    def _rows(self, items: list[Any]) -> tuple[Any, int, int]:
-        """Return this rank's rows, how many they are, and the rows of the whole batch."""
+    def _rows(self, items: list[Any]) -> tuple[Any, BatchShard]:
+        """Return this rank's rows, and how many they are of the whole batch."""
         if self.batch_size is None:
-            rows, shard = share_batch(self.collate_fn(items[0]), self.rank, self.ranks)
-            return rows, shard.rows, shard.global_rows
+            return share_batch(self.collate_fn(items[0]), self.rank, self.ranks)
         whole = self.collate_fn(list(items))
         count = rows_of_whole(whole, len(items))
         if count is not None:
             is_samples = partial(self._holds_samples, items)
-            rows, shard = share_batch(whole, self.rank, self.ranks, count, is_samples)
-            return rows, shard.rows, shard.global_rows
+            return share_batch(whole, self.rank, self.ranks, count, is_samples)
         # Rows cannot be taken of what was collated, so the samples are.
         window = row_window(len(items), self.rank, self.ranks)
         own = items[window] or items[:1]
-        return self.collate_fn(own), window.stop - window.start, len(items)
+        return self.collate_fn(own), BatchShard(0, 0, window.stop - window.start, len(items))
 
     def _holds_samples(self, items: list[Any], length: int) -> bool | None:
         if self.collate_fn is default_collate:
