@@ -34,8 +34,11 @@ def gather_named_tensors(
     if axis is None or axis.size == 1:
         return dict(local)
     tensors: dict[str, Tensor | None] = {}
-    table = json.dumps({name: _metadata(tensor) for name, tensor in local.items()})
-    for owner, text in enumerate(axis.all_gather_str(table)):
+    held = {
+        name: None if t is None else [str(t.dtype).removeprefix("torch."), list(t.shape)]
+        for name, t in local.items()
+    }
+    for owner, text in enumerate(axis.all_gather_str(json.dumps(held))):
         for name, metadata in json.loads(text).items():
             if name not in tensors:
                 tensors[name] = _broadcast_from(axis, owner, local.get(name), metadata)
@@ -52,15 +55,8 @@ def gather_named_values(axis: Axis | None, local: Mapping[str, Any]) -> dict[str
     return values
 
 
-def _metadata(tensor: Tensor | None) -> Any:
-    """Return dtype and shape as JSON values; None for None."""
-    if tensor is None:
-        return None
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-
-
 def _broadcast_from(axis: Axis, owner: int, local: Tensor | None, metadata: Any) -> Tensor | None:
-    """Broadcast the owner's tensor, of which all ranks know the metadata. Collective."""
+    """Broadcast the owner's tensor, of which all ranks know dtype and shape. Collective."""
     if metadata is None:
         return None
     dtype, shape = metadata

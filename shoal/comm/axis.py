@@ -85,7 +85,12 @@ class Axis:
 
         Raises: UsageError: on all ranks, for a sparse buffer.
         """
-        self._check_dense(module)
+        for name, buffer in module.named_buffers():
+            if self.size > 1 and buffer.layout != torch.strided:
+                raise UsageError(
+                    f"{name}: a sparse buffer cannot be sent to other ranks. Keep it as a plain "
+                    "attribute that every rank makes alike, or register it dense, by .to_dense()."
+                )
         for tensor in (*module.parameters(), *module.buffers()):
             self.broadcast_tensor(tensor.detach())
 
@@ -93,15 +98,6 @@ class Axis:
         """Copy the first rank's buffers, such as BatchNorm's statistics, to all. Collective."""
         for buffer in module.buffers():
             self.broadcast_tensor(buffer)
-
-    def _check_dense(self, module: nn.Module) -> None:
-        """Raise UsageError for a buffer that no collective takes."""
-        for name, buffer in module.named_buffers():
-            if self.size > 1 and buffer.layout != torch.strided:
-                raise UsageError(
-                    f"{name}: a sparse buffer cannot be sent to other ranks. Keep it as a plain "
-                    "attribute that every rank makes alike, or register it dense, by .to_dense()."
-                )
 
     def broadcast_str(self, text: str) -> str:
         """Return the first rank's text on every rank. Collective."""
