@@ -83,7 +83,7 @@ class AsyncSaver:
         copies = {}
         for name, tensor in tensors.items():
             old = self._copies.get(name)
-            if old is None or not _same_layout(old, tensor):
+            if old is None or _layout(old) != _layout(tensor):
                 old = _staging_buffer(tensor)
             copies[name] = old
         self._copies = copies
@@ -99,10 +99,5 @@ def _staging_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def _same_layout(a: Tensor, b: Tensor) -> bool:
-    return (
-        type(a) is type(b)
-        and a.shape == b.shape
-        and a.dtype == b.dtype
-        and to_local(a).shape == to_local(b).shape
-    )
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return type(tensor), tensor.shape, tensor.dtype, to_local(tensor).shape
