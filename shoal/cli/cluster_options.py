@@ -32,14 +32,13 @@ VALUES = {
     "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
     "python": ("PATH", "interpreter on the machines (default: this one)"),
 }
-LISTS = {
-    "sbatch-option": ("NAME=VALUE", "a further option, e.g. --sbatch-option=gres=gpu:4"),
-}
+MORE = "sbatch-option"
+"""Name of the option for all others of sbatch."""
 FLAGS = {
     "slurm": "run on a Slurm cluster, as one job",
     "dry-run": "print the batch script, and submit nothing",
 }
-NAMES = tuple(f"--{name}" for name in (*VALUES, *LISTS, *FLAGS))
+NAMES = tuple(f"--{name}" for name in (*VALUES, MORE, *FLAGS))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +48,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", action="store_true", help=help)
     for name, (metavar, help) in VALUES.items():
         group.add_argument(f"--{name}", metavar=metavar, help=help)
-    for name, (metavar, help) in LISTS.items():
-        group.add_argument(f"--{name}", action="append", default=[], metavar=metavar, help=help)
+    help = "a further option, e.g. --sbatch-option=gres=gpu:4"
+    group.add_argument(f"--{MORE}", action="append", default=[], metavar="NAME=VALUE", help=help)
 
 
 def is_asked(options: argparse.Namespace) -> bool:
@@ -63,7 +62,7 @@ def is_asked(options: argparse.Namespace) -> bool:
         return True
     # Hosts that are reached by ssh have an interpreter too.
     values = [name for name in VALUES if name != "python" or options.hosts is None]
-    if given := _given(options, (*values, *LISTS, *FLAGS)):
+    if given := _given(options, (*values, MORE, *FLAGS)):
         raise UsageError(f"{', '.join(given)}: only with --slurm")
     return False
 

@@ -119,14 +119,12 @@ def factor(schedule: ScheduleConfig, epochs: float, progress: float) -> float:
         epochs: epochs before this step, with the fraction of the present epoch.
         progress: steps before this step, as a fraction of all steps of the run.
     """
-    return _warmup(schedule, epochs) * _shape(schedule, epochs, progress)
-
-
-def _warmup(schedule: ScheduleConfig, epochs: float) -> float:
-    """Return the factor of warm-up: linear from `warmup_factor` to 1 (Goyal et al., 2017)."""
+    shape = _shape(schedule, epochs, progress)
     if epochs >= schedule.warmup_epochs:
-        return 1.0
-    return schedule.warmup_factor + (1 - schedule.warmup_factor) * epochs / schedule.warmup_epochs
+        return shape
+    # Linear from `warmup_factor` to 1 (Goyal et al., 2017).
+    start = schedule.warmup_factor
+    return (start + (1 - start) * epochs / schedule.warmup_epochs) * shape
 
 
 def _shape(schedule: ScheduleConfig, epochs: float, progress: float) -> float:
