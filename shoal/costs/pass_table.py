@@ -81,12 +81,9 @@ class PassTable:
                     progressed = True
         return tuple(order)
 
-    def has(self, action: Action) -> bool:
-        """Return whether some rank takes this action."""
-        return action in self._actions
-
     @cached_property
-    def _actions(self) -> frozenset[Action]:
+    def actions(self) -> frozenset[Action]:
+        """The actions of all ranks."""
         return frozenset(action for row in self.rows for action in row)
 
     def _needs(self, action: Action) -> list[Action]:
@@ -96,9 +93,9 @@ class PassTable:
         if kind == "W":
             return [Action("I", stage, microbatch)]
         needed = [Action("F", stage, microbatch)]
-        if self.has(Action("F", stage + 1, microbatch)):
+        if Action("F", stage + 1, microbatch) in self.actions:
             whole = Action("B", stage + 1, microbatch)
-            needed.append(whole if self.has(whole) else whole._replace(kind="I"))
+            needed.append(whole if whole in self.actions else whole._replace(kind="I"))
         return needed
 
 

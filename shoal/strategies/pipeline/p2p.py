@@ -120,7 +120,7 @@ def _sending_action(table: ScheduleTable, message: Message) -> Action:
     if message.kind == "F":
         return Action("F", message.stage, message.microbatch)
     backward = Action("B", message.stage + 1, message.microbatch)
-    return backward if table.has(backward) else backward._replace(kind="I")
+    return backward if backward in table.actions else backward._replace(kind="I")
 
 
 HEADER_BYTES = 1536
