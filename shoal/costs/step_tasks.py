@@ -167,17 +167,13 @@ class _TaskBuilder:
             self._prefetch(rank)
             self.pending_s[rank] += self.timer.speeds.step_s
         for number in range(self.step.accumulate):
-            self._pass_through(is_last=number == self.step.accumulate - 1)
+            is_last, ends = number == self.step.accumulate - 1, list[int]()
+            for each in self.step.passes.order:
+                waits = tuple(ends[index] for index in each.needs)
+                ends.append(self._act(each.rank, each.action, waits, is_last and each.is_last))
         for rank in ranks:
             self._finish(rank)
         return self.made
-
-    def _pass_through(self, is_last: bool) -> None:
-        """Add the actions of all ranks, each behind what it waits for."""
-        ends: list[int] = []
-        for each in self.step.passes.order:
-            waits = tuple(ends[index] for index in each.needs)
-            ends.append(self._act(each.rank, each.action, waits, is_last and each.is_last))
 
     def busy_s(self, rank: int) -> float:
         """Return the seconds in which a rank computes, or waits for messages of its own."""
