@@ -165,10 +165,6 @@ class _Form(NamedTuple):
     leaves: tuple[_Leaf, ...]
     spec: Any
 
-    def is_like_arguments(self) -> bool:
-        """Return whether all tensors among the results look like arguments."""
-        return all(leaf.kind != "as" or not isinstance(leaf.value, Tensor) for leaf in self.leaves)
-
 
 class OutputForms:
     """The results of units, as far as shapes tell them.
@@ -215,7 +211,8 @@ class OutputForms:
     def learn_likeness(self, name: str, leaves: list[Any], out: Any) -> None:
         """Note how the results of a unit look like its arguments, in a run with memory."""
         form = _form_of_results(leaves, out)
-        if form.is_like_arguments():
+        # All tensors among the results look like arguments.
+        if all(leaf.kind != "as" or not isinstance(leaf.value, Tensor) for leaf in form.leaves):
             self._likeness[name] = form
 
     def _asked(self, name: str, leaves: list[Any], spec: Any, device: torch.device) -> _Form:

@@ -242,12 +242,6 @@ class P2PLink:
         assert work is not None
         return PendingRecv(work, tensor)
 
-    def recv_header(self, sender: int) -> TensorMetas:
-        """Receive a header. Blocks."""
-        pending = self.post_recv(TensorMeta(torch.uint8, (HEADER_BYTES,), False), sender)
-        pending.work.wait()
-        return decode_metas(pending.tensor)
-
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """Return the group in which `sender` sends to `receiver` [5]."""
         return self.axis.group if sender < receiver else self._downward or self.axis.group
@@ -409,10 +403,13 @@ class StageComm:
             )
 
     def _header(self, message: Message, sender: int) -> TensorMetas:
-        """Return the header of a message; receive it if it is unknown."""
+        """Return the header of a message; receive it if it is unknown. Blocks then."""
         key = self._key(message)
         if key not in self.link.received_headers:
-            self.link.received_headers[key] = self.link.recv_header(sender)
+            meta = TensorMeta(torch.uint8, (HEADER_BYTES,), False)
+            pending = self.link.post_recv(meta, sender)
+            pending.work.wait()
+            self.link.received_headers[key] = decode_metas(pending.tensor)
         return self.link.received_headers[key]
 
     def _key(self, message: Message) -> HeaderKey:
