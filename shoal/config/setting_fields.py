@@ -25,11 +25,6 @@ SIZES: Check = (
 )
 
 
-def _is_name(text: str) -> bool:
-    """Return True for a relative path that stays below the directory in which it begins."""
-    return is_path(text) and text[0] != "/" and ".." not in text.split("/")
-
-
 def is_path(text: str) -> bool:
     """Return True for a path that a file system of today can hold."""
     parts = os.fsencode(text).split(b"/")
@@ -51,8 +46,9 @@ def _is_time(text: str) -> bool:
 
 
 TIME: Check = (_is_time, "must be a time greater than 0, such as 12h, 90min or 600s")
+# A relative path that stays below the directory in which it begins.
 NAME: Check = (
-    _is_name,
+    lambda text: is_path(text) and text[0] != "/" and ".." not in text.split("/"),
     "must be a name of a directory in runs/: not empty, at most 200 bytes, without control "
     "characters, and not leading out by / or ..",
 )

@@ -35,14 +35,12 @@ class Noise(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         if not 0 <= index < self.samples:
             raise IndexError(f"sample {index} of {self.samples}")
-        generator = torch.Generator().manual_seed(self._seed_of(index))
-        label = int(torch.randint(self.classes, (), generator=generator))
-        return torch.randn(self.shape, generator=generator), label
-
-    def _seed_of(self, index: int) -> int:
         # A sum instead of a hash would give one split the samples of a neighbouring seed.
         name = f"{self.seed} {self.split} {index}".encode()
-        return int.from_bytes(blake2b(name, digest_size=8).digest())
+        seed = int.from_bytes(blake2b(name, digest_size=8).digest())
+        generator = torch.Generator().manual_seed(seed)
+        label = int(torch.randint(self.classes, (), generator=generator))
+        return torch.randn(self.shape, generator=generator), label
 
 
 def load(config: DataConfig, seed: int) -> Source:
