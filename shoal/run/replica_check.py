@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
@@ -29,6 +29,7 @@ from shoal.errors import ReplicasDiffer
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.optimizer_groups import listed
 from shoal.strategies.base import LocalModel
+from shoal.strategies.finite_check import read
 
 
 class Replicated(NamedTuple):
@@ -92,15 +93,15 @@ def _spelled(ranks: Sequence[int], verb: str = "") -> str:
 
 def find_differences(held: Sequence[Replicated], axis: Axis) -> list[Difference]:
     """Return the tensors in which ranks differ, the same on every rank. Collective."""
-    found = digests([entry.value for entry in held])
-    parts: dict[str, list[int]] = {}
+    found = read([tensor_digest(entry.value) for entry in held])
+    parts: dict[str, list[complex]] = {}
     for entry, digest in zip(held, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
-    summary = {part: _combined(of_part) for part, of_part in parts.items()}
+    summary = {p: sha256(repr(of_part).encode()).hexdigest() for p, of_part in parts.items()}
     if _agree(_from_all_ranks(summary, axis)):
         return []
     mine = {f"{e.part}|{e.name}": digest for e, digest in zip(held, found, strict=True)}
-    by_key: dict[str, dict[int, list[int]]] = {}
+    by_key: dict[str, dict[Any, list[int]]] = {}
     for rank, digests_of_rank in enumerate(_from_all_ranks(mine, axis)):
         for key, digest in digests_of_rank.items():
             by_key.setdefault(key, {}).setdefault(digest, []).append(rank)
@@ -111,7 +112,7 @@ def find_differences(held: Sequence[Replicated], axis: Axis) -> list[Difference]
     ]
 
 
-def _from_all_ranks(values: Mapping[str, int], axis: Axis) -> list[dict[str, int]]:
+def _from_all_ranks(values: Mapping[str, Any], axis: Axis) -> list[dict[str, Any]]:
     return [json.loads(text) for text in axis.all_gather_str(json.dumps(values))]
 
 
@@ -164,28 +165,7 @@ def _shard_of(tensor: Tensor) -> str:
     )
 
 
-def digests(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the digest of each tensor. Waits for the device once."""
-    by_device: dict[torch.device, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        by_device.setdefault(tensor.device, []).append(index)
-    found = [0] * len(tensors)
-    for indices in by_device.values():
-        values = torch.stack([tensor_digest(tensors[index]) for index in indices]).tolist()
-        for index, value in zip(indices, values, strict=True):
-            found[index] = value
-    return found
-
-
-def _combined(digests: Sequence[int]) -> int:
-    """Return one number for a list, the same in every process."""
-    combined = 0
-    for digest in digests:
-        combined = (combined * 0x100000001B3 + digest) % (1 << 64)
-    return combined
-
-
-def _agree(summaries: Sequence[Mapping[str, int]]) -> bool:
-    seen: dict[str, int] = {}
+def _agree(summaries: Sequence[Mapping[str, str]]) -> bool:
+    seen: dict[str, str] = {}
     pairs = (pair for summary in summaries for pair in summary.items())
     return all(seen.setdefault(part, value) == value for part, value in pairs)
