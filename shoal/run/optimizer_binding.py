@@ -27,6 +27,7 @@ from shoal.platform.torch_private.subclasses import is_made_of_tensors
 from shoal.run.local_shard_step import name_local_state
 from shoal.run.optimizer_groups import listed
 from shoal.run.state_access import access_by_shoal
+from shoal.strategies.tensor.sliced_parameters import is_tensor_sharded
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
@@ -105,10 +106,10 @@ def cut_parameter_state(
 def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) -> None:
     """Raise StrategyRefused if a step of shards may not be the step of the full parameters."""
     kind = type(optimizer)
-    sharded = [name for name, parameter in owned.items() if _is_sharded(parameter)]
+    sharded = [name for name, parameter in owned.items() if is_shard(parameter)]
     if not sharded:
         return
-    tensor_parallel = [name for name in sharded if _is_tensor_parallel(owned[name])]
+    tensor_parallel = [name for name in sharded if is_tensor_sharded(owned[name])]
     if tensor_parallel and isinstance(optimizer, QuantizedOptimizer):
         raise StrategyRefused(
             f"{kind.__name__} quantises blocks of whole rows, and {listed(tensor_parallel)} are "
@@ -150,17 +151,10 @@ def _reason_for_full_tensors(optimizer: Optimizer) -> str:
     return "it may look at whole tensors, such as at their norms"
 
 
-def _is_sharded(parameter: Tensor) -> bool:
-    """Return True if this rank holds only a part of a parameter."""
+def is_shard(parameter: Any) -> bool:
+    """Return True if this rank holds a part of a parameter only."""
     return isinstance(parameter, DTensor) and not all(
-        isinstance(axis, Replicate) for axis in parameter.placements
-    )
-
-
-def _is_tensor_parallel(parameter: Tensor) -> bool:
-    """Return True if a parameter lies on a mesh with an axis `tensor`."""
-    return isinstance(parameter, DTensor) and "tensor" in (
-        parameter.device_mesh.mesh_dim_names or ()
+        isinstance(placement, Replicate) for placement in parameter.placements
     )
 
 

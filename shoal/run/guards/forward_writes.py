@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.optimizer_binding import is_shard
 
 
 class ForwardWrites:

@@ -19,7 +19,8 @@ from shoal.comm.assembly import shard_like
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable, is_shard
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.optimizer_binding import is_shard
 from shoal.run.state_access import is_access_by_shoal
 
 SAVE = "Use run.save(path), run.save_pretrained(directory) or run.weights(), on all ranks."

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 from weakref import ref
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
@@ -115,13 +114,6 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[type[ModuleHook], tuple[()]]:
         return type(self), ()
-
-
-def is_shard(parameter: Any) -> bool:
-    """Return True if this rank holds a part of a parameter only."""
-    return isinstance(parameter, DTensor) and not all(
-        isinstance(placement, Replicate) for placement in parameter.placements
-    )
 
 
 Places = tuple[tuple[Any, str], ...]
