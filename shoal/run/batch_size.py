@@ -271,11 +271,9 @@ class BatchSizes:
     def _learn_layout(self, tensors: list[Tensor], num_samples: int, is_certain: bool) -> None:
         """Remember the layouts that fit this batch and the batches before it.
 
-        Args:
-            is_certain: the batch cannot have another number of samples.
+        Args: is_certain: the batch cannot have another number of samples.
 
-        Raises:
-            UsageError: so many samples cannot lie in these tensors, or lay otherwise before.
+        Raises: UsageError: so many samples cannot lie in these tensors, or lay otherwise before.
         """
         possible = [_layouts(tensor, num_samples) for tensor in tensors]
         default = possible if is_certain else [ONE_ROW_PER_SAMPLE] * len(tensors)

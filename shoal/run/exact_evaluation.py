@@ -58,8 +58,7 @@ class OneEvaluation(NamedTuple):
 
         Returns: name -> sum over all samples.
 
-        Raises:
-            UsageError: the loader gives no batches; a value is no sum.
+        Raises: UsageError: the loader gives no batches; a value is no sum.
         """
         parts, batches = self._compute(compute_sums, _sums)
         sums = _gather_parts(self.data, parts, batches, "evaluate: compute_sums")

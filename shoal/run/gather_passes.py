@@ -98,8 +98,7 @@ class GatheredRows(NamedTuple):
 class MicrobatchGathering:
     """Answers `gather` inside of the passes of a step with micro-batches.
 
-    Args:
-        models: the prepared models, which may become more.
+    Args: models: the prepared models, which may become more.
     """
 
     def __init__(self, mesh: Mesh, models: Sequence[nn.Module]) -> None:

@@ -165,8 +165,7 @@ def optimizer_state(
 
     A tensor is `name.key`. If the optimizer takes a tensor apart, the parts are `name.key.part`.
 
-    Raises:
-        CheckpointError: state of another kind.
+    Raises: CheckpointError: state of another kind.
     """
     name_local_state(optimizer)
     tensors: dict[str, Tensor] = {}

@@ -106,8 +106,7 @@ def bind_optimizers(
         root: the models as scripts see them.
         loss_scale: of fp16, which gradients carry; None without it.
 
-    Raises:
-        StrategyRefused: an optimizer or the loss scale does not go with the strategy.
+    Raises: StrategyRefused: an optimizer or the loss scale does not go with the strategy.
     """
     owned = local_model.trainable_params
     absent = {

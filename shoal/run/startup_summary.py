@@ -71,8 +71,7 @@ def spell_batch(batch_size: int, ranks: int, accumulate: int, of: str = "") -> s
 
     Shares that differ by one sample are given as a range.
 
-    Args:
-        of: stands before "ranks", as in "2 data ranks".
+    Args: of: stands before "ranks", as in "2 data ranks".
     """
     share = _range_text(batch_size, ranks)
     if accumulate > 1:

@@ -43,11 +43,9 @@ from shoal.trace.recorder import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, S
 class Tracing:
     """Traces a window of a run's steps. Every rank makes one.
 
-    Args:
-        directory: rank 0 writes the trace there.
+    Args: directory: rank 0 writes the trace there.
 
-    Raises:
-        StrategyRefused: this device or this process group cannot be traced.
+    Raises: StrategyRefused: this device or this process group cannot be traced.
     """
 
     def __init__(self, window: Window, directory: Path, mesh: Mesh) -> None:

@@ -141,8 +141,7 @@ def verify_job(
 ) -> Verdict:
     """Do the same as `verify`, for an experiment with a data loader.
 
-    Args:
-        timeout_s: for each of the two runs.
+    Args: timeout_s: for each of the two runs.
     """
     if ranks < 1 or accumulate < 1 or experiment.steps < 1:
         raise UsageError(

@@ -107,8 +107,7 @@ class _TensorParallelizer:
     def shard_column(self, name: str, fused: int = 1) -> Any:
         """Make a layer column parallel and return it.
 
-        Args:
-            fused: matrices in one; 3 where it holds query, key and value.
+        Args: fused: matrices in one; 3 where it holds query, key and value.
         """
         module = self.modules[name]
         if is_gpt2_conv1d(module):

@@ -160,8 +160,7 @@ def find_hooks_on_border(
 
     A shard crosses the border of such a module.
 
-    Args:
-        prefix: what precedes the names of the graph in `by_name`.
+    Args: prefix: what precedes the names of the graph in `by_name`.
     """
     containers = [_containers(node) for node in nodes]
     partial = {

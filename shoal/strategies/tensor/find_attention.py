@@ -148,8 +148,7 @@ def _plan_attention(
 def _head_width(owner: nn.Module, width: int) -> int | None:
     """Return the width of one head from the module's attributes, None if they do not say it.
 
-    Args:
-        width: width of all heads together.
+    Args: width: width of all heads together.
     """
     heads = _int_attribute(owner, HEADS)
     return _int_attribute(owner, HEAD_WIDTHS) or (width // heads if heads else None)

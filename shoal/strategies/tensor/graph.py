@@ -39,8 +39,7 @@ def forward_graphs(model: nn.Module, leaves: set[nn.Module]) -> Iterator[RootGra
 
     Names in a graph count from its root.
 
-    Args:
-        leaves: modules that are not traced.
+    Args: leaves: modules that are not traced.
     """
     queue = [("", model)]
     while queue:
@@ -72,8 +71,7 @@ def _outermost(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Modul
 def _trace_all_modes(module: nn.Module, opaque: set[nn.Module]) -> list[fx.Graph] | None:
     """Trace a module in all its modes; return None if one of them cannot be traced.
 
-    Args:
-        opaque: modules that are leaves; gains the modules that cannot be traced.
+    Args: opaque: modules that are leaves; gains the modules that cannot be traced.
     """
     modes = [(m, m.training) for m in module.modules()]
     graphs = []

@@ -168,8 +168,7 @@ class HeadsRegion(Region):
     def _compare(self, output: Any, expected: Any) -> None:
         """Check that an output is that of the full model.
 
-        Raises:
-            StrategyRefused: it is another one, or that of this rank's heads.
+        Raises: StrategyRefused: it is another one, or that of this rank's heads.
         """
         if _tensor_mask(output) != _tensor_mask(expected) or not any(_tensor_mask(output)):
             raise StrategyRefused(

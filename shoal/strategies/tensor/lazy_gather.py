@@ -73,8 +73,7 @@ class ViewGroup:
             member: the tensor that is used now.
             what: who writes, for the error.
 
-        Raises:
-            StrategyRefused: a write that another tensor would not see.
+        Raises: StrategyRefused: a write that another tensor would not see.
         """
         written = [full for full, gathered in self.gathered if version(full) != gathered]
         if not written:
@@ -305,8 +304,7 @@ METADATA_FUNCTIONS = {
 def check_first_derivative() -> None:
     """Check that nobody asks for the gradient of a gradient. Called in a backward pass.
 
-    Raises:
-        StrategyRefused: the backward pass is recorded, by create_graph=True.
+    Raises: StrategyRefused: the backward pass is recorded, by create_graph=True.
     """
     if torch.is_grad_enabled():
         raise StrategyRefused(

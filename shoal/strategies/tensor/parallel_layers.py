@@ -57,8 +57,7 @@ from shoal.strategies.tensor.region import (
 class _ColumnParallel:
     """Computes this rank's shard of the outputs.
 
-    Attributes:
-        parts: matrices in one: 3 where query, key and value stand one below the other.
+    Attributes: parts: matrices in one: 3 where query, key and value stand one below the other.
     """
 
     region: Region

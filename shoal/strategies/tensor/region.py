@@ -75,8 +75,7 @@ class Region:
     def check_inside(self) -> None:
         """Check that a layer runs in the forward pass of the region.
 
-        Raises:
-            UsageError: the layer was called from outside of the region.
+        Raises: UsageError: the layer was called from outside of the region.
         """
         if not self.depth and not in_backward_pass():
             raise UsageError(
@@ -89,8 +88,7 @@ class Region:
     def check_hooks(self, column: nn.Module) -> None:
         """Check that no hook of the script is given the slice that a column layer returns.
 
-        Raises:
-            UsageError: a hook was registered on the layer after it was divided.
+        Raises: UsageError: a hook was registered on the layer after it was divided.
         """
         if any(map(_is_of_script, hooks_of(column, "forward", "backward"))):
             names = {id(m): name for name, m in self.module.named_modules(prefix=self.name)}
@@ -106,8 +104,7 @@ class Region:
 
         Layers with the same input share the result: then their gradients need one sum.
 
-        Raises:
-            UsageError: the layer was called from outside of the region.
+        Raises: UsageError: the layer was called from outside of the region.
         """
         self.check_inside()
         # Activation checkpointing computes the layer again, alone. A tensor of inference mode
@@ -194,8 +191,7 @@ def local_shard(tensor: Tensor | None) -> Any:
 
     None, of a layer without one, is returned as it is.
 
-    Raises:
-        StrategyRefused: somebody has put a full tensor in its place.
+    Raises: StrategyRefused: somebody has put a full tensor in its place.
     """
     if tensor is None or isinstance(tensor, DTensor):
         return local_part(tensor)
@@ -209,8 +205,7 @@ def local_shard(tensor: Tensor | None) -> Any:
 def local_part(tensor: Tensor | None) -> Any:
     """Return this rank's shard, differentiable; a replicated tensor, or None, as it is.
 
-    Raises:
-        StrategyRefused: a transform of torch.func is active, which no collective goes through.
+    Raises: StrategyRefused: a transform of torch.func is active, which no collective goes through.
     """
     if in_function_transform():
         raise StrategyRefused(

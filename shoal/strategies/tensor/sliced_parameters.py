@@ -63,8 +63,7 @@ class RefuseSlices(TorchFunctionMode):
     def _check_use(self, func: Any, args: Any, options: Any) -> None:
         """Check that a function of a parameter in slices looks at no values of it.
 
-        Raises:
-            StrategyRefused: its result would be that of a slice.
+        Raises: StrategyRefused: its result would be that of a slice.
         """
         name = getattr(func, "__name__", str(func))
         if _concerns_tensor_itself(func, name):

@@ -81,8 +81,7 @@ class TensorParallel(TensorOptions, Strategy):
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of slices and their sums: `tensor/cost.py`.
 
-        Raises:
-            StrategyRefused: nothing of the model can be divided.
+        Raises: StrategyRefused: nothing of the model can be divided.
         """
         if step.layout.tensor == 1:
             return step
@@ -155,8 +154,7 @@ def tensor_plan(
         full_model: how the model is divided into pipeline stages; None for one stage.
         trace: as for `plan`.
 
-    Raises:
-        StrategyRefused: nothing can be divided, or the options do not fit the model.
+    Raises: StrategyRefused: nothing can be divided, or the options do not fit the model.
     """
     problems: list[str] = []
     patterns = [pattern.strip() for pattern in options.whole.split("+") if pattern.strip()]
@@ -231,8 +229,7 @@ def _collapse_layer_numbers(names: list[str]) -> str:
 class TensorParallelStep:
     """A step of which the ranks of a tensor group compute replicated values alike.
 
-    Attributes:
-        checked: True after the first step, in which replicated gradients are compared.
+    Attributes: checked: True after the first step, in which replicated gradients are compared.
     """
 
     def __init__(self, model: LocalModel, mesh: Mesh) -> None:
@@ -274,8 +271,7 @@ class TensorParallelStep:
     def _check_replicated_gradients(self) -> None:
         """Check that replicated parameters have the same gradients on all ranks. Collective.
 
-        Raises:
-            StrategyRefused: they differ, with the names of the first ones.
+        Raises: StrategyRefused: they differ, with the names of the first ones.
         """
         gradients = {
             name: parameter.grad

@@ -19,8 +19,7 @@ import torch
 class DrawWatch:
     """Tells if the generators of torch, NumPy and Python have moved since it was asked last.
 
-    Attributes:
-        is_paused: Shoal draws, and the numbers of one device.
+    Attributes: is_paused: Shoal draws, and the numbers of one device.
     """
 
     def __init__(self) -> None:

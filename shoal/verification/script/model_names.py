@@ -32,8 +32,7 @@ WRAPPERS = {
 class ModelNames:
     """Names of all modules and parameters of the models that have been called.
 
-    Attributes:
-        roots: the models, in the order of their first call.
+    Attributes: roots: the models, in the order of their first call.
     """
 
     def __init__(self) -> None:
