@@ -132,11 +132,11 @@ class TrainingStep:
         # None on a device, where reading them would wait for the step.
         numbers = totals.tolist() if totals.is_cpu else None
         size = step.global_batch_size
-        local_step.rescale_by_count(self._local_model, result, size, numbers)
+        local_step.rescale_by_count(self._local_model, result, size)
         self._nonfinite_steps.judge(totals, numbers, earlier.values())
         add_gradients(earlier)
         extra = extras.join(result.extras, totals) if result.extras else None
-        loss = local_step.mean_loss(result, size, numbers)
+        loss = local_step.mean_loss(result, size)
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals, result.extras)
 

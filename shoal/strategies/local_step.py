@@ -18,7 +18,7 @@ division with these two functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -150,15 +150,6 @@ def _cached_factor_and_counts(
     return tensor[:COUNT], tensor[COUNT:]
 
 
-@lru_cache(maxsize=64)
-def cached_scalar_tensor(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a scalar tensor, which nobody may write to.
-
-    Without the cache, torch makes a new tensor for each operation with a Python number.
-    """
-    return tensor_on(value, dtype, device)
-
-
 def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     """Compute a batch and reduce: owned gradients are global means afterwards. Collective."""
     result = model.run(model.forward, batch)
@@ -167,41 +158,20 @@ def forward_backward(model: LocalModel, batch: LocalBatch) -> StepResult:
     return result
 
 
-def mean_loss(
-    result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
-) -> Tensor:
-    """Return the global mean loss of a step, a scalar.
-
-    Args: numbers: the totals as Python's numbers; None on a device.
-    """
+def mean_loss(result: StepResult, global_batch_size: int) -> Tensor:
+    """Return the global mean loss of a step, a scalar."""
     totals = result.step_totals
-    if numbers is None:
-        count = count_or_one(totals) if result.is_sum_and_count else global_batch_size
-        return totals[LOSS_SUM] / count
-    # One operation of torch instead of three.
-    divisor = (numbers[COUNT] or 1.0) if result.is_sum_and_count else global_batch_size
-    value = numbers[LOSS_SUM] / divisor
-    return torch.full((), value, dtype=totals.dtype, device=totals.device)
+    count = count_or_one(totals) if result.is_sum_and_count else global_batch_size
+    return totals[LOSS_SUM] / count
 
 
-def rescale_by_count(
-    model: LocalModel, result: StepResult, global_batch_size: int, numbers: Sequence[float] | None
-) -> None:
+def rescale_by_count(model: LocalModel, result: StepResult, global_batch_size: int) -> None:
     """Divide owned gradients by the global count, if the loss is one sum with a count.
 
     `weighted_loss` has divided by `global_batch_size`, because no rank knew the global count then.
-
-    Args: numbers: the totals as Python's numbers; None on a device.
     """
-    totals = result.step_totals
-    if not result.is_sum_and_count:
-        return
-    if numbers is None:
-        factor = global_batch_size / count_or_one(totals)
-    else:
-        value = global_batch_size / (numbers[COUNT] or 1.0)
-        factor = cached_scalar_tensor(value, totals.dtype, totals.device)
-    scale_gradients(model, factor)
+    if result.is_sum_and_count:
+        scale_gradients(model, global_batch_size / count_or_one(result.step_totals))
 
 
 def scale_gradients(model: LocalModel, factor: Tensor) -> None:
