@@ -30,7 +30,9 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
     Raises: UsageError: there are too many.
     """
     position = SUMMED
-    for marked in _summed_in(extra):
+    for marked in _leaves(extra):
+        if not isinstance(marked, Summed):
+            continue
         values = marked.value.reshape(-1)
         if position + len(values) > NONFINITE:
             raise UsageError(
@@ -43,11 +45,7 @@ def add_summed(totals: Tensor, extra: Any, weight: float) -> None:
 
 def has_own(value: Any) -> bool:
     """Return True if a nest has a tensor that is not to be summed over ranks."""
-    if isinstance(value, Mapping):
-        return any(map(has_own, value.values()))
-    return isinstance(value, Tensor) or (
-        isinstance(value, tuple | list) and any(map(has_own, value))
-    )
+    return any(isinstance(leaf, Tensor) for leaf in _leaves(value))
 
 
 def join(extras: Sequence[Extra], totals: Tensor) -> Any:
@@ -109,13 +107,10 @@ def _join_tensors(samples: list[int], values: list[Tensor]) -> Tensor:
     )
 
 
-def _summed_in(value: Any) -> Iterator[Summed]:
-    """Yield the summed values of a nest, in order."""
-    if isinstance(value, Summed):
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and mappings hold, in order."""
+    if not isinstance(value, (Mapping, tuple, list)):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _summed_in(item)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _summed_in(item)
+        return
+    for item in value.values() if isinstance(value, Mapping) else value:
+        yield from _leaves(item)

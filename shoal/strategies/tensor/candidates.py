@@ -85,15 +85,13 @@ class Candidates:
         """
         directly_read = {id(tensor) for tensor in full_model.directly_read_tensors}
         for module, name in list(self.remaining.items()):
-            if not full_model.runs_whole(name):
-                # Its code runs in parts, in several stages. The plan says so where it matters.
-                del self.remaining[module]
-                continue
-            if any(id(p) in directly_read for p in module.parameters(recurse=False)):
+            # Code that runs in parts, in several stages: the plan says so where it matters.
+            is_whole = full_model.runs_whole(name)
+            is_read = any(id(p) in directly_read for p in module.parameters(recurse=False))
+            if is_whole and is_read:
                 self.reasons[name] = "code around the blocks reads its parameters"
-            else:
-                continue
-            del self.remaining[module]
+            if is_read or not is_whole:
+                del self.remaining[module]
 
     def remove_planned(self, names: Iterable[str]) -> None:
         """Remove modules that a plan divides, with all modules inside them."""
