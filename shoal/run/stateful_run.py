@@ -1,20 +1,22 @@
-"""The state of a run: the weights, and all that the rest of a run depends on.
+"""The state of a run: its place among the ranks, the weights, and all that later steps depend on.
 
 These are methods of `Run`, which computes steps beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shoal.checkpoint import Checkpoints
 from shoal.comm.assembly import unshared
 from shoal.comm.mesh import Mesh
-from shoal.errors import DataError, UsageError
+from shoal.errors import CollectiveFailed, DataError, UsageError, headline_of
 from shoal.loggers.script_log import ScriptLog
 from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
@@ -25,14 +27,17 @@ from shoal.run.loop_progress import LoopProgress
 from shoal.run.prepare_arguments import is_loader
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
-from shoal.run.this_rank import ThisRank
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 
 
-class StatefulRun(ThisRank):
+class StatefulRun:
     """A run whose state can be read, saved and loaded.
+
+    Attributes: mesh: all ranks, their axes and process groups.
 
     Args:
         loss_scale: None without fp16.
@@ -47,7 +52,7 @@ class StatefulRun(ThisRank):
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
     ) -> None:
-        super().__init__(mesh)
+        self.mesh = mesh
         self._announce = announce
         self._prepared = prepared
         self._run_guards = guards
@@ -56,6 +61,61 @@ class StatefulRun(ThisRank):
         self._script_log = ScriptLog(mesh, announce)
         self._ema: Ema | None = None
         guards.at = self._calls.during
+
+    @property
+    def rank(self) -> int:
+        """The number of this process, from 0."""
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.mesh.size
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this process among those of its host, from 0."""
+        return self.mesh.place.local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's model and batches."""
+        return self.mesh.device
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0 only. The arguments are those of Python's `print`."""
+        if self.rank == 0:
+            print(*values, **options)
+
+    @contextmanager
+    def main_first(self, local: bool = False) -> Iterator[None]:
+        """Return a context that rank 0 leaves before the others enter. Collective.
+
+        with run.main_first():
+            dataset = MNIST("data", download=True)  # rank 0 downloads, the others find the files
+
+        The other ranks wait for at most ten times the limit of a hang.
+
+        Args: local: the first rank of each host goes first, for files on a disk of each host.
+
+        Raises: CollectiveFailed: on the ranks that wait, if the block has failed on the first one.
+        """
+        if (self.local_rank if local else self.rank) != 0:
+            with own_progress().during(Phase.SAVE):
+                failures = list(filter(None, self.mesh.all_gather_str("")))
+            if failures:
+                raise CollectiveFailed(f"run.main_first: the first rank has failed: {failures[0]}")
+            yield
+            return
+        failure = ""
+        try:
+            with own_progress().during(Phase.SAVE):
+                yield
+        except BaseException as error:
+            failure = headline_of(error) or type(error).__name__
+            raise
+        finally:
+            self.mesh.all_gather_str(failure)
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full model's `state_dict`, under the model's own names. Collective.
