@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import CheckpointError, LaunchError, UsageError
-from shoal.run.object_state import put_together, take_apart
+from shoal.run.run_checkpoints import put_together, take_apart
 from shoal.testing import world
 
 
