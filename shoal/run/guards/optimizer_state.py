@@ -51,10 +51,7 @@ class GuardedState(defaultdict[Any, Any]):
         super().clear()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.refuse("a copy or a pickle of optimizer.state")
-
-    def __deepcopy__(self, memo: Any) -> Never:
-        self.refuse("a copy of optimizer.state")
+        self.refuse("a copy of optimizer.state, or its pickle")
 
     def __copy__(self) -> Never:
         self.refuse("a copy of optimizer.state")
