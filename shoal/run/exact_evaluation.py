@@ -24,7 +24,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import gather_rows
 from shoal.data.evaluation_batches import EvaluationBatches
 from shoal.errors import UsageError
-from shoal.strategies.base import LocalModel
+from shoal.strategies.base import NEEDS_NOTHING, LocalModel
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -117,41 +117,31 @@ class OneEvaluation(NamedTuple):
         Returns: what `read` made of each counted batch, and the number of batches of all ranks.
         """
         data, model = self.data, self.local_model
-        if model is None:
-            for each in self.models:
-                data.broadcast_buffers(each)
-            batches = EvaluationBatches(self.loader, data.rank, data.size)
-            return self._call_on_batches(function, read, batches), batches.total
-        model.strategy_state.synchronize()
-        try:
-            data.broadcast_buffers(model.module)
+        outside_step, joins = NEEDS_NOTHING, False
+        if model is not None:
+            model.strategy_state.synchronize()
             # Some ranks have one batch less. Where a forward pass is collective they join the last
             # one all the same, with a batch that is not counted.
-            joins = model.pass_traits.collective_forward
-            batches = EvaluationBatches(self.loader, data.rank, data.size, joins)
-            call = partial(model.outside_step.call, function)
-            return self._call_on_batches(call, read, batches), batches.total
-        finally:
-            model.outside_step.reshard()
-
-    def _call_on_batches(
-        self,
-        function: Callable[..., Any],
-        read: Callable[[Any, int], dict[str, Tensor]],
-        batches: EvaluationBatches,
-    ) -> list[dict[str, Tensor]]:
+            outside_step, joins = model.outside_step, model.pass_traits.collective_forward
+        call = partial(outside_step.call, function)
         values: list[dict[str, Tensor]] = []
         progress = own_progress()
-        with (
-            _evaluation_mode(self.models),
-            torch.no_grad(),
-            progress.during(Phase.EVALUATION),
-        ):
-            for item in batches:
-                progress.enter(Phase.EVALUATION)
-                value = read(_call(function, self.to_device(item.batch)), item.rows)
-                values += [value] if item.is_counted else []
-        return values
+        try:
+            for each in self.models if model is None else [model.module]:
+                data.broadcast_buffers(each)
+            batches = EvaluationBatches(self.loader, data.rank, data.size, joins)
+            with (
+                _evaluation_mode(self.models),
+                torch.no_grad(),
+                progress.during(Phase.EVALUATION),
+            ):
+                for item in batches:
+                    progress.enter(Phase.EVALUATION)
+                    value = read(_call(call, self.to_device(item.batch)), item.rows)
+                    values += [value] if item.is_counted else []
+        finally:
+            outside_step.reshard()
+        return values, batches.total
 
 
 def _measured(metric: Any, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:
