@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
-from shoal.platform.script_line import caller
+from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
@@ -124,8 +123,6 @@ HOST_DRAWS = (
     "numbers from Python's or NumPy's generator count for the whole batch, as on one device: every "
     "rank and every micro-batch draws the same ones. Draw numbers for each sample with torch."
 )
-LIBRARIES = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
-"""Folders of files that are not the user's."""
 
 
 class RandomOperators(DispatchMode):
@@ -150,16 +147,12 @@ class RandomOperators(DispatchMode):
 
     def _note(self, operator: str, frame: FrameType | None) -> None:
         """Remember the innermost module and the innermost line of the user's own."""
-        name, line = "", ""
-        while frame is not None and not (name and line):
-            holder = frame.f_locals.get("self")
-            if isinstance(holder, nn.Module):
-                if id(holder) in self._known:
-                    return  # the startup summary has named it
-                name = name or self._names.get(id(holder), "")
-            file = frame.f_code.co_filename
-            if not line and not file.startswith((*LIBRARIES, "<")):
-                line = f"{file.rpartition('/')[2]}:{frame.f_lineno}"
+        name, line = "", script_line(frame)
+        while frame is not None and not name:
+            holder = id(frame.f_locals.get("self"))
+            if holder in self._known:
+                return  # the startup summary has named it
+            name = self._names.get(holder, "")
             frame = frame.f_back
         place = " at ".join(part for part in (name, line) if part)
         self.places[f"{operator} in {place}" if place else operator] = None

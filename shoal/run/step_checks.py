@@ -102,7 +102,17 @@ class StepChecks:
         """
         if self._guards.enabled:
             self._guards.before_step()
-        notes = nullcontext() if self._has_noted else self._first_notes(loss)
+        notes: AbstractContextManager[None] = nullcontext()
+        if not self._has_noted:
+            prepared, settings = self._prepared, self._prepared.settings
+            notes = noting_first_step(
+                prepared.local_model().module,
+                prepared.mesh,
+                settings.accumulate,
+                settings.draws == "global",
+                self._announce,
+                isinstance(loss, ComputedLoss),
+            )
         self._has_noted = True
         with self._guards.phase, notes:
             yield
@@ -117,15 +127,3 @@ class StepChecks:
         self._has_looked = True  # at one step: a function returns the same kinds each time
         if self._prepared.mesh.data.size > 1 and extras.has_own(output.given[0].value):
             self._announce(OWN_VALUES)
-
-    def _first_notes(self, loss: ComputeLoss) -> AbstractContextManager[None]:
-        """Return a context that notes what makes passes differ from those of one device."""
-        prepared, settings = self._prepared, self._prepared.settings
-        return noting_first_step(
-            prepared.local_model().module,
-            prepared.mesh,
-            settings.accumulate,
-            settings.draws == "global",
-            self._announce,
-            isinstance(loss, ComputedLoss),
-        )
