@@ -162,7 +162,7 @@ def _recomputed(module: nn.Module) -> Callable[..., Any]:
         extra: dict[str, Any] = {}
         if has_buffers or not is_compiling:  # torch.compile takes no contexts
             modes = _torch_function_modes()
-            extra["context_fn"] = lambda: _contexts(self, modes)
+            extra["context_fn"] = lambda: _contexts(_UnitState(self, modes))
         compute = forward if is_compiling else _explained(forward)
         return checkpoint(compute, self, *inputs, use_reentrant=False, **extra, **options)
 
@@ -204,27 +204,10 @@ def _torch_function_modes() -> list[TorchFunctionMode]:
 
 
 def _contexts(
-    module: nn.Module, modes: list[TorchFunctionMode]
+    state: _UnitState,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
-    state = _UnitState(module)
-    return state.noted(), _RecomputeContext([state, *modes])
-
-
-class _RecomputeContext:
-    """Enters several contexts as one, any number of times: there may be many backward passes."""
-
-    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        self._contexts = contexts
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack = ExitStack()
-        for context in self._contexts:
-            self._stack.enter_context(context)
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    return state.noted(), state
 
 
 class _UnitState:
@@ -232,10 +215,14 @@ class _UnitState:
 
     forward       copy all, run, keep the copies of changed ones
     recompute     enter: copies take their places      exit: what was there comes back
+
+    Args: modes: active in the forward pass; recomputing enters them again.
     """
 
-    def __init__(self, unit: nn.Module) -> None:
+    def __init__(self, unit: nn.Module, modes: Sequence[TorchFunctionMode]) -> None:
         self._unit = unit
+        self._modes = modes
+        self._entered = ExitStack()
         self._copies: list[tuple[dict[str, Any], str, Any]] = []
         self._replaced: list[tuple[dict[str, Any], str, Any]] = []
 
@@ -265,8 +252,11 @@ class _UnitState:
         for table, key, copy in self._copies:
             self._replaced.append((table, key, table[key]))
             table[key] = clones.get(id(copy), copy)
+        for mode in self._modes:
+            self._entered.enter_context(mode)
 
     def __exit__(self, *_: object) -> None:
+        self._entered.close()
         for table, key, value in self._replaced:
             table[key] = value
         self._replaced = []
