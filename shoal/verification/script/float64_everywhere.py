@@ -67,10 +67,7 @@ def _is_called_by_shoal(func: Any, frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_SHOAL):
         if frame.f_locals.get("func") is not func:
             return True
-        passes_on = frame.f_code.co_name == "__torch_function__"
         frame = frame.f_back
-        if passes_on:
-            return _is_called_by_shoal(func, frame)
     return False
 
 
