@@ -31,13 +31,6 @@ from shoal.strategies.tensor.sliced_parameters import is_tensor_sharded
 
 Scalars = dict[str, dict[str, float | int | bool | None]]
 
-NEED_FULL_TENSORS = {
-    "Adafactor": "its means of rows and columns need whole matrices, and torch's takes no shards "
-    "of them",
-    "SparseAdam": "it steps the rows of sparse gradients, and gradients of shards are dense",
-}
-"""Optimizers of torch that fail on shards in their first step, with the reason."""
-
 _BOUND = ("param_groups", "state", "defaults")
 _DEEPEST = 4
 
@@ -115,17 +108,12 @@ def check_steps_shards(optimizer: Optimizer, owned: Mapping[str, nn.Parameter]) 
             f"{kind.__name__} quantises blocks of whole rows, and {listed(tensor_parallel)} are "
             "cut along the tensor axis. Use AdamW, or leave out tensor."
         )
-    if kind.__module__.startswith("torchao."):
+    if not (is_elementwise(kind) or isinstance(optimizer, QuantizedOptimizer)):
         raise StrategyRefused(
-            f"torchao's {kind.__name__} quantises what each rank holds of {listed(sharded)}, so "
-            "its numbers depend on the number of ranks (pytorch/ao#4912). Use AdamW8bit of "
-            "shoal.optim.adamw8bit, or ddp."
-        )
-    reason = _reason_for_full_tensors(optimizer)
-    if reason:
-        raise StrategyRefused(
-            f"{kind.__name__} cannot step the shards of {listed(sharded)}: {reason}. "
-            f"{declaration(kind, 'elementwise')}Use ddp, or another optimizer such as AdamW."
+            f"{kind.__name__} cannot step the shards of {listed(sharded)}: it may look at whole "
+            "tensors, such as at their norms, or at blocks or rows of them. "
+            f"{declaration(kind, 'elementwise')}Use ddp, or another optimizer such as AdamW, or "
+            "AdamW8bit of shoal.optim for 8-bit states."
         )
 
 
@@ -139,16 +127,6 @@ def check_steps_stages(optimizer: Optimizer) -> None:
         "parameters together, such as at the norm of all gradients, and no rank has all of them. "
         f"{declaration(kind, 'parameterwise')}Use ddp, or another optimizer such as AdamW."
     )
-
-
-def _reason_for_full_tensors(optimizer: Optimizer) -> str:
-    """Return why an optimizer needs whole tensors; empty if it steps shards as it steps those."""
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in NEED_FULL_TENSORS:
-        return NEED_FULL_TENSORS[kind.__name__]
-    if is_elementwise(kind) or isinstance(optimizer, QuantizedOptimizer):
-        return ""
-    return "it may look at whole tensors, such as at their norms"
 
 
 def is_shard(parameter: Any) -> bool:
