@@ -153,22 +153,15 @@ def split_result(result: Any) -> tuple[tuple[Term, ...], Any]:
             )
     if isinstance(loss, Counted):
         return loss.terms, extra
-    if not isinstance(loss, Tensor):
-        raise UsageError(
-            f"compute_loss returned a {type(loss).__name__}; it must return a scalar tensor, the "
-            "mean over its batch, or shoal.counted(sum, count)."
-        )
-    if loss.dim() != 0:
-        raise UsageError(
-            f"compute_loss returned a tensor of shape {tuple(loss.shape)}; it must return the mean "
-            "over its batch (a scalar), or shoal.counted(sum, count)."
-        )
-    if not loss.is_floating_point():
-        raise UsageError(
-            f"compute_loss returned a number of {str(loss.dtype).removeprefix('torch.')}; it must "
-            "return the mean over its batch, a real number with a gradient."
-        )
-    return (Term(loss, None),), extra
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point():
+        return (Term(loss, None),), extra
+    found = type(loss).__name__
+    if isinstance(loss, Tensor):
+        found = f"tensor of shape {tuple(loss.shape)} and of {loss.dtype}"
+    raise UsageError(
+        f"compute_loss returned a {found}; it must return the mean over its batch, a scalar tensor "
+        "of real numbers, or shoal.counted(sum, count)."
+    )
 
 
 class CombinedLoss(NamedTuple):

@@ -140,7 +140,7 @@ def test_a_refusal_that_needs_no_process_starts_none(monkeypatch: pytest.MonkeyP
         (
             (model, batch, a_loss_for_each_sample),
             LaunchError,
-            r"^loss_fn returned a tensor of shape \(8,\); it must",
+            r"^loss_fn returned a tensor of shape \(8,\) and of torch.float64; it must",
         ),
         (
             (lambda: model(), batch, F.cross_entropy),
