@@ -6,7 +6,6 @@ transformers or peft.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -336,20 +335,7 @@ def choose_pretrained(
             "run.save_pretrained(directory, model)."
         )
     ((prefix, model),) = saving.items()
-    _check_takes_weights(model)
     return prefix, model
-
-
-def _check_takes_weights(model: Any) -> None:
-    """Raise UsageError for a model that would save its own weights, which may be shards."""
-    parameters = inspect.signature(model.save_pretrained).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    if "state_dict" not in parameters and not takes_any:
-        raise UsageError(
-            f"run.save_pretrained: {type(model).__name__}.save_pretrained takes no state_dict, and "
-            "would save what this rank holds. Use run.weights(), or "
-            'run.save("model.safetensors").'
-        )
 
 
 def save_pretrained(
