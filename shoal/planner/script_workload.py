@@ -43,7 +43,7 @@ from shoal.planner.trace_model import (
 )
 from shoal.platform.torch_private.fake_tensors import VALUE_NEEDED, weights_without_memory
 from shoal.run import Run
-from shoal.run.prepare_arguments import as_one_module, is_trained, named_models, sort_arguments
+from shoal.run.preparation import as_one_module, is_trained, named_models, sort_arguments
 from shoal.run.prepared import NOTHING_PREPARED
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.strategies.transforms.compile import Compile

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
-from shoal.run.optimizer_groups import listed
+from shoal.run.optimizer_binding import listed
 from shoal.strategies import base
 from shoal.strategies.finite_check import are_finite, nonfinite_names, read, seem_finite, sums_of
 from shoal.strategies.transforms.precision import LossScale, unscale

@@ -32,20 +32,18 @@ from shoal.run.checks import (
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_groups import BoundGroups, group_names
+from shoal.run.optimizer_binding import BoundGroups, group_names
 from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
-    RunSettings,
-    bind_optimizers,
-    seed_this_rank,
-    shard_loader,
-)
-from shoal.run.prepare_arguments import (
     PrepareArguments,
+    RunSettings,
     as_one_module,
+    bind_optimizers,
     is_trained,
     named_models,
+    seed_this_rank,
+    shard_loader,
     trained_names,
 )
 from shoal.run.step import TrainingStep

@@ -27,7 +27,7 @@ from shoal.comm.norm import to_local
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.errors import ReplicasDiffer
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
-from shoal.run.optimizer_groups import listed
+from shoal.run.optimizer_binding import listed
 from shoal.strategies.base import LocalModel
 from shoal.strategies.finite_check import read
 

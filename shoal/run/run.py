@@ -20,16 +20,14 @@ from shoal.run import checks
 from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
 from shoal.run.example_batch import example_of
-from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
-from shoal.run.preparation import RunSettings
-from shoal.run.prepare_arguments import sort_arguments
+from shoal.run.preparation import RunSettings, sort_arguments
 from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
-from shoal.run.step import TrainingStep, make_batch
+from shoal.run.step import TrainingStep, clip_gradients, gather_gradients, make_batch
 from shoal.run.step_checks import StepChecks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base

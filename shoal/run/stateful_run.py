@@ -24,7 +24,7 @@ from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema
 from shoal.run.guards import Guards
 from shoal.run.loop_progress import LoopProgress
-from shoal.run.prepare_arguments import is_loader
+from shoal.run.preparation import is_loader
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.strategies import base

@@ -27,8 +27,8 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
-from shoal.run.optimizer_groups import listed, params_of
-from shoal.run.prepare_arguments import named_models
+from shoal.run.optimizer_binding import listed, params_of
+from shoal.run.preparation import named_models
 from shoal.run.state_access import access_by_shoal
 from shoal.strategies.base import LocalModel
 from shoal.strategies.transforms.precision import LossScale

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shoal.run.prepare_arguments import ModelGroup
+from shoal.run.preparation import ModelGroup
 
 WRAPPERS = {
     "_orig_mod": None,

@@ -31,15 +31,13 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.launch.rank import script
 from shoal.run import Run
 from shoal.run.loop_watch import LoopWatch
-from shoal.run.optimizer_binding import group_settings
-from shoal.run.optimizer_groups import params_of
+from shoal.run.optimizer_binding import group_settings, params_of
 from shoal.run.step import TrainingStep
-from shoal.verification.script.drawn_numbers import DrawWatch
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.model_names import ModelNames
-from shoal.verification.script.module_calls import ModuleCalls, user_line
+from shoal.verification.script.module_calls import DrawWatch, ModuleCalls, user_line
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord, read_run
 from shoal.verification.script.same_start import SameStart, turn_dropout_off
 from shoal.verification.script.watched_calls import watch
