@@ -5,13 +5,22 @@
     tensor hook         the gradient of each output, when the backward pass comes to it
 
 Calls of a trial, of an evaluation, and of layers that a checkpoint computes again are left out.
+Of random numbers it is seen whether a generator has moved between two moments:
+
+    batch fetched ── noise of the loop ── layer ends ── noise of the model ── next layer ends
+                └── drawn for this layer ──┘└────── drawn for this one ──────────────┘
+
+Ranks draw other numbers than one device, so what is computed from them differs by design.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -24,10 +33,54 @@ from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.module_snapshot import is_trial_running
-from shoal.verification.script.drawn_numbers import DrawWatch
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
+
+
+class DrawWatch:
+    """Tells if the generators of torch, NumPy and Python have moved since it was asked last.
+
+    Attributes: is_paused: Shoal draws, and the numbers of one device.
+    """
+
+    def __init__(self) -> None:
+        self.is_paused = False
+        self._has_batch = False
+        self._state = _state()
+
+    def fetched(self) -> None:
+        """Leave out what was drawn until a batch was there: by samplers, and by data sets."""
+        self._has_batch, self._state = True, _state()
+
+    def called(self) -> None:
+        """Leave out what was drawn before the first model of a step that fetched no batch."""
+        if not self._has_batch:
+            self.fetched()
+
+    def stepped(self) -> None:
+        """Begin the next step."""
+        self._has_batch = False
+
+    def drew(self) -> bool:
+        """Return True if numbers were drawn since the last call of a method."""
+        before, self._state = self._state, _state()
+        return self._state != before and not self.is_paused
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is drawn until the end."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused, self._state = False, _state()
+
+
+def _state() -> tuple[bytes, object, bytes, int]:
+    _, words, position, *_ = np.random.get_state()
+    numpy_words = np.asarray(words).tobytes()
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_words, int(position)
 
 
 class ModuleCalls:
