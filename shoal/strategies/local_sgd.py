@@ -36,7 +36,6 @@ from torch import Tensor, nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import apply_flattened, bucketize
-from shoal.comm.compression.base import uncompressed_bytes
 from shoal.comm.deterministic import mean
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import SentMessage, StepCost, total
@@ -87,22 +86,7 @@ class LocalSgd(LocalOptions, Strategy):
             raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
         mesh.data.broadcast_module(model.module)
         engine = LocalSgdStep(model, mesh.data, every, self._outer)
-        round_mb = engine.bytes_per_sync() / 1e6
-        ddp_bytes = sum(
-            uncompressed_bytes(parameter.numel(), parameter.dtype, mesh.data.size)
-            for parameter in model.trainable_params.values()
-        )
-        summary = (
-            f"{name}={every}: a rank sends {round_mb:,.3g} MB at a meeting, "
-            f"{round_mb / every:,.3g} MB a step; ddp sends {ddp_bytes / 1e6:,.3g} MB a step"
-        )
-        return replace(
-            model,
-            run=engine.run,
-            gather_params=engine.gather,
-            strategy_state=engine,
-            summary_lines=(*model.summary_lines, summary),
-        )
+        return replace(model, run=engine.run, gather_params=engine.gather, strategy_state=engine)
 
     def cost(self, step: StepCost) -> StepCost:
         """Return a step with 1/H of a sync round. An outer optimizer holds two models more."""
@@ -223,15 +207,6 @@ class LocalSgdStep(StrategyState):
         self.stepped_since_sync = True
         if self.steps % self.every == 0:
             self._sync_round()
-
-    def bytes_per_sync(self) -> int:
-        """Return the bytes that this rank sends in a sync round."""
-        return sum(
-            uncompressed_bytes(
-                parameter.numel(), accumulation_dtype(parameter.dtype), self.data.size
-            )
-            for parameter in self.model.trainable_params.values()
-        )
 
     # State for checkpoints
 
