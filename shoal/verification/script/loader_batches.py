@@ -27,12 +27,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import UsageError
-from shoal.verification.script.run_record import (
-    RankRecord,
-    RecordWriter,
-    tensors_of_batch,
-    tensors_of_step,
-)
+from shoal.verification.script.run_record import RankRecord, RecordWriter, recorded
 from shoal.verification.script.watched_calls import watch
 
 
@@ -88,7 +83,7 @@ def batches_of_ranks(
     """Return the tensors of one batch on each rank; None where a rank took none."""
     found: list[list[Tensor] | None] = []
     for record in ranks:
-        tensors = tensors_of_batch(folder, record.rank, key)
+        tensors = recorded(folder, record.rank, f"batches/{key}")
         found.append([tensors[name] for name in sorted(tensors.names, key=int)] or None)
     return found
 
@@ -131,7 +126,7 @@ def repeat_samples(folder: Path, ranks: Sequence[RankRecord]) -> bool:
 
 
 def _outputs(folder: Path, record: RankRecord) -> dict[str, Tensor]:
-    return tensors_of_step(folder, record.rank, 1).below("forward")
+    return recorded(folder, record.rank, "step-1").below("forward")
 
 
 class LoaderLoops:
@@ -187,7 +182,7 @@ class BatchTape(LoaderLoops):
         self._record.loaders.append(loop)
         for position, batch in enumerate(batches):
             leaves = {str(index): leaf for index, leaf in enumerate(tensors_in(batch))}
-            self._writer.batch(f"{loop}-{position}", leaves)
+            self._writer.write(f"batches/{loop}-{position}", leaves)
             yield batch
 
 

@@ -2,6 +2,7 @@
 
     folder/
       rank-0/
+        start.safetensors      weights and buffers from before the first step
         index.json             what the rank is, and for each step its calls, losses and names
         step-1.safetensors     forward/0 ... backward/0 ... gradient/NAME weight/NAME buffer/NAME
         batches/0-0-0.safetensors   what the first loop took from the first loader
@@ -118,30 +119,18 @@ class RecordWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.folder = Path(folder, f"rank-{rank}")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "batches").mkdir(parents=True, exist_ok=True)
 
-    def step(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a step."""
-        _save(tensors, self.folder / f"step-{number}.safetensors")
-
-    def batch(self, key: str, tensors: Mapping[str, Tensor]) -> None:
-        """Write the tensors of a batch."""
-        (self.folder / "batches").mkdir(exist_ok=True)
-        _save(tensors, self.folder / "batches" / f"{key}.safetensors")
-
-    def weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write the weights and buffers from before the first step."""
-        _save(tensors, self.folder / "start.safetensors")
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors: of "start", "step-1", or the batch "batches/0-0-0"."""
+        # Tensors that share memory would be refused.
+        own = {key: t.detach().cpu().clone().contiguous() for key, t in tensors.items()}
+        save_file(own, self.folder / f"{name}.safetensors")
 
     def index(self, record: RankRecord) -> None:
         """Write the index; the last file of a record."""
         text = json.dumps({"format": FORMAT, **asdict(record)})
         (self.folder / "index.json").write_text(text)
-
-
-def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
-    # Tensors that share memory would be refused.
-    save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, file)
 
 
 def read_run(folder: Path) -> list[RankRecord]:
@@ -197,16 +186,6 @@ class RecordedTensors:
         }
 
 
-def tensors_of_step(folder: Path, rank: int, number: int) -> RecordedTensors:
-    """Return the tensors that a rank has recorded in a step."""
-    return RecordedTensors(Path(folder, f"rank-{rank}", f"step-{number}.safetensors"))
-
-
-def tensors_of_batch(folder: Path, rank: int, key: str) -> RecordedTensors:
-    """Return the tensors of a batch that a rank took; empty where it took none."""
-    return RecordedTensors(Path(folder, f"rank-{rank}", "batches", f"{key}.safetensors"))
-
-
-def starting_weights(folder: Path) -> RecordedTensors:
-    """Return rank 0's weights and buffers from before the first step."""
-    return RecordedTensors(Path(folder, "rank-0", "start.safetensors"))
+def recorded(folder: Path, rank: int, name: str) -> RecordedTensors:
+    """Return what a rank has written under a name; empty if it has written nothing."""
+    return RecordedTensors(Path(folder, f"rank-{rank}", f"{name}.safetensors"))

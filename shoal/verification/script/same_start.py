@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.norm import to_local
 from shoal.verification.script.model_names import ModelNames
-from shoal.verification.script.run_record import RankRecord, starting_weights
+from shoal.verification.script.run_record import RankRecord, recorded
 from shoal.verification.script.watched_calls import watch
 
 _FUNCTIONS = (
@@ -38,7 +38,7 @@ class SameStart:
     """
 
     def __init__(self, folder: Path, ranks: list[RankRecord], record: RankRecord) -> None:
-        self._weights = starting_weights(folder)
+        self._weights = recorded(folder, 0, "start")
         self._steps = {step.number: step for step in ranks[0].steps}
         self._record = record
 

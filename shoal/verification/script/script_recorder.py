@@ -193,7 +193,7 @@ class ScriptRecorder:
         weights = self._weights()
         self._step.digests |= digests(weights, "start")
         if self.record.rank == 0:
-            self._writer.weights(weights)
+            self._writer.write("start", weights)
 
     def _is_ours(self, optimizer: Optimizer) -> bool:
         """Return False for an optimizer of another thread, such as a parameter server's."""
@@ -237,7 +237,7 @@ class ScriptRecorder:
         if self._run is not None:
             self.record.is_synchronous = self._run.is_synchronous
             self.record.draws_of_loop = self._run.draws_of_loop
-        self._writer.step(step.number, tensors)
+        self._writer.write(f"step-{step.number}", tensors)
         self.record.steps.append(step)
         self._tensors, self._step = {}, StepRecord(step.number + 1)
         if step.number >= self._steps:

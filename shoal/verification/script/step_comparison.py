@@ -17,12 +17,7 @@ from torch import Tensor
 
 from shoal.verification.differences import Tensors, differences
 from shoal.verification.script.joined_ranks import RanksOfStep
-from shoal.verification.script.run_record import (
-    CallRecord,
-    RankRecord,
-    StepRecord,
-    tensors_of_step,
-)
+from shoal.verification.script.run_record import CallRecord, RankRecord, StepRecord, recorded
 from shoal.verification.script.script_report import Phase, ScriptDifference
 
 EXACT = 1e-10
@@ -65,8 +60,8 @@ class StepComparison:
         self.ranks: list[StepRecord] = [record.steps[step - 1] for record in candidate.ranks]
         self.index = self.ranks[0]
         self.calls: list[CallRecord] = self.reference.calls
-        self.expected = tensors_of_step(reference.folder, 0, step)
-        files = [tensors_of_step(candidate.folder, r.rank, step) for r in candidate.ranks]
+        self.expected = recorded(reference.folder, 0, f"step-{step}")
+        files = [recorded(candidate.folder, r.rank, f"step-{step}") for r in candidate.ranks]
         self.given = files[0]
         self._files = files
         self._records = candidate.ranks
