@@ -44,9 +44,7 @@ STRATEGIES = {
         splits_batch=False,
     ),
     "single": StrategyEntry("single:Single", options.NoOptions),
-    "dataparallel": StrategyEntry(
-        "data_parallel:DataParallelReplicas", options.DataParallelOptions
-    ),
+    "dataparallel": StrategyEntry("data_parallel:DataParallelReplicas", options.NoOptions),
     "ddp": StrategyEntry("ddp.strategy:Ddp", options.DdpOptions),
     "zero1": StrategyEntry("zero.strategy:Zero1", options.ZeroOptions),
     "zero2": StrategyEntry("zero.strategy:Zero2", options.ZeroOptions),

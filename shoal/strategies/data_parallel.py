@@ -4,9 +4,10 @@
       GPU 1           └──────> forward of rows 4..7  ── outputs ──┴─> loss on GPU 0, backward,
                                                                       gradients added on GPU 0
 
-It needs no launcher and no process group. It is slower than ddp, which keeps a copy on each GPU:
-all weights are copied in every forward pass and all gradients in every backward pass, one Python
-thread at a time drives all GPUs, and GPU 0 holds all outputs and the optimizer's state.
+It takes all GPUs that its process sees, and needs no launcher and no process group. It is slower
+than ddp, which keeps a copy on each GPU: all weights are copied in every forward pass and all
+gradients in every backward pass, one Python thread at a time drives all GPUs, and GPU 0 holds all
+outputs and the optimizer's state.
 
 A call of a prepared model is divided along dimension 0 of its tensors, and its outputs are joined
 along dimension 0. So a model that returns its loss, a scalar, is none for this strategy.
@@ -25,7 +26,7 @@ from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.strategies.base import LocalModel, Strategy
-from shoal.strategies.options import DataParallelOptions
+from shoal.strategies.options import NoOptions
 from shoal.strategies.wrap_units import user_models
 
 WHY_DDP = (
@@ -34,7 +35,7 @@ WHY_DDP = (
 )
 
 
-class DataParallelReplicas(DataParallelOptions, Strategy):
+class DataParallelReplicas(NoOptions, Strategy):
     """Copies of the model on several GPUs of one process, made anew in each forward pass."""
 
     def cost(self, step: StepCost) -> StepCost:
@@ -48,16 +49,16 @@ class DataParallelReplicas(DataParallelOptions, Strategy):
 
         On the CPU, or with one GPU, the local model stays as it is, with a line that says so.
 
-        Raises: StrategyRefused: several ranks; fewer GPUs than were asked for; a model that
-            computes again in the backward pass, or is compiled.
+        Raises: StrategyRefused: several ranks; a model that computes again in the backward pass, or
+            is compiled.
         """
         if mesh.size > 1:
             raise StrategyRefused(
                 "strategy dataparallel is one process that computes on several GPUs; there are "
                 f"{mesh.size} ranks. Use ddp, or start one process."
             )
-        devices = self._devices(mesh.device)
-        if len(devices) < 2:
+        gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
+        if gpus < 2:
             return _with_line(
                 model,
                 f"dataparallel: one device ({mesh.device}), so it computes as single does. On "
@@ -65,35 +66,22 @@ class DataParallelReplicas(DataParallelOptions, Strategy):
             )
         _check_replicable(model)
         for user_model in user_models(model.module):
-            replicate_calls(user_model, nn.DataParallel(user_model, devices))
+            replicate_calls(user_model, nn.DataParallel(user_model, [*range(gpus)]))
         return _with_line(
             model,
-            f"dataparallel: one process, {len(devices)} GPUs, and every step copies the whole "
+            f"dataparallel: one process, {gpus} GPUs, and every step copies the whole "
             f"model to each of them. {WHY_DDP}",
         )
 
     @property
     def deviations(self) -> list[str]:
         """Sentences for the beginning of a run: how numbers differ from those of one device."""
-        if len(self._devices(torch.device("cuda" if torch.cuda.is_available() else "cpu"))) < 2:
+        if torch.cuda.device_count() < 2:
             return []
         return [
             "dataparallel: each GPU computes its own rows, so BatchNorm normalises over these, "
             "dropout draws on each, and what copies write into buffers is lost but on the first."
         ]
-
-    def _devices(self, device: torch.device) -> list[int]:
-        """Return the numbers of the GPUs; none on the CPU.
-
-        Raises: StrategyRefused: there are fewer than were asked for.
-        """
-        count = torch.cuda.device_count() if device.type == "cuda" else 0
-        if self.devices > max(count, 1):
-            raise StrategyRefused(
-                f"dataparallel={self.devices}: this process sees {count} GPUs. Use dataparallel "
-                "for all of them, or single."
-            )
-        return [*range(self.devices or count)] if count else []
 
 
 def replicate_calls(model: nn.Module, parallel: nn.Module) -> None:

@@ -79,23 +79,6 @@ class RecomputeOptions(StrategyOptions):
 
 
 @dataclass(frozen=True)
-class DataParallelOptions(StrategyOptions):
-    """Options of `nn.DataParallel`.
-
-    Args: devices: GPUs of the one process, the first of this machine; 0 for all.
-    """
-
-    value: ClassVar[str] = "devices"
-    devices: int = 0
-
-    def __post_init__(self) -> None:
-        if self.devices < 0:
-            raise ConfigError(
-                [f"dataparallel={self.devices}: a number of GPUs, not negative; 0 for all"]
-            )
-
-
-@dataclass(frozen=True)
 class DdpOptions(StrategyOptions):
     """Options of distributed data parallel.
 

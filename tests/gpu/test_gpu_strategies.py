@@ -80,5 +80,5 @@ def test_batchnorm_of_all_ranks_is_that_of_one_device() -> None:
 
 def test_dataparallel_on_two_devices_is_exact_in_float64() -> None:
     require_cuda("it has one device")
-    found = on_ranks(1, by_strategy, "gpt", "dataparallel=2", devices=2)
+    found = on_ranks(1, by_strategy, "gpt", "dataparallel", devices=2)
     assert distance(found, by_hand("gpt")) < 1e-9
