@@ -28,7 +28,7 @@ import torch
 from shoal.comm.mesh import Mesh, init_mesh
 from shoal.comm.parallel_dims import ParallelDims
 from shoal.config.trace_window import parse_window
-from shoal.errors import ConfigError, StrategyRefused
+from shoal.errors import ConfigError, StrategyRefused, raise_problems
 from shoal.launch.environment import STARTED_BY_RANK, RankInfo, own_place
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
@@ -278,9 +278,10 @@ def _ignore(_: str) -> None:
 
 def _check_arguments(nonfinite: Any, max_nonfinite: Any, **given: Any) -> None:
     """Raise ConfigError with a sentence for each argument that cannot be meant."""
-    problems = [*_problems(**given), *_nonfinite_problems(nonfinite, max_nonfinite)]
-    if problems:
-        raise ConfigError(problems)
+    problems = [*_problems(**given), *_problems_of_integer("max_nonfinite", max_nonfinite)]
+    if nonfinite not in ("skip", "stop", "ignore"):
+        problems.append(f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"')
+    raise_problems(problems)
 
 
 def _integer_from(variables: Mapping[str, str], name: str, default: int) -> Any:
@@ -299,14 +300,8 @@ def _problems(
 ) -> Iterator[str]:
     if not isinstance(strategy, str):
         yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        yield f"seed: {seed!r} is no integer"
-    elif abs(seed) >= LIMIT:
-        yield f"seed: {seed} must be below 2^63"
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int):
-        yield f"accumulate: {accumulate!r} is no integer"
-    elif not 0 < accumulate < LIMIT:
-        yield f"accumulate: {accumulate} must be greater than 0, and below 2^63"
+    yield from _problems_of_integer("seed", seed, 1 - LIMIT)
+    yield from _problems_of_integer("accumulate", accumulate)
     if precision not in PRECISIONS:
         close = difflib.get_close_matches(str(precision), PRECISIONS, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -317,10 +312,9 @@ def _problems(
         yield f'draws: {draws!r} must be "rank" or "global"'
 
 
-def _nonfinite_problems(nonfinite: Any, max_nonfinite: Any) -> Iterator[str]:
-    if nonfinite not in ("skip", "stop", "ignore"):
-        yield f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"'
-    if isinstance(max_nonfinite, bool) or not isinstance(max_nonfinite, int):
-        yield f"max_nonfinite: {max_nonfinite!r} is no integer"
-    elif max_nonfinite < 1:
-        yield f"max_nonfinite: {max_nonfinite} must be greater than 0"
+def _problems_of_integer(name: str, value: Any, least: int = 1) -> Iterator[str]:
+    if isinstance(value, bool) or not isinstance(value, int):
+        yield f"{name}: {value!r} is no integer"
+    elif not least <= value < LIMIT:
+        above = " greater than 0, and" if least == 1 else ""
+        yield f"{name}: {value} must be{above} below 2^63"
