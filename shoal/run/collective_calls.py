@@ -24,10 +24,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import (
@@ -119,7 +118,7 @@ class CollectiveCalls:
         self._has_raised = False
         self._call = ""
         self._steps = 0
-        self._store: Store | None = None
+        self._store: Any = None
         # A replay has the worker of each rank in one process, without a group.
         if mesh.size > 1 and dist.is_initialized():  # a program may make several runs
             self._store = default_store()
@@ -167,7 +166,7 @@ class CollectiveCalls:
             return
         call, error = self._failed
         deadline = time.monotonic() + WAIT_S
-        while (failed := self._shared_store.add(f"{self._key(call)}/ranks", 0)) < self._ranks:
+        while (failed := self._store.add(f"{self._key(call)}/ranks", 0)) < self._ranks:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank {self._rank} has gone on after an error in a call of run that "
@@ -179,21 +178,16 @@ class CollectiveCalls:
             time.sleep(0.02)
         self._failed = None
 
-    @property
-    def _shared_store(self) -> Store:
-        assert self._store is not None
-        return self._store
-
-    def _key(self, call: int) -> str:
-        return f"{self._prefix}/{call}"
+    def _key(self, name: int | str) -> str:
+        return f"{self._prefix}/{name}"
 
     def _tell(self, error: Exception) -> None:
         kind = next((k.__name__ for k in _SAME_ON_ALL if isinstance(error, k)), "")
         plain = str(error) if isinstance(error, ShoalError) else headline_of(error)
         self._failed = self._calls, plain
         try:
-            self._shared_store.add(f"{self._key(self._calls)}/ranks", 1)
-            self._shared_store.compare_set(
+            self._store.add(f"{self._key(self._calls)}/ranks", 1)
+            self._store.compare_set(
                 self._key(self._calls), "", json.dumps([self._rank, kind, plain])
             )
         except (RuntimeError, ValueError):
@@ -204,9 +198,8 @@ class CollectiveCalls:
         # Another rank may be a call ahead or behind. What this rank has raised itself is over.
         calls = [self._calls, self._calls + 1, *([] if self._has_raised else [self._calls - 1])]
         try:
-            store = self._shared_store
-            key = next((key for key in map(self._key, calls) if store.check([key])), None)
-            told = None if key is None else json.loads(store.get(key))
+            key = next((key for key in map(self._key, calls) if self._store.check([key])), None)
+            told = None if key is None else json.loads(self._store.get(key))
         except (RuntimeError, ValueError):
             return None
         if told is None or told[0] == self._rank:
@@ -230,8 +223,8 @@ class CollectiveCalls:
         try:
             self._write(own)
             while True:
-                if self._shared_store.check([self._reason]):
-                    return UsageError(text_of(self._shared_store.get(self._reason)))
+                if self._store.check([self._key("reason")]):
+                    return UsageError(text_of(self._store.get(self._key("reason"))))
                 for rank, place in self._others():
                     is_elsewhere = moves and rank in named and place != own
                     if is_elsewhere or not place.call:
@@ -242,17 +235,11 @@ class CollectiveCalls:
         except (RuntimeError, ValueError):
             return None  # the store may have ended with its rank
 
-    @property
-    def _reason(self) -> str:
-        return f"{self._prefix}/reason"
-
-    def _place_key(self, rank: int) -> str:
-        return f"{self._prefix}/place of {rank}"
-
     def _others(self) -> Iterator[tuple[int, LoopPlace]]:
         for rank in range(self._ranks):
-            if rank != self._rank and self._shared_store.check([self._place_key(rank)]):
-                place = place_in(self._shared_store.get(self._place_key(rank)))
+            key = self._key(f"place of {rank}")
+            if rank != self._rank and self._store.check([key]):
+                place = place_in(self._store.get(key))
                 if place is not None:
                     yield rank, place
 
@@ -260,11 +247,11 @@ class CollectiveCalls:
         both = sorted([(self._rank, own), (rank, place)])
         facts = ", and ".join(each.describe(number) for number, each in both)
         text = f"the ranks do not make the same calls: {facts}. {CURE}"
-        self._shared_store.compare_set(self._reason, "", text)
+        self._store.compare_set(self._key("reason"), "", text)
         return UsageError(text)
 
     def _write(self, place: LoopPlace) -> None:
-        self._shared_store.set(self._place_key(self._rank), json.dumps(place))
+        self._store.set(self._key(f"place of {self._rank}"), json.dumps(place))
 
     def _end(self) -> None:
         """Write that this program has ended, unless by an error, which says more."""
