@@ -221,33 +221,27 @@ class SavedObjects:
             contents = cell.cell_contents
         except ValueError:  # Not assigned yet.
             return
+        self._save_place(lambda: cell.cell_contents, partial(setattr, cell, "cell_contents"))
+        self.save(contents, depth - 1)
+
+    def _save_place(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        """Save what stands at a place that is read and written so."""
+        entry = read()
 
         def restore() -> bool:
-            has_changed = cell.cell_contents is not contents
+            has_changed = read() is not entry
             if has_changed:
-                cell.cell_contents = contents
+                write(entry)
             return has_changed
 
         self._restores.append(restore)
-        self.save(contents, depth - 1)
 
     def _save_globals(self, function: FunctionType, depth: int) -> None:
         table = function.__globals__
         for name in sorted(set(global_names(function.__code__))):
             if name in table:
-                self._save_global(table, name)
+                self._save_place(partial(table.get, name), partial(table.__setitem__, name))
                 self.save(table[name], depth - 1)
-
-    def _save_global(self, table: dict[str, Any], name: str) -> None:
-        entry = table[name]
-
-        def restore() -> bool:
-            has_changed = table.get(name) is not entry
-            if has_changed:
-                table[name] = entry
-            return has_changed
-
-        self._restores.append(restore)
 
 
 def global_names(code: CodeType) -> Iterator[str]:
