@@ -45,16 +45,6 @@ class Replicated(NamedTuple):
     value: Tensor
 
 
-class Difference(NamedTuple):
-    """A tensor in which replicas differ.
-
-    Attributes: ranks: those with equal bits together, in the order of their first ones.
-    """
-
-    name: str
-    ranks: list[list[int]]
-
-
 def check_replicas(local_model: LocalModel, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
     """Compare what replicas hold. Collective. Ranks must hold the weights of the same step.
 
@@ -65,8 +55,8 @@ def check_replicas(local_model: LocalModel, optimizers: Sequence[Optimizer], mes
     differences = find_differences(replicated_tensors(local_model, optimizers, mesh), mesh)
     if not differences:
         return
-    names = listed([difference.name for difference in differences], 3)
-    most, *others = sorted(differences[0].ranks, key=len, reverse=True)
+    names = listed([*differences], 3)
+    most, *others = sorted(next(iter(differences.values())), key=len, reverse=True)
     wrong = sorted(rank for ranks in others for rank in ranks)
     if len(most) > len(wrong):
         fact = f"{_spelled(wrong)} other bits than {len(most)} other ranks in {names}"
@@ -91,25 +81,28 @@ def _spelled(ranks: Sequence[int], verb: str = "") -> str:
     )
 
 
-def find_differences(held: Sequence[Replicated], axis: Axis) -> list[Difference]:
-    """Return the tensors in which ranks differ, the same on every rank. Collective."""
+def find_differences(held: Sequence[Replicated], axis: Axis) -> dict[str, list[list[int]]]:
+    """Return for each tensor in which ranks differ those with equal bits together. Collective.
+
+    It is the same on every rank.
+    """
     found = read([tensor_digest(entry.value) for entry in held])
     parts: dict[str, list[complex]] = {}
     for entry, digest in zip(held, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
     summary = {p: sha256(repr(of_part).encode()).hexdigest() for p, of_part in parts.items()}
     if _agree(_from_all_ranks(summary, axis)):
-        return []
+        return {}
     mine = {f"{e.part}|{e.name}": digest for e, digest in zip(held, found, strict=True)}
     by_key: dict[str, dict[Any, list[int]]] = {}
     for rank, digests_of_rank in enumerate(_from_all_ranks(mine, axis)):
         for key, digest in digests_of_rank.items():
             by_key.setdefault(key, {}).setdefault(digest, []).append(rank)
-    return [
-        Difference(key.partition("|")[2], [*by_digest.values()])
-        for key, by_digest in by_key.items()
-        if len(by_digest) > 1
-    ]
+    differing: dict[str, list[list[int]]] = {}
+    for key, by_digest in by_key.items():
+        if len(by_digest) > 1:  # the first one of several shards that differ
+            differing.setdefault(key.partition("|")[2], [*by_digest.values()])
+    return differing
 
 
 def _from_all_ranks(values: Mapping[str, Any], axis: Axis) -> list[dict[str, Any]]:

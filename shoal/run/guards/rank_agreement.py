@@ -133,7 +133,7 @@ def check_equal_weights(guarded: GuardedModels) -> None:
     if differences:
         is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
         if not data.sum_of_host_numbers([not is_finite])[0]:
-            name, (first, other, *_) = differences[0]
+            name, (first, other, *_) = next(iter(differences.items()))
             raise UsageError(_describe_weights(name, first[0], other[0]))
 
 
