@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -62,7 +59,7 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
                 f"{tuple(query.shape)}. Add a dimension of one sample, x.unsqueeze(...), or keep "
                 "the attention whole by the strategy's option `whole`."
             )
-        with _inside(self.region):
+        with self.region:  # which does not call this module, as it does others
             inputs = self._batch_first_inputs(query, key, value)
             mask = self._merge_masks(query, key_padding_mask, attn_mask)
             heads, weights = self._attend(inputs, mask, need_weights)
@@ -145,17 +142,6 @@ class ShardedMultiheadAttention(nn.MultiheadAttention):
         padded = weights.new_zeros(len(weights), self.num_heads, *weights.shape[2:])
         local_slice(padded, axis, 1).copy_(weights)
         return reduce_from_region(padded, axis)
-
-
-@contextmanager
-def _inside(region: Region) -> Iterator[None]:
-    """Enter a region whose module is not called through it, but has a `forward` of its own."""
-    region.depth += 1
-    try:
-        yield
-    finally:
-        region.depth -= 1
-        region.entered = []
 
 
 def _additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -64,13 +64,17 @@ class Region:
         self.entered: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
-        self.depth += 1
-        try:
+        with self:
             return type(self.module).forward(self.module, *inputs, **options)
-        finally:
-            self.depth -= 1
-            if not self.depth:
-                self.entered = []
+
+    def __enter__(self) -> None:
+        """Begin a forward pass of the module."""
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.entered = []
 
     def check_inside(self) -> None:
         """Check that a layer runs in the forward pass of the region.
