@@ -20,7 +20,7 @@ placement, so either loads the checkpoints of the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -86,21 +86,14 @@ class PipelineZeroOne:
             if name not in self.sharded and parameter.grad is not None:
                 mean(parameter.grad, self.data)
         used = [name for name, parameter in self.sharded.items() if parameter.grad is not None]
-        for names in self._by_dtype(used):
-            self._reduce_scatter(names)
+        if used:
+            self._reduce_scatter(used)
 
     def gather(self) -> None:
         """Copy all rows of all parameters to every rank. Collective."""
-        for names in self._by_dtype(self.sharded):
-            self._all_gather(names)
+        if self.sharded:
+            self._all_gather()
         self.model.gather_params()
-
-    def _by_dtype(self, names: Iterable[str]) -> list[list[str]]:
-        """Group parameters by dtype: a message has one dtype."""
-        groups: dict[torch.dtype, list[str]] = {}
-        for name in names:
-            groups.setdefault(self.sharded[name].dtype, []).append(name)
-        return [*groups.values()]
 
     def _fill_missing_grads(self) -> None:
         """Set zeros for gradients that only other ranks have. Collective.
@@ -121,9 +114,9 @@ class PipelineZeroOne:
             for rank in range(self.data.size)
         ]
 
-    def _all_gather(self, names: Sequence[str]) -> None:
-        """Copy each rank's rows of some parameters to all ranks. Collective."""
-        values = {name: to_local(self.sharded[name].detach()) for name in names}
+    def _all_gather(self) -> None:
+        """Copy each rank's rows to all ranks. Collective."""
+        values = {name: to_local(parameter.detach()) for name, parameter in self.sharded.items()}
         pieces = self._pieces_of_ranks(values)
         length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
         sent = _flat(pieces[self.data.rank], length)
