@@ -43,14 +43,6 @@ TOLERANCE = 1e-3
 """Relative difference of gathered rows between two passes. Repeated kernels differ by rounding."""
 
 
-class OwnRows(NamedTuple):
-    """Rows of one micro-batch that were given to `gather`."""
-
-    rows: Tensor
-    is_data: bool
-    """They are rows of the batch, which no gradient is asked of."""
-
-
 class Passes(NamedTuple):
     """Passes over the micro-batches of a step, and the facts that they share.
 
@@ -88,11 +80,6 @@ class GatheredRows(NamedTuple):
     windows: list[slice]
     asked: Tensor | None = None
     is_data: bool = False
-
-    @property
-    def needs_gradient(self) -> bool:
-        """True for rows of which the loss may ask something."""
-        return self.rows.is_floating_point() and not self.is_data
 
 
 class MicrobatchGathering:
@@ -157,19 +144,22 @@ class MicrobatchGathering:
         if not num_gathers:
             return batch
         gathered = [
-            self._gathered([x.rows for x in own], microbatches)._replace(
-                is_data=not self._on_any_rank(not all(x.is_data for x in own))
+            self._gathered(rows, microbatches)._replace(
+                is_data=not self._on_any_rank(not all(are_data))
             )
-            for own in values
+            for rows, are_data in values
         ]
         with leaving_no_trace(self._models, function, given):
-            asked = self._asked(gathered, [[x.rows for x in each] for each in values], passes)
+            asked = self._asked(gathered, [rows for rows, _ in values], passes)
         self._seeds()  # the next step draws others
         of_microbatch = self._injecting(function, asked, passes)
         return batch._replace(step=batch.step._replace(of_microbatch=of_microbatch))
 
-    def _values(self, passes: Passes) -> list[list[OwnRows]]:
-        """[1] Return for each gather the own rows of each micro-batch. Collective."""
+    def _values(self, passes: Passes) -> list[tuple[list[Tensor], list[bool]]]:
+        """[1] Return for each gather the own rows of each micro-batch. Collective.
+
+        With each whether they are rows of the batch, which no gradient is asked of.
+        """
 
         def made(index: int, micro: base.LocalBatch) -> tuple[Callable[..., Any], str]:
             share = micro.step.global_batch_size / max(micro.num_samples, 1)
@@ -189,7 +179,7 @@ class MicrobatchGathering:
             return give, f"values {micro.num_samples} of {micro.step.global_batch_size}"
 
         found = [
-            [OwnRows(x.detach().clone(), is_data) for x, is_data in given]
+            [(x.detach().clone(), is_data) for x, is_data in given]
             for _, _, given in passes.results(made)
         ]
         if len({len(given) for given in found}) > 1:
@@ -198,7 +188,7 @@ class MicrobatchGathering:
                 "in the micro-batches of one step. Every part of a batch must call it equally "
                 "often."
             )
-        return [list(own) for own in zip(*found, strict=True)]
+        return [([x for x, _ in own], [d for _, d in own]) for own in zip(*found, strict=True)]
 
     def _gathered(self, own: list[Tensor], microbatches: list[base.LocalBatch]) -> GatheredRows:
         """Return the rows of all micro-batches of all ranks. Collective."""
@@ -220,7 +210,10 @@ class MicrobatchGathering:
     ) -> list[GatheredRows]:
         """[2] Return the gathered rows with what the whole loss asks of them. Collective."""
         leaves = [
-            g._replace(rows=g.rows.detach().requires_grad_(g.needs_gradient)) for g in gathered
+            g._replace(
+                rows=g.rows.detach().requires_grad_(g.rows.is_floating_point() and not g.is_data)
+            )
+            for g in gathered
         ]
         roots = [leaf.rows for leaf in leaves if leaf.rows.requires_grad]
 
@@ -238,8 +231,9 @@ class MicrobatchGathering:
         sums = [torch.zeros_like(root) for root in roots]
         is_same = True
         for index, micro, (found, given) in passes.results(made):
-            if micro.num_samples:
-                _add(found, sums)
+            for total, gradient in zip(sums, found, strict=True):
+                if gradient is not None and micro.num_samples:
+                    total += gradient
             is_same = is_same and gave_again(given, [own[index] for own in values])
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
@@ -331,12 +325,6 @@ def _gradients(
         return torch.autograd.grad(loss, roots, allow_unused=True)
 
 
-def _add(gradients: Sequence[Tensor | None], sums: Sequence[Tensor]) -> None:
-    for total, gradient in zip(sums, gradients, strict=True):
-        if gradient is not None:
-            total += gradient
-
-
 def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
     """Return a result of compute_loss whose loss has `addend` more, undivided by any weight."""
     terms, _ = split_result(result)
@@ -348,12 +336,9 @@ def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
     if first.count is not None and micro.step.loss_weight is not None:
         scale = scale * first.count.clamp(min=1)
     replaced = Term(first.value + addend * scale, first.count)
-    loss: Any = Counted((replaced, *terms[1:])) if _is_counted(result) else replaced.value
+    loss: Any = result[0] if isinstance(result, tuple) else result
+    loss = Counted((replaced, *terms[1:])) if isinstance(loss, Counted) else replaced.value
     return (loss, result[1]) if isinstance(result, tuple) else loss
-
-
-def _is_counted(result: Any) -> bool:
-    return isinstance(result[0] if isinstance(result, tuple) else result, Counted)
 
 
 def places_of_data(batch: Any) -> set[int]:
