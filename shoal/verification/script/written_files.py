@@ -52,8 +52,8 @@ class WrittenFiles:
         watch(stack, torch, "save", self._save)
         watch(stack, torch, "load", self._load)
         watch(stack, Run, "save", self._save_run)
-        watch(stack, Run, "save_pretrained", self._save_pretrained)
-        watch(stack, safetensors.torch, "save_file", self._save_tensors)
+        watch(stack, Run, "save_pretrained", self._save_beside)
+        watch(stack, safetensors.torch, "save_file", self._save_beside)
         for module, name in ((builtins, "open"), (io, "open")):
             watch(stack, module, name, self._open)
         for name in ("replace", "rename"):
@@ -76,15 +76,10 @@ class WrittenFiles:
     def _save_run(self, original: Any, run: Run, path: str | Path) -> None:
         original(run, self._place(path))  # which writes through an open file
 
-    def _save_pretrained(
-        self, original: Any, run: Run, directory: str | Path, *args: Any, **options: Any
+    def _save_beside(
+        self, original: Any, saved: Any, path: Any, *args: Any, **options: Any
     ) -> None:
-        original(run, self._beside(directory), *args, **options)
-
-    def _save_tensors(
-        self, original: Any, tensors: Any, filename: Any, *args: Any, **options: Any
-    ) -> None:
-        original(tensors, self._beside(filename), *args, **options)
+        original(saved, self._beside(path), *args, **options)
 
     def _open(self, original: Any, file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
         if {*mode} & {*"wa+"} and is_called_by_script(caller(2)):
