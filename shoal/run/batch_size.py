@@ -182,7 +182,9 @@ class BatchSizes:
             yielding = [source for source in self._sources if source.share is not None]
             if yielding:
                 share = self._share_of(arguments, yielding)
-                self._history.add(self._place_of(arguments))
+                tensors = tensors_in(arguments)
+                shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
+                self._history.add(next((shard for shard in shards if shard is not None), None))
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
@@ -230,14 +232,6 @@ class BatchSizes:
     def _sources(self) -> list[BatchSource]:
         return [*self._loaders, self._shared]
 
-    def _place_of(self, arguments: Sequence[Any]) -> BatchShard | None:
-        """Return the shard that a tensor of a batch has come with from a loader."""
-        for tensor in tensors_in(arguments):
-            for loader in self._loaders:
-                if (shard := loader.yielded.shard_of(tensor)) is not None:
-                    return shard
-        return None
-
     def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
@@ -280,7 +274,12 @@ class BatchSizes:
         before = self._layouts.get(len(tensors), default)
         common = [now & then for now, then in zip(possible, before, strict=True)]
         if tensors and not any(possible if is_certain else common):
-            _raise_for_shape(tensors[0], num_samples)
+            raise UsageError(
+                f"forward_backward was given a batch of shape {tuple(tensors[0].shape)}; the "
+                f"loader's last share has {num_samples} samples. Give it what the loader yields or "
+                "run.to_device makes of that, call it on each batch before the next one is "
+                "fetched, or prepare without the loader for batches of your own."
+            )
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)
         ]
@@ -320,15 +319,6 @@ def _layouts(tensor: Tensor, num_samples: int) -> Layouts:
     if tensor.dim() > 1 and tensor.shape[1] == num_samples:
         layouts.add((1, 1))  # (sequence, batch, ...)
     return layouts
-
-
-def _raise_for_shape(tensor: Tensor, num_samples: int) -> None:
-    raise UsageError(
-        f"forward_backward was given a batch of shape {tuple(tensor.shape)}; the loader's last "
-        f"share has {num_samples} samples. Give it what the loader yields or run.to_device makes "
-        "of that, call it on each batch before the next one is fetched, or prepare without the "
-        "loader for batches of your own."
-    )
 
 
 def _nest(arguments: Sequence[Any]) -> dict[int, Any]:

@@ -319,22 +319,14 @@ class LoopLoss:
         local_model = self._prepared.local_model()
         if not self.watches and (self._autocast is not None or local_model.has_sharded_params):
             raise UsageError(AFTER_FUNCTION)
-        self._check_held(local_model.outside_step)
-        if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
-            raise UsageError(GLOBAL_DRAWS)
-        if settings.accumulate > 1:
-            self._check_part(loss, settings.accumulate, reduction)
-
-    def _check_held(self, outside_step: base.OutsideStep) -> None:
-        """Raise UsageError if the models' calls have not left what a backward pass needs."""
+        outside_step = local_model.outside_step
         if outside_step.hold is not base.no_op and self.watches and not outside_step.is_held():
             raise UsageError(IN_EVALUATION)
-
-    def _check_part(self, loss: Any, parts: int, reduction: str) -> None:
-        """Raise UsageError if `loss` is of no micro-batch, or has a weight of its own."""
-        if self._microbatch is None:
-            raise UsageError(IN_PARTS.format(parts=parts))
-        if isinstance(loss, Counted) or reduction != "rows":
+        if settings.draws == "global" and mesh.data.size > 1 and self.refuses_global_draws:
+            raise UsageError(GLOBAL_DRAWS)
+        if settings.accumulate > 1 and self._microbatch is None:
+            raise UsageError(IN_PARTS.format(parts=settings.accumulate))
+        if settings.accumulate > 1 and (isinstance(loss, Counted) or reduction != "rows"):
             raise UsageError(COUNTED)
 
     def _before(self, _: nn.Module, args: Any, kwargs: Any) -> None:

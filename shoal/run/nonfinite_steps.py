@@ -132,7 +132,9 @@ class NonfiniteSteps:
         self.steps += 1
         check = self._model.finite_check
         looks = check.enabled and not check.has_looked
-        sums = sums_of(self._reduced_values()) if looks else []
+        # To ask for a gradient takes as long as to look at a small one: once is enough.
+        reduced = (p.grad for p in self._model.trainable_params.values())
+        sums = sums_of(g for g in reduced if g is not None) if looks else []
         unread = totals.unbind() if numbers is None else ()
         # On a device all is queued before the host waits, once.
         known: list[complex] = [*(numbers or ()), *read([*unread, *sums])]
@@ -190,12 +192,6 @@ class NonfiniteSteps:
             and self._mesh.data.size == self._mesh.size
             and not model.has_sharded_params
         )
-
-    def _reduced_values(self) -> list[Tensor]:
-        """Return the gradients after the reduction."""
-        parameters = self._model.trainable_params.values()
-        # To ask for a gradient takes as long as to look at a small one: once is enough.
-        return [gradient for p in parameters if (gradient := p.grad) is not None]
 
     def _problems(self, loss_is_finite: bool) -> list[str]:
         """Return a phrase for each rank on which something is not finite. Collective.

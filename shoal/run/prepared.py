@@ -112,11 +112,6 @@ class Prepared:
         self._state_to_load: Sequence[Any] = ()
 
     @property
-    def needs_example(self) -> bool:
-        """True if a strategy is applied with the first batch."""
-        return any(strategy.needs_example_batch for strategy in self._strategies)
-
-    @property
     def root(self) -> nn.Module:
         """The model, or the group of all models."""
         if self._root is None:
@@ -212,7 +207,7 @@ class Prepared:
         group_names(self.optimizers, self.root, self._bound)  # raises where one is missing
         begins = not self._was_applied
         self._announce_once()
-        if self.needs_example and self.mesh.size > 1:
+        if self.mesh.size > 1 and any(each.needs_example_batch for each in self._strategies):
             # Until the first batch divides it, a script may evaluate the model on every rank.
             broadcast_filled(self.root, self.mesh)
             self._install_guards()

@@ -116,7 +116,7 @@ def replicated_tensors(
     stage = f"stage {mesh.pipeline.rank}" if local_model.is_partial else ""
     tensors = []
     for name, parameter in local_model.module.named_parameters():
-        if _is_held(parameter):
+        if not parameter.is_meta and to_local(parameter).numel():
             tensors.append(Replicated(name, stage + _shard_of(parameter), parameter.detach()))
     state_of = {p: state for o in optimizers for p, state in o.state.items()}
     for name, parameter in local_model.trainable_params.items():
@@ -139,10 +139,6 @@ def _plain_parts(value: Tensor) -> Iterator[tuple[str, Tensor]]:
     for name in local.__tensor_flatten__()[0]:
         for at, part in _plain_parts(getattr(local, name)):
             yield f" {name}{at}", part
-
-
-def _is_held(parameter: Tensor) -> bool:
-    return not parameter.is_meta and to_local(parameter).numel() > 0
 
 
 def _shard_of(tensor: Tensor) -> str:

@@ -115,7 +115,8 @@ class StepTrials:
         if is_tried_again or step == 2:  # the script has had one step to change its numbers in
             own = self._numbers_of_ranks(batch)
             self._own_numbers = {name: number for name, number in own.items() if number.is_real}
-            written = _changed_since(self._first_digests.get(code, {}), own)
+            first = self._first_digests.get(code, {})
+            written = [name for name, n in own.items() if first.get(name) != n.digest()]
         self._has_news |= is_tried_again or bool(self._own_numbers)
         read: Sequence[str] = ()
         if not is_divided(prepared.local_model()):
@@ -317,10 +318,6 @@ def is_divided(model: LocalModel) -> bool:
         isinstance(module, BatchNormBase) and module.running_mean is None
         for module in model.module.modules()
     )
-
-
-def _changed_since(first: dict[str, str], numbers: dict[str, ReachedNumber]) -> list[str]:
-    return [name for name, number in numbers.items() if first.get(name) != number.digest()]
 
 
 def _digests(numbers: dict[str, ReachedNumber]) -> dict[str, str]:

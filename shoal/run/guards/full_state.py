@@ -43,15 +43,12 @@ def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
 
 
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
-    if not is_access_by_shoal():
-        _check_owns_values(guarded, path, module)
-
-
-def _check_owns_values(guarded: GuardedModels, path: str, module: nn.Module) -> None:
     """Raise UsageError if this rank lacks a part of what the module owns.
 
     Args: path: of the module in names of parameters, with a dot at its end.
     """
+    if is_access_by_shoal():
+        return
     call = f"model.state_dict(){call_site()}{guarded.under}"
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():

@@ -134,14 +134,10 @@ def check_equal_weights(guarded: GuardedModels) -> None:
         is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
         if not data.sum_of_host_numbers([not is_finite])[0]:
             name, (first, other, *_) = next(iter(differences.items()))
-            raise UsageError(_describe_weights(name, first[0], other[0]))
-
-
-def _describe_weights(name: str, first: int, other: int) -> str:
-    return (
-        f"{name} has other values on data rank {other} than on data rank {first}, noticed"
-        f"{call_site() or ' now'}: the script has written it on one of them, or differently on "
-        "each. Draw weights anew under one seed, torch.manual_seed(epoch) on all ranks, for after "
-        "run.prepare torch draws other numbers on each data rank; load weights on all ranks; and "
-        "take gradients from run.forward_backward alone."
-    )
+            raise UsageError(
+                f"{name} has other values on data rank {other[0]} than on data rank {first[0]}, "
+                f"noticed{call_site() or ' now'}: the script has written it on one of them, or "
+                "differently on each. Draw weights anew under one seed, torch.manual_seed(epoch) "
+                "on all ranks, for after run.prepare torch draws other numbers on each data rank; "
+                "load weights on all ranks; and take gradients from run.forward_backward alone."
+            )
