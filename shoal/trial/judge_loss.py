@@ -75,7 +75,9 @@ def try_loss(
             verdict = judge.verdict(all_rows=num_samples)
             if verdict.kind is LossKind.COUPLED:
                 verdict = _judged_in_float64(judge) or verdict
-            if verdict.objects and not in_parts and _may_be_time_first(args, kwargs, num_samples):
+            # A sequence may be as long as the batch: then either dimension may be the samples.
+            shapes = {tensor.shape[:2] for tensor in tensors_in([args, dict(kwargs)])}
+            if verdict.objects and not in_parts and (num_samples, num_samples) in shapes:
                 time_first = partial(compute, dims=(1, 0))
                 other = LossJudge(time_first, parameters, state, len(chosen))
                 if (found := other.verdict()).kind in (*_MEANS, LossKind.SUM):
@@ -87,12 +89,6 @@ def try_loss(
         return replace(verdict, misplaced=judge.draws.misplaced(drawn_sizes))
     except CannotTry as why:
         return LossVerdict(LossKind.NOT_JUDGED, reason=why.reason)
-
-
-def _may_be_time_first(args: Any, kwargs: Any, num_samples: int) -> bool:
-    """Return True if a sequence is as long as the batch: either dimension may be the samples."""
-    square = (num_samples, num_samples)
-    return any(tensor.shape[:2] == square for tensor in tensors_in([args, dict(kwargs)]))
 
 
 def _judged_in_float64(judge: LossJudge) -> LossVerdict | None:

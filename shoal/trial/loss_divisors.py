@@ -135,7 +135,8 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
         if _leads_on(path.node, outputs):
             paths += _next(path, rows)
         elif path.operation and not is_of_all_ranks(path.node):
-            is_own = path.adds and _reaches(path.node, outputs)
+            used = islice(nodes_behind([path.node], is_of_all_ranks), MOST_NODES)
+            is_own = path.adds and any(node in outputs for node in used)
             elements = path.elements if is_own else 0
             is_sum = is_own and not path.divides
             given = path.operation, path.value, is_sum, path.factor, elements, path.outer
@@ -178,7 +179,9 @@ def _next(path: _Path, rows: int) -> list[_Path]:
         if other is None:
             continue
         here = divisor if name != "Div" or index == 0 else 1.0
-        factor = _factor(node, index) if name == "Mul" else 1.0
+        factor = 1.0  # also for 0, and for several numbers
+        if name == "Mul":
+            factor = _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
         behind.append(
             _Path(
                 other,
@@ -225,11 +228,6 @@ def _elements(node: Any) -> int:
 def _signed(dim: int) -> int:
     """Return a dimension, of which nodes keep a negative one as an unsigned number."""
     return dim - (1 << 64) if dim >= 1 << 63 else dim
-
-
-def _factor(node: Any, index: int) -> float:
-    """Return the number by which a node multiplies its input: 1 for 0, or for several numbers."""
-    return _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
 
 
 def _bent_number(node: Any) -> Tensor | None:
@@ -282,12 +280,6 @@ def _kind(node: Any) -> str:
     """Return a node's operation: "Mean" for MeanBackward0."""
     name: str = node.name()
     return name.removeprefix("torch::autograd::").split("Backward")[0]
-
-
-def _reaches(node: Any, outputs: Collection[Any]) -> bool:
-    """Return True if a node has used what a model has returned, on this rank alone."""
-    nodes = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
-    return any(one in outputs for one in nodes)
 
 
 def is_divided_by(divisors: Sequence[Divisor], parts: int) -> bool:

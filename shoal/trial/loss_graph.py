@@ -62,19 +62,14 @@ def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
     outputs = [t for t in outputs if _is_looked_at(t, samples)]
     if sum(t.numel() for t in outputs) > MOST_NUMBERS:
         return False
-    of_loss = _nodes_before(loss, outputs)
+    makers: set[Any] = {t.grad_fn for t in outputs}
+    of_loss = {*islice(nodes_behind([loss.grad_fn], makers.__contains__), MOST_NODES)}
     outputs = _last_outputs(of_loss, outputs)
     try:
         chooses = any(chooses_rows(node, samples) for node in of_loss)
         return bool(outputs) and (chooses or _changes_across(loss, outputs, samples))
     except RuntimeError:
         return False  # without a second derivative, or the graph was freed
-
-
-def _nodes_before(loss: Tensor, outputs: Sequence[Tensor]) -> set[Any]:
-    """Return the nodes of a loss, up to those that have made the outputs."""
-    nodes: set[Any] = {t.grad_fn for t in outputs}
-    return {*islice(nodes_behind([loss.grad_fn], nodes.__contains__), MOST_NODES)}
 
 
 def _last_outputs(of_loss: set[Any], outputs: Sequence[Tensor]) -> list[Tensor]:
