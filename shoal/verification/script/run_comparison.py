@@ -54,7 +54,9 @@ def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
     if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
         notes.append(SAME_BATCHES)
-    if _draw_the_same(ranks):
+    # Two data ranks may have had one state of the random numbers at their first dropout.
+    draws = {record.axis("data")[0]: record.draws for record in ranks if record.draws}
+    if len({*draws.values()}) < len(draws):
         notes.append(SAME_DRAWS)
     count = min(reference.steps, candidate.steps)
     if count and reference.steps != candidate.steps:
@@ -163,20 +165,11 @@ def _until_difference(
         found = step.compare()
         others = [difference for difference in found if difference.phase != "buffers"]
         if others:
-            return [b for b in buffers if _is_read(b, others[0])] + others, steps
+            # A wrong buffer may be why the output of a later step is wrong.
+            module = others[0].module if others[0].phase == "forward" else None
+            return [b for b in buffers if b.module == module] + others, steps
         buffers += found
     return buffers or _files(reference, candidate, count, tolerance), steps
-
-
-def _is_read(buffer: ScriptDifference, output: ScriptDifference) -> bool:
-    """Return True if a wrong buffer is why a later step's output is wrong."""
-    return output.phase == "forward" and buffer.module == output.module
-
-
-def _draw_the_same(ranks: list[RankRecord]) -> bool:
-    """Return True if two data ranks had one state of the random numbers at their first dropout."""
-    draws = {record.axis("data")[0]: record.draws for record in ranks if record.draws}
-    return len(set(draws.values())) < len(draws)
 
 
 def _files(

@@ -78,7 +78,10 @@ def verify_script(
             return ScriptReport("refused", None, NO_CAUSE, 0, ranks, None, notes=refusals[:1])
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
-    with _folder(keep) as folder:
+    folders: AbstractContextManager[str] = nullcontext(str(keep))
+    if keep is None:
+        folders = tempfile.TemporaryDirectory(prefix="shoal-proof-")
+    with folders as folder:
         recording = _Recording(Path(script), arguments, Path(folder), steps, draws)
         many = recording.candidate(ranks, variables)
         if any(record.refusal is not None for record in many):
@@ -86,13 +89,6 @@ def verify_script(
         _check_record(Path(script), recording.many, many, strategy)
         recording.reference()
         return compare_runs(recording.one, recording.many, tolerance)
-
-
-def _folder(keep: str | Path | None) -> AbstractContextManager[str]:
-    """Return a context with the folder to keep, or with one that is deleted at its end."""
-    if keep is None:
-        return tempfile.TemporaryDirectory(prefix="shoal-proof-")
-    return nullcontext(str(keep))
 
 
 @dataclass
