@@ -73,7 +73,8 @@ class Candidates:
 
     def _exclude_hooked_parameters(self) -> None:
         for module, name in list(self.remaining.items()):
-            key = find_parameter_with_hooks(module)
+            named = module.named_parameters(recurse=False)
+            key = next((key for key, parameter in named if has_hooks(parameter)), None)
             if key is not None:
                 self.reasons[name] = f"its {key} has hooks, which would not know of a slice"
                 del self.remaining[module]
@@ -186,9 +187,3 @@ def callers_of(node: fx.Node) -> set[str] | None:
         return None
     own = {str(node.target)} if node.op == "call_module" else set()
     return {path for path, _ in stack.values()} - own
-
-
-def find_parameter_with_hooks(module: nn.Module) -> str | None:
-    """Return the name of a parameter of this very module that has hooks, None if none has."""
-    parameters = module.named_parameters(recurse=False)
-    return next((name for name, parameter in parameters if has_hooks(parameter)), None)

@@ -38,8 +38,10 @@ class GlobalDropout(TorchFunctionMode):
         options = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **options)
-        if func is F.scaled_dot_product_attention and _dropout_rate(args, options) > 0:
-            return self._attention(*args, **options)
+        if func is F.scaled_dot_product_attention:
+            rate = args[4] if len(args) > 4 else options.get("dropout_p", 0.0)
+            if rate > 0:
+                return self._attention(*args, **options)
         return func(*args, **options)
 
     def _dropout(
@@ -78,12 +80,6 @@ class GlobalDropout(TorchFunctionMode):
         factors = dropout_factors(weights, dropout_p, self.axis)
         attended: Tensor = weights * factors @ value
         return attended
-
-
-def _dropout_rate(args: Any, options: Any) -> float:
-    """Return the `dropout_p` of a call of F.scaled_dot_product_attention."""
-    rate = args[4] if len(args) > 4 else options.get("dropout_p", 0.0)
-    return float(rate)
 
 
 def dropout_factors(x: Tensor, p: float, axis: Axis, dim: int = HEADS_DIM) -> Tensor:

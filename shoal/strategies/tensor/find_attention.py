@@ -119,11 +119,16 @@ def _plan_attention(
     owner_path = columns[0].rpartition(".")[0]
     owner = inner[owner_path]
     width = width_in(layers[-1])
-    head_width = _head_width(owner, width)
+    heads = _int_attribute(owner, HEADS)
+    head_width = _int_attribute(owner, HEAD_WIDTHS) or (width // heads if heads else None)
     if head_width is None or "forward" in vars(module):
         return None
     if module not in candidates.remaining:
-        _note_traced_by_pipeline(name, candidates)
+        full_model = candidates.full_model
+        if full_model is not None and not full_model.runs_whole(name):
+            candidates.reasons[name] = (
+                "its forward function does not run as a whole: the pipeline has looked into it"
+            )
         return None
 
     fused = 3 if len(columns) == 1 else 1
@@ -143,23 +148,6 @@ def _plan_attention(
         counts=head_count_attributes(owner, width),
         fused=fused,
     )
-
-
-def _head_width(owner: nn.Module, width: int) -> int | None:
-    """Return the width of one head from the module's attributes, None if they do not say it.
-
-    Args: width: width of all heads together.
-    """
-    heads = _int_attribute(owner, HEADS)
-    return _int_attribute(owner, HEAD_WIDTHS) or (width // heads if heads else None)
-
-
-def _note_traced_by_pipeline(name: str, candidates: Candidates) -> None:
-    full_model = candidates.full_model
-    if full_model is not None and not full_model.runs_whole(name):
-        candidates.reasons[name] = (
-            "its forward function does not run as a whole: the pipeline has looked into it"
-        )
 
 
 def _reason_against_heads(module: nn.Module, owner: nn.Module, layers: list[nn.Module]) -> str:

@@ -59,19 +59,16 @@ def _divisible_embeddings(
     for name, module in model.named_modules():
         if type(module) is not nn.Embedding or module.num_embeddings not in vocabulary_sizes:
             continue
-        if not _is_ordinary_lookup(module):
-            continue  # no reason is noted: the plan's reason for embeddings will do
+        # One that renormalises rows, or has a sparse or scaled gradient: the plan's reason for
+        # embeddings will do.
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            continue
         if module.num_embeddings % candidates.degree:
             candidates.reasons[name] = (
                 f"its {module.num_embeddings} words are no multiple of {candidates.degree}"
             )
         elif _may_shard(module, candidates):
             yield name
-
-
-def _is_ordinary_lookup(module: nn.Embedding) -> bool:
-    """Return True if the embedding renormalises no rows and has a dense, unscaled gradient."""
-    return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
 
 
 def _divisible_heads(heads: Mapping[str, nn.Linear], candidates: Candidates) -> Iterator[str]:

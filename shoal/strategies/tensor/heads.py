@@ -123,7 +123,12 @@ class HeadsRegion(Region):
                 return
         self.chosen[is_training] = None
         if self.axis.rank == 0:
-            warnings.warn(self._gathered_note(errors[0]), stacklevel=2)
+            name = re.sub(r"\d+", "*", self.name) or "the model"
+            warnings.warn(
+                f"tensor={self.axis.size}: {name} is stored in slices, but every rank gathers and "
+                f"computes all of it, because {errors[0]}",
+                stacklevel=2,
+            )
 
     def _attempt(self, forward: Callable[..., Any], inputs: Any, options: Any) -> Any:
         """Run a forward pass of copies that leaves no trace. Collective."""
@@ -185,13 +190,6 @@ class HeadsRegion(Region):
                     f"{self._error_head()}its output is not that of the whole (relative difference "
                     f"{error:.1e}). {self._suggestion()}"
                 )
-
-    def _gathered_note(self, error: StrategyRefused) -> str:
-        name = re.sub(r"\d+", "*", self.name) or "the model"
-        return (
-            f"tensor={self.axis.size}: {name} is stored in slices, but every rank gathers and "
-            f"computes all of it, because {error}"
-        )
 
     def _error_head(self) -> str:
         return f"{self.name or 'the model'}: with its layers in slices "

@@ -165,18 +165,15 @@ def regroup_qkv(stored: Tensor, axis: Axis, parts: int) -> Tensor:
         stored: (rows/T, ...), this rank's shard of all parts as they are stored.
         parts: matrices in one, 3 for query, key and value.
     """
-    storing, using = _ranks_of_rows(len(stored) * axis.size, axis.size, parts)
+    rows = torch.arange(len(stored) * axis.size, device="cpu")
+    part = len(rows) // parts
+    # For each row the rank that stores it, and the rank that computes with it.
+    storing, using = rows // len(stored), rows % part // (part // axis.size)
     return conjugate(
         stored,
         lambda rows: _exchange_rows(rows, storing, using, axis),
         lambda rows: _exchange_rows(rows, using, storing, axis),
     )
-
-
-def _ranks_of_rows(num_rows: int, num_ranks: int, parts: int) -> tuple[Tensor, Tensor]:
-    """Return for each row the rank that stores it, and the rank that computes with it."""
-    rows, part = torch.arange(num_rows, device="cpu"), num_rows // parts
-    return rows // (num_rows // num_ranks), rows % part // (part // num_ranks)
 
 
 def _exchange_rows(tensor: Tensor, before: Tensor, after: Tensor, axis: Axis) -> Tensor:
