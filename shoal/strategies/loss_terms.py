@@ -197,7 +197,12 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     terms = _merged(terms)
     if len(terms) == 1:
         return _single(terms[0], batch)
-    _check_undivided(terms, batch)
+    if not batch.is_last_microbatch or batch.previous_totals is not None:
+        raise UsageError(
+            f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
+            "batch is divided into micro-batches: the counts of all of them are needed before the "
+            "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
+        )
     counts = [term.count for term in terms if term.count is not None]
     divisors = iter(_global_counts(counts, batch))
     samples = max(batch.num_samples, 1)
@@ -219,16 +224,6 @@ def _zero_of_nothing(term: Term) -> Term:
         return term
     is_mean_of_none = (term.count == 0) & term.value.isnan()
     return Term(torch.where(is_mean_of_none, 0.0, term.value), term.count)
-
-
-def _check_undivided(terms: Sequence[Term], batch: LocalBatch) -> None:
-    """Raise UsageError if counts are needed of micro-batches that are still to come."""
-    if not batch.is_last_microbatch or batch.previous_totals is not None:
-        raise UsageError(
-            f"compute_loss returned a loss of {len(terms)} terms with different counts, and the "
-            "batch is divided into micro-batches: the counts of all of them are needed before the "
-            "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
-        )
 
 
 def _global_counts(counts: Sequence[Tensor], batch: LocalBatch) -> Sequence[Tensor]:

@@ -25,7 +25,8 @@ OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
 
 def check(line: StrategyLine, ranks: int) -> list[str]:
     """Return reasons why the strategies of `line` cannot run on `ranks` ranks."""
-    dims = _parallel_dims(line)
+    options = [spec.options for spec in line.specs if spec.options is not None]
+    dims = ParallelDims(**mesh_sizes(options))
     return problems(dims, ranks) or list(_check_data_axis(line, ranks, dims.data(ranks)))
 
 
@@ -33,11 +34,6 @@ def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
     """Return the reasons of `check`, and reasons why they cannot step or save as the job says."""
     of_optimizer = list(_check_optimizer(job, line)) if ranks > 1 else []
     return [*check(line, ranks), *of_optimizer, *_check_saves(job, line)]
-
-
-def _parallel_dims(line: StrategyLine) -> ParallelDims:
-    options = [spec.options for spec in line.specs if spec.options is not None]
-    return ParallelDims(**mesh_sizes(options))
 
 
 def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str]:

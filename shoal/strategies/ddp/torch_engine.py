@@ -84,7 +84,9 @@ class TorchEngine(GradientReducer):
             self._ddp = self._finish_first_step()
         else:
             self._check_all_reduced(self._ddp)
-        return self._carrier.reduced_totals()
+        reduced = self._carrier.parameter.grad
+        assert reduced is not None
+        return reduced.clone()  # it is a view of a bucket, which the next step overwrites
 
     def close(self) -> None:
         self._check.close()
@@ -196,13 +198,6 @@ class TotalsCarrier(nn.Module):
         first = next(iter(model.trainable_params.values()))
         dtype = accumulation_dtype(first.dtype).to_real()
         self.parameter = nn.Parameter(torch.zeros(TOTALS_LENGTH, dtype=dtype, device=device))
-
-    def reduced_totals(self) -> Tensor:
-        """Return the mean of the totals over ranks, (TOTALS_LENGTH,), after the backward pass."""
-        assert self.parameter.grad is not None
-        return (
-            self.parameter.grad.clone()
-        )  # the gradient is a view of a bucket, which the next step overwrites
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         output = self._model_forward(batch)

@@ -325,7 +325,11 @@ class UnitHooks:
         if self.number != END_OF_STEP:
             step.take_turn(self.number + (not self.has_token), self.name)
             step.running = self.name
-            self._choose_if_stays()
+            if step.frees:
+                # If an inner gradient has gathered it in this pass, the outer one may need the
+                # weights once more. All ranks decide alike.
+                self.stays = self.stays or is_gathered(self.module)
+                self._engine.set_reshard_after_forward(not self.stays, recurse=False)
         if not self.has_token:
             return None
         self.inputs = inputs, options
@@ -371,15 +375,6 @@ class UnitHooks:
     def _engine(self) -> FSDPModule:
         assert isinstance(self.module, FSDPModule)
         return self.module
-
-    def _choose_if_stays(self) -> None:
-        """Let the unit stay gathered if an inner gradient has gathered it in this pass.
-
-        The outer gradient may need the weights once more. All ranks decide alike.
-        """
-        if self.step.frees:
-            self.stays = self.stays or is_gathered(self.module)
-            self._engine.set_reshard_after_forward(not self.stays, recurse=False)
 
     def _before_inner_gather(self, _gradient: Tensor) -> None:
         """Agree with all ranks that an inner gradient gathers this unit now. Collective.

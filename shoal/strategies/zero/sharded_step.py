@@ -11,7 +11,7 @@ to the engine, which must neither reduce nor free anything before the forward pa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -136,16 +136,16 @@ class ShardedStep:
         }
         return self.model.replace_params(self.sharded)
 
-    def whole_models(self) -> AbstractContextManager[bool]:
-        """Return a context as `OutsideStep.whole_models`. Collective."""
+    @contextmanager
+    def whole_models(self) -> Iterator[bool]:
+        """Make whole what this strategy has sharded, then what others have divided. Collective.
+
+        It is a context as `OutsideStep.whole_models`.
+        """
         # Whole parameters beside others on a GPU are what offload is to avoid.
         if self._offloads:
-            return nullcontext(False)
-        return self._whole_and_undivided()
-
-    @contextmanager
-    def _whole_and_undivided(self) -> Iterator[bool]:
-        """Make whole what this strategy has sharded, then what others have divided. Collective."""
+            yield False
+            return
         with self._former.whole(self.data, is_bounded=self.stage == 3) as fits:
             inner = self.model.outside_step.whole_models
             with inner() if fits and inner is not None else nullcontext(fits) as is_whole:
