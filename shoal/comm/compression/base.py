@@ -102,10 +102,6 @@ class CompressedReducer(ABC):
             group: None for the default group.
         """
 
-    @abstractmethod
-    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        """Return the bytes that one rank sends for a bucket in one step."""
-
     def keep(self, names: Collection[str]) -> None:
         """End a step: save the residuals of these parameters for the next step.
 
@@ -127,15 +123,6 @@ class CompressedReducer(ABC):
         """Load a `rank_state_dict`. Entries of other owners are ignored, and ours may be absent."""
         for memory in self._memories:
             memory.load(state)
-
-
-def uncompressed_bytes(count: int, dtype: torch.dtype, ranks: int) -> int:
-    """Return the bytes that one rank sends for an uncompressed mean of `count` elements, at most.
-
-    `rank_order_mean` and a ring send the same. Some ranks send a few elements less where `count` is
-    no multiple of the number of ranks.
-    """
-    return 2 * (ranks - 1) * -(-count // ranks) * dtype.itemsize
 
 
 def write(out: Tensor, *pieces: Tensor) -> None:

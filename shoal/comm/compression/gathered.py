@@ -37,7 +37,7 @@ class AllGatherReducer(CompressedReducer):
     ) -> None:
         ranks = dist.get_world_size(group)
         counts = [member.count for member in members]
-        sizes_bytes = self._sizes_bytes(members, flat.dtype)
+        sizes_bytes = [self.compression.size_bytes(count, flat.dtype) for count in counts]
         message = torch.empty(sum(sizes_bytes), dtype=torch.uint8, device=flat.device)
         for member, gradient, out in zip(
             members, flat.split(counts), message.split(sizes_bytes), strict=True
@@ -52,12 +52,6 @@ class AllGatherReducer(CompressedReducer):
                 sums += self.compression.decode(piece, len(sums), flat.dtype)
         flat.copy_(total / ranks)
         self.finite = self.finite and bool(flat.isfinite().all())
-
-    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        return (ranks - 1) * sum(self._sizes_bytes(members, dtype))
-
-    def _sizes_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype) -> list[int]:
-        return [self.compression.size_bytes(member.count, dtype) for member in members]
 
     def _draft_residual(self, name: str, gradient: Tensor) -> Tensor:
         """Return a copy of the saved residual, because the step may be skipped; zeros at first."""

@@ -117,10 +117,6 @@ class HalfPrecisionReducer(CompressedReducer):
         decoded = [self.compression.decode(mean, count, dtype) for mean in means.view(ranks, -1)]
         flat.copy_(torch.cat(decoded)[: len(flat)])
 
-    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        count = -(-sum(member.count for member in members) // ranks)
-        return 2 * (ranks - 1) * self.compression.size_bytes(count, dtype)
-
 
 def _shift(gradient: Tensor) -> int:
     """Return the highest shift for which `gradient` x 2^shift fits into float16."""

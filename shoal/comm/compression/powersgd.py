@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.buckets import apply_flattened
-from shoal.comm.compression.base import BucketEntry, CompressedReducer, uncompressed_bytes
+from shoal.comm.compression.base import BucketEntry, CompressedReducer
 from shoal.comm.compression.error_feedback import ErrorFeedback
 from shoal.comm.deterministic import rank_order_mean
 from shoal.platform.tensors import accumulation_dtype
@@ -114,14 +114,6 @@ class PowerSgd(CompressedReducer):
         self.guesses.load(
             {n: q for n, q in state.items() if q.dim() == 2 and q.shape[1] == self.rank}
         )
-
-    def sent_bytes(self, members: Sequence[BucketEntry], dtype: torch.dtype, ranks: int) -> int:
-        matrices = [member for member in members if self._gets_smaller(member.shape)]
-        rows = sum(member.shape[0] for member in matrices)
-        columns = sum(member.count // member.shape[0] for member in matrices)
-        plain = sum(member.count for member in members) - sum(member.count for member in matrices)
-        counts = (self.rank * rows + plain, self.rank * columns)
-        return sum(uncompressed_bytes(count, accumulation_dtype(dtype), ranks) for count in counts)
 
     def _gets_smaller(self, shape: torch.Size) -> bool:
         """Return True if P and Q have fewer elements than a parameter of this shape."""

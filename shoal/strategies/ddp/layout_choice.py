@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.comm.compression import parse_reducer
-from shoal.comm.compression.base import CompressedReducer, uncompressed_bytes
 from shoal.comm.deterministic import needs_order
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel
 from shoal.strategies.ddp.gradient_reducer import GradientReducer
-from shoal.strategies.ddp.own_buckets import Bucket, OwnBuckets, bucketize_backward
+from shoal.strategies.ddp.own_buckets import OwnBuckets, bucketize_backward
 from shoal.strategies.ddp.reduce_functions import (
     CompressedMean,
     NamedMean,
@@ -68,24 +66,8 @@ def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> Gradien
     if compression is None:
         reduce = RankOrderMean(reduce_axis)
     else:
-        summary = _bytes_summary(options.compress, compression, buckets, axis.size)
-        reduce = CompressedMean(compression, reduce_axis, summary)
+        reduce = CompressedMean(compression, reduce_axis)
     return OwnBuckets(model, axis, buckets, reduce, overlaps)
-
-
-def _bytes_summary(
-    compress: str, compression: CompressedReducer, buckets: Sequence[Bucket], num_ranks: int
-) -> str:
-    """Return a line with the bytes that a rank sends in a step, compressed and uncompressed."""
-    sent = 0
-    uncompressed = 0
-    for bucket in buckets:
-        sent += compression.sent_bytes(bucket.members, bucket.dtype, num_ranks)
-        uncompressed += uncompressed_bytes(bucket.num_elements, bucket.dtype, num_ranks)
-    return (
-        f"compress={compress}: a rank sends {sent / 1e6:,.3g} MB of gradients a step; uncompressed "
-        f"{uncompressed / 1e6:,.3g} MB"
-    )
 
 
 def is_partial_model(model: LocalModel) -> bool:

@@ -141,17 +141,13 @@ class NamedMean(ReduceFunction):
 
 
 class CompressedMean(ReduceFunction):
-    """The mean of compressed gradients. Messages of other values are averaged exactly.
-
-    Args: summary: line with the bytes that compression saves.
-    """
+    """The mean of compressed gradients. Messages of other values are averaged exactly."""
 
     blocks = True
 
-    def __init__(self, compression: CompressedReducer, axis: Axis, summary: str) -> None:
+    def __init__(self, compression: CompressedReducer, axis: Axis) -> None:
         super().__init__(axis)
         self.compression = compression
-        self.summary_lines = (summary,)
         self.strategy_state = (
             ErrorFeedbackState(compression) if compression.has_error_feedback else STATELESS
         )
