@@ -68,8 +68,8 @@ class LocalSgd(LocalOptions, Strategy):
     _action: ClassVar[str] = "weights are averaged"
 
     @property
-    def _outer(self) -> OuterOptimizer | None:
-        """The optimizer that steps by the mean change of all ranks; None for a mean of weights."""
+    def _outer(self) -> DilocoOptions | None:
+        """Options of the outer optimizer; None for a mean of weights."""
         return None
 
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
@@ -117,21 +117,8 @@ class Diloco(DilocoOptions, LocalSgd):
     _action = "an outer optimizer steps by the mean change"
 
     @property
-    def _outer(self) -> OuterOptimizer:
-        return OuterOptimizer(self.outer_lr, self.outer_momentum)
-
-
-class OuterOptimizer:
-    """SGD with Nesterov momentum, whose gradient is the mean change of the weights."""
-
-    def __init__(self, rate: float, momentum: float) -> None:
-        self.rate = rate
-        self.momentum = momentum
-
-    def step(self, change: Tensor, velocity: Tensor) -> Tensor:
-        """Return what to subtract from the weights. Updates `velocity` in place."""
-        velocity.mul_(self.momentum).add_(change)
-        return (change + self.momentum * velocity) * self.rate
+    def _outer(self) -> DilocoOptions:
+        return self
 
 
 class LocalSgdStep(StrategyState):
@@ -139,7 +126,7 @@ class LocalSgdStep(StrategyState):
 
     Args:
         every: steps from one regular round to the next.
-        outer: None for a plain mean of weights.
+        outer: options of an outer optimizer; None for a plain mean of weights.
 
     Attributes:
         steps: steps taken since the beginning of the run.
@@ -156,7 +143,7 @@ class LocalSgdStep(StrategyState):
     in_gradient_units = True
 
     def __init__(
-        self, model: LocalModel, data: Axis, every: int, outer: OuterOptimizer | None
+        self, model: LocalModel, data: Axis, every: int, outer: DilocoOptions | None
     ) -> None:
         self.model = model
         self.data = data
@@ -262,7 +249,8 @@ class LocalSgdStep(StrategyState):
         for tensor, mean_value in zip(tensors, self._means(tensors), strict=True):
             tensor.copy_(mean_value)
 
-    def _outer_step(self, outer: OuterOptimizer, parameters: dict[str, Tensor]) -> None:
+    def _outer_step(self, outer: DilocoOptions, parameters: dict[str, Tensor]) -> None:
+        """Step by SGD with Nesterov momentum, whose gradient is the mean change of the weights."""
         changes = []
         for name, parameter in parameters.items():
             dtype = accumulation_dtype(parameter.dtype)
@@ -270,7 +258,9 @@ class LocalSgdStep(StrategyState):
         for (name, parameter), change in zip(parameters.items(), self._means(changes), strict=True):
             velocity = self.velocity.setdefault(name, torch.zeros_like(change))
             weights = self.round_weights[name].to(change.dtype)
-            parameter.copy_(weights - outer.step(change, velocity))
+            velocity.mul_(outer.outer_momentum).add_(change)
+            step = (change + outer.outer_momentum * velocity) * outer.outer_lr
+            parameter.copy_(weights - step)
             self.round_weights[name].copy_(parameter)
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
