@@ -32,6 +32,7 @@ from shoal.run.step_checks import StepChecks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base
 from shoal.strategies.transforms.precision import LossScale
+from shoal.trace.recorder import ASIDE
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -474,9 +475,7 @@ class Run(StatefulRun):
 
         A trace shows that time under the name `doing`.
         """
-        tracing = self._tracing
-        traced = nullcontext() if tracing is None else tracing.outside_step(doing)
-        with own_progress().during(Phase.SAVE), traced:
+        with own_progress().during(Phase.SAVE), self.mesh.recorder.during(ASIDE, doing):
             yield
 
     def end_trace(self) -> None:

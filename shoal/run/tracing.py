@@ -18,7 +18,6 @@ import socket
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from shoal.strategies.base import ForwardOutput, LocalBatch, LocalModel, StepRes
 from shoal.strategies.local_step import forward_backward
 from shoal.trace import chrome
 from shoal.trace.chrome import Trace
-from shoal.trace.recorder import ASIDE, BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
+from shoal.trace.recorder import BACKWARD, BLOCKED, FORWARD, OPTIMIZER, STEP, Span
 
 
 class Tracing:
@@ -99,10 +98,6 @@ class Tracing:
         last_gradient_ns = max(recorder.touched_ns, forward_end_ns)
         recorder.note(BLOCKED, "last gradients", last_gradient_ns, now)
         return result
-
-    def outside_step(self, doing: str) -> AbstractContextManager[None]:
-        """Return a context for work that belongs to no step."""
-        return self.recorder.during(ASIDE, doing)
 
     def finish(self) -> None:
         """End the trace with the run, and write the complete steps. Collective.
