@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from shoal.data.batch_fetcher import identity_collate
 from shoal.data.tree_map import tensors_in
@@ -277,25 +277,14 @@ def loader_of(batch_fn: BatchFunction, steps: int) -> DataLoader:
         UsageError: a batch differs in size from the others (only the last one may be smaller), or
             the tensors of one batch have different lengths.
     """
-    batches = _ReadyBatches([batch_fn(step) for step in range(steps)])
+    batches: Any = [batch_fn(step) for step in range(steps)]
+    lengths = [_length(batch, step) for step, batch in enumerate(batches)]
+    if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
+        raise UsageError(
+            f"batch_fn gave batches of {', '.join(map(str, lengths))} samples; all must have the "
+            "same number, only the last one may have fewer."
+        )
     return DataLoader(batches, batch_size=None, shuffle=False, collate_fn=identity_collate)
-
-
-class _ReadyBatches(Dataset):
-    def __init__(self, batches: list[tuple[Any, ...]]) -> None:
-        self.batches = batches
-        lengths = [_length(batch, step) for step, batch in enumerate(batches)]
-        if any(length != lengths[0] for length in lengths[:-1]) or lengths[-1] > lengths[0]:
-            raise UsageError(
-                f"batch_fn gave batches of {', '.join(map(str, lengths))} samples; all must "
-                "have the same number, only the last one may have fewer."
-            )
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, step: int) -> tuple[Any, ...]:
-        return tuple(self.batches[step])
 
 
 def _length(batch: tuple[Any, ...], step: int) -> int:
