@@ -49,7 +49,11 @@ def example_of(
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
         batch.step.compute_loss(*args, **kwargs)
-    _check_unwritten((args, kwargs), mesh)
+    if mesh.pipeline.size > 1 and any(map(version, tensors_in((args, kwargs)))):
+        raise StrategyRefused(
+            "pipeline: compute_loss writes into its batch, and it runs once for each stage on the "
+            "same samples. Write into a copy: x = x.clone()."
+        )
     # Rounded up: the largest micro-batch that any rank computes.
     share = batch.num_samples
     if batch.step.sizes_known:
@@ -88,18 +92,6 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
 def _copied(batch: Any) -> Any:
     """Return a nest with tensors of its own: the function may write into its batch."""
     return batch.clone() if isinstance(batch, Tensor) else map_items(batch, _copied)
-
-
-def _check_unwritten(batch: Any, mesh: Mesh) -> None:
-    """Raise StrategyRefused if a function has written into its batch, which stages read anew.
-
-    Args: batch: of copies that nothing else has written into.
-    """
-    if mesh.pipeline.size > 1 and any(version(tensor) for tensor in tensors_in(batch)):
-        raise StrategyRefused(
-            "pipeline: compute_loss writes into its batch, and it runs once for each stage on the "
-            "same samples. Write into a copy: x = x.clone()."
-        )
 
 
 def _without_graph(value: Any) -> Any:

@@ -112,7 +112,7 @@ def plan(
         name for name, m in model.named_modules() if _may_shard_multihead(m, name, candidates)
     )
     feed_forward = [
-        _feed_forward_pair(name)
+        _feed_forward_pair(f"{name}." if name else "")
         for name, module in model.named_modules()
         if _may_shard_feed_forward(module, candidates)
     ]
@@ -181,13 +181,8 @@ def _may_shard_feed_forward(module: Any, candidates: Candidates) -> bool:
     )
 
 
-def _feed_forward_pair(name: str) -> ColumnRowPair:
-    prefix = f"{name}." if name else ""
-    return ColumnRowPair(
-        columns=(f"{prefix}linear1",),
-        between=(f"{prefix}dropout",),
-        row=f"{prefix}linear2",
-    )
+def _feed_forward_pair(prefix: str) -> ColumnRowPair:
+    return ColumnRowPair((f"{prefix}linear1",), (f"{prefix}dropout",), f"{prefix}linear2")
 
 
 def _replicated(

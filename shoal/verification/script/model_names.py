@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -116,18 +116,12 @@ def _joined(prefix: str, name: str) -> str:
 
 def _root_of(module: nn.Module) -> nn.Module:
     """Return the outermost module that contains `module`."""
-    parents = {id(child): parent for parent in _live_modules() for child in parent.children()}
+    # By type, for `isinstance` would ask objects that load themselves when they are looked at.
+    live = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    models = [module for module in live if not isinstance(module, ModelGroup)]
+    parents = {id(child): parent for parent in models for child in parent.children()}
     seen: set[int] = set()
     while id(module) in parents and id(module) not in seen:
         seen.add(id(module))
         module = parents[id(module)]
     return module
-
-
-def _live_modules() -> Iterable[nn.Module]:
-    # By type, for `isinstance` would ask objects that load themselves when they are looked at.
-    return [
-        thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), nn.Module) and not issubclass(type(thing), ModelGroup)
-    ]

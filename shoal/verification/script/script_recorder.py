@@ -71,8 +71,8 @@ class ScriptRecorder:
         self._writer = writer
         self._steps = steps
         self._start = start
-        self._draws = DrawWatch()
-        self._calls = ModuleCalls(self.names, self._before_model, self._draws)
+        self.draws = DrawWatch()
+        self._calls = ModuleCalls(self.names, self._before_model, self.draws)
         self._run: ShoalValues | None = None
         self._step = StepRecord(1)
         self._tensors: dict[str, Tensor] = {}
@@ -80,11 +80,6 @@ class ScriptRecorder:
         self._preparing = False
         self._watching = ExitStack()
         self._started = False
-
-    @property
-    def draws_by_shoal(self) -> bool:
-        """Return True while Shoal draws random numbers for the script, those of one device."""
-        return self._draws.is_paused
 
     def start(self) -> None:
         """Begin to record."""
@@ -117,7 +112,7 @@ class ScriptRecorder:
             if line:
                 self._step.lines.setdefault("backward", line)
             losses = [t.detach() for t in tensors_in(tensors) if t.numel() == 1]
-            self._step.draws_in_loss |= self._draws.drew()
+            self._step.draws_in_loss |= self.draws.drew()
             if losses:  # else the first stages of a pipeline go back from what they have sent
                 self._step.losses.append(float(sum(loss.double().sum() for loss in losses)))
         return original(tensors, *args, **kwargs)
@@ -139,22 +134,22 @@ class ScriptRecorder:
 
     def _fetch(self, original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        self._draws.fetched()
+        self.draws.fetched()
 
     def _iterate(self, original: Any, loader: DataLoader) -> Iterator[Any]:
         return self._told_of_batches(iter(original(loader)))
 
     def _told_of_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            self._draws.fetched()
+            self.draws.fetched()
             yield batch
 
     def _loop_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
-        self._step.draws_in_loss |= self._draws.drew()
+        self._step.draws_in_loss |= self.draws.drew()
         return self._passes_of(original, run, *args, **kwargs)
 
     def _forward_backward(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
-        with self._draws.paused():  # Shoal draws the numbers of one device
+        with self.draws.paused():  # Shoal draws the numbers of one device
             return self._passes_of(original, run, *args, **kwargs)
 
     def _passes_of(self, original: Any, run: Run, *args: Any, **kwargs: Any) -> Any:
@@ -226,7 +221,7 @@ class ScriptRecorder:
             return
         step = self._step
         step.collectives = self._calls.collectives
-        self._draws.stepped()
+        self.draws.stepped()
         step.calls, tensors = self._calls.take()
         weights = self._weights()
         step.digests |= digests(weights, "weight")
@@ -297,7 +292,7 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
         WrittenFiles(writer.folder / "files").start(stack)
         recorder = _recorder(writer, record, plan, stack)
         turn_dropout_off(
-            stack, record, lambda: recorder.draws_by_shoal and not plan.without_dropout
+            stack, record, lambda: recorder.draws.is_paused and not plan.without_dropout
         )
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         recorder.start()
