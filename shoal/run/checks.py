@@ -129,15 +129,13 @@ def check_frozen_unchanged(
 
 def check_compute_loss(compute_loss: Any, args: tuple[Any, ...]) -> None:
     """Raise UsageError if the first argument of `forward_backward` is no function of the batch."""
-    if isinstance(compute_loss, Tensor):
-        raise UsageError(f"forward_backward was given a loss, and takes a function. {_CURE}")
     if not callable(compute_loss):
-        kind = type(compute_loss).__name__
+        kind = "loss" if isinstance(compute_loss, Tensor) else type(compute_loss).__name__
         raise UsageError(f"forward_backward was given a {kind}, and takes a function. {_CURE}")
-    for argument in args:
-        if isinstance(argument, nn.Module | Optimizer):
-            kind = "a model" if isinstance(argument, nn.Module) else "an optimizer"
-            raise UsageError(f"forward_backward was given {kind} in the place of a batch. {_CURE}")
+    if any(isinstance(argument, nn.Module | Optimizer) for argument in args):
+        raise UsageError(
+            f"forward_backward was given a model or an optimizer in the place of a batch. {_CURE}"
+        )
 
 
 def check_step_options(rows: Any, reduction: Any) -> None:
