@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
@@ -119,7 +119,7 @@ def check_frozen_unchanged(
     if unfrozen:
         again = "Call run.prepare(optimizer) again with an optimizer that has it, unfreeze it"
         if not all(strategy.can_apply_again for strategy in strategies):
-            # There the second prepare would be refused: see `check_can_apply_again`.
+            # There the second prepare would be refused.
             again = "Unfreeze it, with a learning rate of 0 as long as it is to rest,"
         raise UsageError(
             f"{', '.join(unfrozen)}: unfrozen after prepare, so no optimizer steps it. {again} "
@@ -297,33 +297,3 @@ def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Except
             "of all: run.gather(tensor)."
         )
     return error
-
-
-def check_can_apply_again(strategies: Iterable[Strategy]) -> None:
-    """Raise StrategyRefused if other parameters cannot be trained than in the first `prepare`."""
-    if not all(strategy.can_apply_again for strategy in strategies):
-        raise StrategyRefused(
-            "prepare: other parameters are trained than in the first prepare, and this "
-            "strategy has divided or sent away those of the first. Give all models to the "
-            "first prepare, with all layers trainable that any phase trains, and a learning "
-            "rate of 0 for those that rest; or save with run.save(path) and train the next "
-            "phase in a run of its own; or use ddp."
-        )
-
-
-def check_takes_second_optimizer(local_model: LocalModel) -> None:
-    """Raise StrategyRefused if an optimizer cannot take the place of another one."""
-    if local_model.remote_optimizer is not None:
-        raise StrategyRefused(
-            "prepare: a second optimizer after training has begun: parameter servers keep the "
-            "first one's settings. Change the groups of the first optimizer, or use ddp or zero."
-        )
-
-
-def check_has_optimizer(optimizers: Collection[Optimizer]) -> None:
-    """Raise UsageError if no optimizer was prepared."""
-    if not optimizers:
-        raise UsageError(
-            "forward_backward: no optimizer was prepared. Before the loop: model, "
-            "optimizer, loader = run.prepare(model, optimizer, loader)."
-        )

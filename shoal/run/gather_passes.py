@@ -93,13 +93,8 @@ class MicrobatchGathering:
         self._pipeline = mesh.pipeline
         self._models = models
         self._known: dict[object, bool] = {}
-        self._answer: _Answer | None = None
+        self.answer: _Answer | None = None  # inside of a pass that gathers here
         self._given: list[Tensor] = []
-
-    @property
-    def is_answering(self) -> bool:
-        """True inside of a pass that gathers here."""
-        return self._answer is not None
 
     def is_known(self, function: base.ComputeLoss) -> bool:
         """Return whether a function was seen to gather; the same on all ranks."""
@@ -111,9 +106,9 @@ class MicrobatchGathering:
 
     def gather(self, x: Tensor) -> tuple[Tensor, slice]:
         """Return the rows of all micro-batches, and where those of this one are."""
-        assert self._answer is not None
+        assert self.answer is not None
         self._given.append(x)
-        return self._answer(x)
+        return self.answer(x)
 
     def prepare(
         self,
@@ -304,11 +299,11 @@ class MicrobatchGathering:
     @contextmanager
     def _answering(self, answer: Callable[[Tensor], tuple[Tensor, slice]]) -> Iterator[None]:
         self._given = []
-        self._answer = answer
+        self.answer = answer
         try:
             yield
         finally:
-            self._answer = None
+            self.answer = None
 
 
 def _gradients(

@@ -17,17 +17,15 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.errors import UsageError
+from shoal.errors import StrategyRefused, UsageError
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
-    check_can_apply_again,
     check_context_has_ended,
     check_frozen_unchanged,
     check_no_renormalising,
     check_on_device,
     check_same_seeds,
-    check_takes_second_optimizer,
 )
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
@@ -255,7 +253,12 @@ class Prepared:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
         groups = group_names(self.optimizers, self.root, self._bound)
-        check_takes_second_optimizer(local_model)
+        if local_model.remote_optimizer is not None:
+            raise StrategyRefused(
+                "prepare: a second optimizer after training has begun: parameter servers keep the "
+                "first one's settings. Change the groups of the first optimizer, or use ddp or "
+                "zero."
+            )
         self._guards.remove()
         self._bound.show(self.optimizers)
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
@@ -276,7 +279,14 @@ class Prepared:
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where every rank has whole parameters. Collective."""
-        check_can_apply_again(self._strategies)
+        if not all(strategy.can_apply_again for strategy in self._strategies):
+            raise StrategyRefused(
+                "prepare: other parameters are trained than in the first prepare, and this "
+                "strategy has divided or sent away those of the first. Give all models to the "
+                "first prepare, with all layers trainable that any phase trains, and a learning "
+                "rate of 0 for those that rest; or save with run.save(path) and train the next "
+                "phase in a run of its own; or use ddp."
+            )
         root = as_one_module(self.models)
         group_names(self.optimizers, root, self._bound)  # raises where one is missing
         assert self._local_model is not None

@@ -87,7 +87,7 @@ class RowGathering:
         end_trial()  # which one rank alone may make
         if self._evaluates:
             raise UsageError(EVALUATION)
-        if self._microbatches.is_answering:
+        if self._microbatches.answer is not None:
             rows, self._rows = self._microbatches.gather(x)
             return rows
         if self._plans:

@@ -234,7 +234,11 @@ class Run(StatefulRun):
         """Return the step of the local model; the first batch may be needed to make it."""
         prepared = self._prepared
         if prepared.step is None:
-            checks.check_has_optimizer(prepared.optimizers)
+            if not prepared.optimizers:
+                raise UsageError(
+                    "forward_backward: no optimizer was prepared. Before the loop: model, "
+                    "optimizer, loader = run.prepare(model, optimizer, loader)."
+                )
             with self._gathering.planning(batch.step.compute_loss):
                 with self._run_guards.phase:
                     facts = self._settings.accumulate, prepared.sizes.full_batch_rows()

@@ -76,11 +76,6 @@ class Bucket:
         """Return the parameters by name."""
         return {e.name: p for e, p in zip(self.members, self.parameters, strict=True)}
 
-    @property
-    def num_elements(self) -> int:
-        """Elements of the message."""
-        return sum(member.count for member in self.members)
-
     def pack(self) -> Tensor:
         """Return the gradients one after the other, zeros for missing ones."""
         return torch.cat([*map(_flat_gradient, self.parameters)])
@@ -123,7 +118,7 @@ class LastBucket(Bucket):
         sizes = [*(member.count for member in self.members), TOTALS_LENGTH, num_flags]
         self.message = torch.zeros(sum(sizes), dtype=self.dtype)
         *pieces, self.totals, self._flags = self.message.split(sizes)
-        self.gradients = self.message[: self.num_elements]
+        self.gradients = self.message[: sum(sizes[:-2])]
         self._views = [
             piece.as_strided(parameter.shape, torch.empty_like(parameter).stride())
             for parameter, piece in zip(self.parameters, pieces, strict=True)
