@@ -110,9 +110,8 @@ class LossVerdict:
             )
         if self.kind is LossKind.NOT_JUDGED:
             return (
-                "compute_loss was not compared on parts of a batch: "
-                f"{self.reason}. It must be a mean over samples or shoal.counted(sum, count); "
-                "nothing has checked that it is."
+                f"compute_loss was not compared on parts of a batch: {self.reason}. It must be a "
+                "mean over samples or shoal.counted(sum, count); nothing has checked that it is."
             )
         if self.memory:
             return (
@@ -146,10 +145,9 @@ class LossVerdict:
                 "must be an argument, so that it is divided with them."
             )
         return (
-            "compute_loss is no mean over samples: on "
-            f"{_listed(self.sizes[:-1])} of these {self.sizes[-1]} samples it gives gradients that "
-            f"differ by {percent(self.difference)} from those of all "
-            f"{self.sizes[-1]}."
+            f"compute_loss is no mean over samples: on {_listed(self.sizes[:-1])} of these "
+            f"{self.sizes[-1]} samples it gives gradients that differ by "
+            f"{percent(self.difference)} from those of all {self.sizes[-1]}."
         )
 
 

@@ -274,9 +274,8 @@ def _functions(names: str) -> set[Any]:
 IN_PLACE_FUNCTIONS = _functions("add_ sub_ mul_ div_ relu_ __iadd__ __isub__ __imul__ __itruediv__")
 ELEMENTWISE_FUNCTIONS = _functions(
     "add sub rsub mul div true_divide neg pow rsqrt sqrt square abs exp tanh sigmoid relu gelu "
-    "silu clamp "
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __neg__ __pow__ "
-    "to float double half bfloat16 type_as clone zeros_like ones_like"
+    "silu clamp __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ "
+    "__neg__ __pow__ to float double half bfloat16 type_as clone zeros_like ones_like"
 )
 SequenceParallelTensor.broadcast_functions = ELEMENTWISE_FUNCTIONS
 SequenceParallelTensor.shard_functions = {

@@ -55,10 +55,9 @@ class LossScale:
             if self.scale < SMALLEST_SCALE:
                 raise TrainingDiverged(
                     f"fp16: gradients still overflow at a loss scale of {self.scale:.1e}, after "
-                    f"{self.skipped} skipped "
-                    "steps in all, so the loss itself is not finite or far too large. Look at the "
-                    "loss and the data, "
-                    "lower the learning rate, or use bf16, which needs no loss scale."
+                    f"{self.skipped} skipped steps in all, so the loss itself is not finite or far "
+                    "too large. Look at the loss and the data, lower the learning rate, or use "
+                    "bf16, which needs no loss scale."
                 )
         elif self.good_steps + 1 == GROWTH_INTERVAL:
             self.scale *= 2
