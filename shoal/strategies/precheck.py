@@ -19,7 +19,7 @@ from shoal.strategies.options import (
     mesh_sizes,
 )
 
-OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor", "Rprop")
+OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor",)
 """Optimizers whose step needs more of a parameter than a shard."""
 
 

@@ -2,8 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.config.job import OptimizerConfig
+from shoal.config.job import Job, OptimizerConfig
 from shoal.errors import ConfigError
+from shoal.strategies import parse_line
+from shoal.strategies.precheck import check_job
 from shoal.train.optimizer import build, scaled_rate
 
 MODEL = nn.Sequential(
@@ -38,6 +40,12 @@ def test_biases_and_norm_layers_can_be_spared_from_weight_decay() -> None:
     assert decayed["weight_decay"] == 0.1
     assert spared["weight_decay"] == 0.0
     assert len(decayed["params"]) + len(spared["params"]) == len(list(MODEL.parameters()))
+
+
+@pytest.mark.parametrize(("name", "reasons"), [("Rprop", 0), ("AdamW", 0), ("Adafactor", 1)])
+def test_only_what_needs_whole_parameters_is_refused_for_shards(name: str, reasons: int) -> None:
+    job = Job(optimizer=OptimizerConfig(name=name))
+    assert len(check_job(job, parse_line("zero3"), 2)) == reasons
 
 
 def test_options_reach_the_optimizer() -> None:
