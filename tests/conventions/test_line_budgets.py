@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 780,
     "shoal/train": 3_220,
-    "shoal/trial": 3_000,
+    "shoal/trial": 3_020,
     "shoal/verification": 3_610,
     "shoal/watchdog": 940,
     "shoal/weights": 580,
-    "tests": 66_690,
+    "tests": 66_800,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
