@@ -131,7 +131,8 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     log = batch_script.log_name(settings, job)
     if shutil.which(python) is None:
         print(f"shoal: note: --python {python}: there is no such program here; the nodes need it")
-    print(f"shoal: job {job} is submitted; its log: tail -F {log}; its end: scancel {job}")
+    told = f"its log: tail -F {log}; its state: squeue -j {job}; its end: scancel {job}"
+    print(f"shoal: job {job} is submitted; {told}")
     return 0
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -27,7 +28,8 @@ from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
 
 TIMEOUT = timedelta(minutes=30)
-NAME_WAIT_S = 60.0
+SILENT_S, NAME_WAIT_S = 2.0, 60.0
+"""Seconds in which rank 0's machine may get an address, without a note and with one."""
 TIMEOUT_LIMITS = 20
 """The launcher's limit is ten times longer in a first step; twice that is left to it."""
 GPU_BACKENDS = "cpu:gloo,cuda:nccl"
@@ -201,6 +203,20 @@ def _check_own_group(place: RankInfo) -> None:
         )
 
 
+def _wait_for_address(place: RankInfo) -> None:
+    """Return when rank 0's machine has an address here. Raises: OSError: it gets none in time."""
+    assert place.master_address is not None
+    try:
+        wait_for_address(place.master_address, SILENT_S)
+    except OSError:
+        if place.local_rank == 0:
+            text = (
+                f"note: waits for an address of {place.master_address}, {NAME_WAIT_S:.0f} s at most"
+            )
+            print(text, file=sys.stderr, flush=True)
+        wait_for_address(place.master_address, NAME_WAIT_S)
+
+
 def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
     """Make the default process group. Collective.
 
@@ -216,11 +232,12 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
         store.set_timeout(timeout)
     elif place.master_address is not None:
         try:
-            wait_for_address(place.master_address, NAME_WAIT_S)
+            _wait_for_address(place)
         except OSError as error:
             raise EnvironmentConflict(
                 f"this machine knows no address of {place.master_address}, where rank 0 is to be "
-                f"met ({error.strerror}). Set MASTER_ADDR to an address of rank 0's machine."
+                f"met ({error.strerror}). Set MASTER_ADDR to an address of rank 0's machine: under "
+                f"Slurm, NodeAddr of `scontrol show node {place.master_address}`."
             ) from None
         os.environ["MASTER_ADDR"] = place.master_address
         os.environ["MASTER_PORT"] = str(place.master_port)

@@ -316,7 +316,7 @@ class Training:
             yield
 
     def _finish(self) -> None:
-        """Print the closing table and draw the curves, on rank 0."""
+        """Print the closing table and draw the curves, on rank 0. Collective."""
         self.run.end_trace()
         curves = self.directory / "curves.png"
         if self.run.rank == 0:
@@ -336,3 +336,5 @@ class Training:
                 "curves": curves if curves.is_file() else None,
             }
         )
+        # A SIGTERM that comes meanwhile, as before a time limit of Slurm, ends no rank.
+        self.run.mesh.barrier()

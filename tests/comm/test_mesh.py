@@ -140,6 +140,7 @@ def test_a_group_beside_training_is_of_the_line() -> None:
 
 
 def test_a_name_of_rank_0_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "SILENT_S", 0)
     monkeypatch.setattr(mesh, "NAME_WAIT_S", 0)
     place = RankInfo(1, 2, 0, 1, "slurm", "n1.invalid", 29500, "")
     with pytest.raises(EnvironmentConflict, match=r"no address of n1\.invalid.*Set MASTER_ADDR"):

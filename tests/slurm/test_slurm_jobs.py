@@ -50,7 +50,8 @@ def test_a_script_runs_as_one_world_with_its_own_words_and_the_log_shows_rank_0(
     status, out, err = shoal(capsys, "launch", *words)
     assert status == 0, err
     assert out == (
-        "shoal: job 12 is submitted; its log: tail -F a-script-12.out; its end: scancel 12\n"
+        "shoal: job 12 is submitted; its log: tail -F a-script-12.out; its state: squeue -j 12; "
+        "its end: scancel 12\n"
     )
     assert "COMPLETED" in ended(slurm)
     assert Path("a-script-12.out").read_text().splitlines() == [

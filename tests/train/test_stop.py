@@ -3,6 +3,7 @@ there.
 """
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from shoal.config import to_yaml
 from shoal.config.job import Job
 from shoal.launch.rank import EXIT_RESTART
 from shoal.testing import world
+from shoal.train import loop
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))
 PATIENT = {**MLP, "data.name": "patient"}
@@ -113,6 +115,27 @@ def is_told_to_stop_on_a_full_disk(job: Job) -> None:
     training = tiny_jobs.FillsTheDisk(job, steps=(1,))
     training.run.request_stop()
     tiny_jobs.go(training)
+
+
+def ends_while_it_draws(job: Job) -> None:
+    """Train; while rank 0 draws the curves, rank 1 gets a SIGTERM."""
+    file = Path(job.directory).with_name("rank-1")
+
+    def draws(*_: Any) -> None:
+        os.kill(int(file.read_text()), signal.SIGTERM)
+        time.sleep(0.3)
+
+    training = loop.Training(job)
+    if training.run.rank == 1:
+        file.write_text(str(os.getpid()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_or_note", draws)
+        tiny_jobs.go(training)
+
+
+def test_a_signal_after_the_last_save_ends_no_rank(tmp_path: Path) -> None:
+    with world.start(2, ends_while_it_draws, tiny(tmp_path / "run", MLP)) as ending:
+        assert ending.wait() == [0, 0]
 
 
 def test_a_stop_that_cannot_be_saved_does_not_say_run_me_again(tmp_path: Path) -> None:
