@@ -45,6 +45,35 @@ def test_a_loop_on_shoal_is_exact_and_draws_are_those_of_one_device(
     ]
 
 
+MICROBATCHES = """
+import torch
+from torch.utils.data import DataLoader
+import shoal
+
+run = shoal.init("ddp", accumulate=2)
+model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+data = DataLoader(torch.arange(66.0).view(22, 3).sin(), batch_size=8)
+model, optimizer, data = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1), data)
+for x in data:
+    {step}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+STEPS = {
+    "loop": "for part in run.microbatches(x): run.backward(model(part).square().mean())",
+    "function": "run.forward_backward(lambda part: model(part).square().mean(), x)",
+}
+
+
+@pytest.mark.parametrize("form", STEPS)
+def test_micro_batches_of_ranks_are_those_of_one_process(form: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MICROBATCHES.format(step=STEPS[form]))
+    report = shoal.verify_script(script, ranks=2, steps=3)
+    assert report.verdict == "exact", str(report)
+    assert any(error is not None for _, error, _ in report.layers)
+
+
 WRITING_SCRIPT = """
 import os
 from pathlib import Path

@@ -176,6 +176,10 @@ class RecordedTensors:
         tensor: Tensor = self._file.get_tensor(name)
         return tensor
 
+    def get(self, name: str) -> Tensor | None:
+        """Return the tensor of a name; None without one."""
+        return self[name] if name in self.names else None
+
     def below(self, kind: str) -> dict[str, Tensor]:
         """Return all tensors whose names begin with `kind/`, by the rest of their names."""
         prefix = f"{kind}/"

@@ -85,10 +85,11 @@ class StepComparison:
             return None
         call = self.calls[index]
         same = [i for i, other in enumerate(self.calls) if other.module == call.module]
+        names = [f"{kind}/{i}/{output}" for i in same]
+        likes = [self.expected.get(each) for each in names]
+        place = same.index(index)
         expected = self.expected[name]
-        versions = self.joined.versions(
-            kind, call.module, same.index(index), len(same), output, expected
-        )
+        versions = self.joined.versions(kind, call.module, place, output, expected, likes)
         return (expected, versions) if versions else None
 
     def last_output_gradient(self) -> tuple[Tensor, Tensor] | None:
