@@ -112,7 +112,9 @@ def one_host(ranks: int, memory_bytes: float, bandwidth: float = 10e9) -> Cluste
 
 
 def read_size(text: Any) -> float:
-    """Return bytes of "16GiB", "80 GB" or a number. Raise ValueError."""
+    """Return bytes of "16GiB", "80 GB" or a number. Raise ValueError: also of a text of digits."""
+    if isinstance(text, str) and text.strip()[-1:].isdigit():
+        raise ValueError(f"'{text}' is a number without a unit")
     return _quantity(text, r"([kMGT]i?|Ki)?B?", lambda unit: _SIZES[unit or ""])
 
 
