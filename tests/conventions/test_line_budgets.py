@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
     "shoal/cli": 2_830,
-    "shoal/comm": 3_050,
+    "shoal/comm": 3_060,
     "shoal/config": 1_810,
     "shoal/costs": 1_990,
     "shoal/data": 3_390,
@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 780,
     "shoal/train": 3_220,
     "shoal/trial": 3_020,
-    "shoal/verification": 3_610,
+    "shoal/verification": 3_630,
     "shoal/watchdog": 940,
     "shoal/weights": 580,
-    "tests": 66_800,
+    "tests": 66_860,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
