@@ -4,6 +4,8 @@ A command sends one line of JSON, and the launcher answers in lines of JSON:
 
     shoal scale RUN 6 ── {"scale": 6} ──────────────────────────> RUN/.control ── launcher
                       <── {"stopping": 4}, {"step": 47}, or {"refused": "why"} ──
+    shoal servers RUN ── {"secret": true}, of a run on several hosts ────────> RUN/.control
+                      <── {"secret": "0f..."} ──
 
 The socket has mode 0600, so only the user who started the run can connect. It exists as long as the
 launcher does. The launcher reads JSON only, one line of at most `MAX_LINE_BYTES` from each caller.

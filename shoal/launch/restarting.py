@@ -63,7 +63,13 @@ class Work:
 
 
 class LocalJob:
-    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`."""
+    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`.
+
+    Attributes:
+        secret: of a job on several hosts; None on one, where ranks find what they share in files.
+    """
+
+    secret: bytes | None = None
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -225,9 +231,14 @@ class RestartingRun:
     def _on_request(
         self, caller: ControlConnection, request: Mapping[str, Any], supervision: Supervision
     ) -> None:
-        """Make the ranks stop for `shoal scale`, or refuse a request."""
+        """Make the ranks stop for `shoal scale`, tell the secret, or refuse a request."""
         processes = request.get("scale")
-        if not isinstance(processes, int) or isinstance(processes, bool):
+        if "secret" in request and self.job.secret is not None:  # only its own user can ask
+            caller.send(secret=self.job.secret.hex())
+        elif "secret" in request:
+            reason = "its servers are on this machine, and their key is in a file there."
+            caller.send(refused=reason)
+        elif not isinstance(processes, int) or isinstance(processes, bool):
             caller.send(refused="this is no request that its launcher knows.")
         elif reason := self._refusal_reason(processes, supervision):
             caller.send(refused=reason)

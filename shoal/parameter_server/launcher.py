@@ -262,6 +262,8 @@ class ClusterLauncher:
         self.mesh = mesh
         self.pool: ServerPool | None = None
         self._folder: Path | None = None
+        # The coordinator and its job, where other hosts find the servers by them.
+        self._public: tuple[Address, Transport] | None = None
         self._announced: list[Path] = []
 
     @property
@@ -306,7 +308,9 @@ class ClusterLauncher:
             return None
         coordinator = CoordinatorProcess(self.mesh.helper_spawner, job, host)
         if self._folder is not None:
-            admin_client.write_address_file(self._folder, coordinator.address, job.transport)
+            address_of_job = coordinator.address, job.transport
+            admin_client.write_address_file(self._folder, *address_of_job)
+            self._public = None if read_secret() is None else address_of_job
         return coordinator
 
     def announce(self, directory: Path) -> None:
@@ -317,6 +321,9 @@ class ClusterLauncher:
                 link.unlink()
             link.symlink_to(self._folder, target_is_directory=True)
             self._announced.append(link)
+            if self._public is not None:
+                admin_client.write_address_file(directory, *self._public)
+                self._announced.append(directory / admin_client.ADDRESS_FILE)
 
     def close(self) -> None:
         """End the processes that this rank has started once all their workers have left, and what

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,29 +30,25 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield hosts
 
 
-def servers(hosts: Hosts, *words: str) -> set[int]:
-    """Return the shards that `shoal servers` lists on the first host."""
-    command = [sys.executable, "-m", "shoal", "servers", str(hosts.shared / "long"), *words]
-    ended = hosts.run(hosts.nodes[0], [*command, "--json"])
-    assert ended.returncode == 0, ended.stderr
-    return {server["shard"] for server in json.loads(ended.stdout)["result"]}
-
-
-def test_servers_are_listed_and_added_on_the_first_host(hosts: Hosts) -> None:
+def test_servers_are_listed_and_added_from_the_machine_of_the_command(hosts: Hosts) -> None:
     folder = hosts.shared / "long"
     job = tiny_jobs.tiny(folder, tiny_jobs.MLP, strategy="server=2", train__epochs=100_000)
     (hosts.shared / "long.yaml").write_text(to_yaml(job))
     with DeskCommand(hosts, "train", "long.yaml", "--hosts", "node1:2,node2:2") as command:
         process = command.process
-        until(lambda: (folder / "servers").is_symlink() or process.poll() is not None)
-        assert servers(hosts) == {0, 1}
-        code, _, stderr = ended(hosts, "servers", "long")
-        assert (code, "on the machine of its first rank" in stderr) == (2, True), stderr
-        assert servers(hosts, "add") == {0, 1, 2}
+        until(lambda: (folder / "servers.json").exists() or process.poll() is not None)
+        code, listed, stderr = ended(hosts, "servers", "long", "--json")
+        assert code == 0, stderr
+        assert {server["shard"] for server in json.loads(listed)["result"]} == {0, 1}
+        code, listed, stderr = ended(hosts, "servers", "long", "add", "--json")
+        assert code == 0, stderr
+        assert {server["shard"] for server in json.loads(listed)["result"]} == {0, 1, 2}
         command.signal(signal.SIGTERM)
         code, _, stderr = command.end()
     assert code == 75, stderr
-    assert not (folder / "servers").is_symlink()
+    assert not (folder / "servers.json").exists()
+    code, _, stderr = ended(hosts, "servers", "long")
+    assert (code, "no servers run for it here" in stderr) == (2, True), stderr
     assert hosts.leftovers() == {}
 
 

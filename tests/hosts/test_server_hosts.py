@@ -132,7 +132,7 @@ def test_a_server_that_is_killed_is_started_again_on_its_host(tmp_path: Path) ->
 
     def members() -> set[int]:
         """Return the processes of the servers that are no longer filled."""
-        if not (tmp_path / "run/servers/servers.json").exists():
+        if not (tmp_path / "run/servers.json").exists():
             return set()
         found = send_command(tmp_path / "run", "list", [])
         return {server["pid"] for server in found if server["role"] != "joining"}

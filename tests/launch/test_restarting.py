@@ -165,6 +165,8 @@ def test_an_impossible_request_is_refused_before_ranks_stop(tmp_path, capfd):
         for processes, reason in REFUSED.items():
             with pytest.raises(UsageError, match=reason):
                 list(request(tmp_path, scale=processes))
+        with pytest.raises(UsageError, match="its servers are on this machine"):
+            list(request(tmp_path, secret=True))
         (tmp_path / "end").touch()
 
     thread = Commands(commands)

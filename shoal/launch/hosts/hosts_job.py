@@ -81,9 +81,10 @@ class HostsJob(LocalJob):
         super().__init__(work)
         self.options = options
         self.request = request
+        self.secret = secrets.token_bytes(32)
         told = {
             "variables": dict(options.variables),
-            "secret": secrets.token_hex(32),
+            "secret": self.secret.hex(),
             "request": asdict(request),
             "work": {
                 "environment": dict(work.environment),

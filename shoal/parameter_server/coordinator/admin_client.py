@@ -1,10 +1,12 @@
 """Requests of a user to the servers of a running job: list them, add a shard, remove a shard.
 
-shoal servers RUN ── RUN/servers/servers.json, server.key ──> coordinator
+shoal servers RUN ── RUN/servers/servers.json, server.key ──────────────> coordinator
+                  ── RUN/servers.json, the secret of RUN's launcher ────> coordinator of other hosts
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import time
@@ -14,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ServerLost, UsageError, WireError
+from shoal.launch.control_channel import request
 from shoal.parameter_server.codec import FIRST_USER, Op
 from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
-from shoal.parameter_server.transport.key import KEY_FILE, read_key
+from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
 
 ADDRESS_FILE = "servers.json"
@@ -29,7 +32,7 @@ RETRY_S = 0.1
 
 
 def write_address_file(folder: Path, coordinator: Address, job: Transport) -> None:
-    """Write the address of a job's coordinator to a file in the folder of its key."""
+    """Write the address of a job's coordinator to a file, in the folder of its key or in a run."""
     fields = {"coordinator": list(coordinator), "job": job.job, "encrypt": job.encrypt}
     (folder / ADDRESS_FILE).write_text(json.dumps(fields))
 
@@ -41,7 +44,8 @@ class AdminClient:
         directory: the run directory.
 
     Raises:
-        UsageError: the run has no servers, or has ended, or has its first rank elsewhere.
+        LaunchError: the run is one of several hosts, and no launcher of this machine has it.
+        UsageError: the run has no servers, or has ended.
         ServerLost: its coordinator cannot be reached.
     """
 
@@ -120,19 +124,33 @@ class AdminClient:
 
 
 def _coordinator_of(directory: Path) -> tuple[Address, Transport]:
-    """Return the address of a run's coordinator, and the transport of its job."""
+    """Return the address of a run's coordinator, and the transport of its job.
+
+    On the machine of its first rank both are in the folder of the key. On that of the command with
+    `--hosts` the address is in the run directory, and the launcher has the secret.
+    """
     folder = directory / POINTER
+    with contextlib.suppress(OSError):
+        address, job, encrypt = _read_address_file(folder)
+        return address, Transport(read_key(folder / KEY_FILE), job, encrypt=encrypt)
     try:
-        found = json.loads((folder / ADDRESS_FILE).read_text())
+        address, job, encrypt = _read_address_file(directory)
     except OSError:
         raise UsageError(
             f"{directory}: no servers run for it here. Give the directory of a run of `shoal "
-            "train` that is training with --strategy server=N, on the machine of its first rank. "
-            "The servers of a script under `shoal launch` cannot be listed or changed."
+            "train` that is training with --strategy server=N, on the machine of its first rank, "
+            "or on that of the command that started it with --hosts. The servers of a script under "
+            "`shoal launch` cannot be listed or changed."
         ) from None
+    answer = next(request(directory, secret=True))
+    key = derived_key(bytes.fromhex(answer["secret"]), job)
+    return address, Transport(key, job, encrypt=encrypt)
+
+
+def _read_address_file(folder: Path) -> tuple[Address, str, bool]:
+    found = json.loads((folder / ADDRESS_FILE).read_text())
     host, port = found["coordinator"]
-    key = read_key(folder / KEY_FILE)
-    return (host, port), Transport(key, found["job"], encrypt=found["encrypt"])
+    return (host, port), found["job"], found["encrypt"]
 
 
 def send_command(directory: Path, what: str, numbers: Sequence[int]) -> list[dict[str, Any]]:
