@@ -18,8 +18,9 @@ from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
 from shoal.run.ema import Ema
-from shoal.run.exact_evaluation import ComputeSums, OneEvaluation
+from shoal.run.exact_evaluation import OneEvaluation
 from shoal.run.example_batch import example_of
+from shoal.run.gradients import clip_gradients, gather_gradients
 from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
 from shoal.run.preparation import RunSettings, sort_arguments
@@ -27,7 +28,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
-from shoal.run.step import TrainingStep, clip_gradients, gather_gradients, make_batch
+from shoal.run.step import TrainingStep, make_batch
 from shoal.run.step_checks import StepChecks
 from shoal.run.tracing import Tracing
 from shoal.strategies import base
@@ -352,7 +353,7 @@ class Run(StatefulRun):
 
     def evaluate(
         self,
-        compute_sums: ComputeSums | Callable[..., Any],
+        compute_sums: Callable[..., Any],
         loader: Any,
         *models: nn.Module,
         metrics: Mapping[str, Any] | None = None,

@@ -17,7 +17,7 @@ PACKAGE = Path(shoal.__file__).parent
 PAGE = (PACKAGE.parent / "docs" / "design.md").read_text(encoding="utf-8")
 DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
-    "run/checks.py",
+    *("run/checks.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py"),
     *("run/optimizer_watch.py", "run/local_shard_step.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
