@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_680,
     "shoal/platform": 1_920,
     "shoal/plotting": 490,
-    "shoal/run": 9_530,
+    "shoal/run": 9_540,
     "shoal/shm_backend": 2_740,
     "shoal/strategies": 16_390,
     "shoal/testing": 240,
