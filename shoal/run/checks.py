@@ -231,9 +231,11 @@ def check_metrics(metrics: Any) -> None:
     """Raise UsageError if `metrics` of `evaluate` is no dict of metrics."""
     calls = ("reset", "update", "compute")
     is_dict = isinstance(metrics, Mapping) and all(
-        callable(getattr(metric, call, None)) for metric in metrics.values() for call in calls
+        callable(getattr(metric, call, None)) and not isinstance(metric, type)
+        for metric in metrics.values()
+        for call in calls
     )
-    if metrics is not None and not is_dict:
+    if metrics is not None and not (is_dict and metrics):
         raise UsageError(
             f"evaluate: metrics={metrics!r} is no dict of metrics with reset, update and compute, "
             'such as {"auc": torchmetrics.AUROC(task="multiclass", num_classes=10)}.'

@@ -64,10 +64,12 @@ class OneEvaluation(NamedTuple):
         sums = _gather_parts(self.data, parts, batches, "evaluate: compute_sums")
         return {name: float(of_batches.sum()) for name, of_batches in sums.items()}
 
-    def predict(self, compute: Callable[..., Any]) -> Any:
+    def predict(self, compute: Callable[..., Any], call: str = "predict: compute") -> Any:
         """Return the values of every sample of a data set, in its order. Collective over `data`.
 
-        Args: compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample.
+        Args:
+            compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample.
+            call: begins messages.
 
         Returns: the same of all samples, on the CPU, equal on every rank.
 
@@ -75,8 +77,8 @@ class OneEvaluation(NamedTuple):
             UsageError: the loader gives no batches; a value has not one row for each sample, or
                 rows of another shape than in the first batch.
         """
-        parts, batches = self._compute(compute, _rows_of_samples)
-        gathered = _gather_parts(self.data, parts, batches, "predict: compute")
+        parts, batches = self._compute(compute, partial(_rows_of_samples, call))
+        gathered = _gather_parts(self.data, parts, batches, call)
         return gathered.get(WITHOUT_NAME, gathered)
 
     def measure(self, compute: Callable[..., Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +102,7 @@ class OneEvaluation(NamedTuple):
                 return {str(index): value for index, value in enumerate(values)}
             return values
 
-        values = self.predict(named)
+        values = self.predict(named, "evaluate: compute_sums, with metrics,")
         if isinstance(values, Tensor):
             values = {"0": values}
         by_place = [value for name, value in values.items() if name.isdigit()]
@@ -198,20 +200,16 @@ def _sum(name: str, value: Any) -> Tensor:
     return value
 
 
-def _rows_of_samples(values: Any, rows: int) -> dict[str, Tensor]:
+def _rows_of_samples(call: str, values: Any, rows: int) -> dict[str, Tensor]:
     """Return the values of a batch by name, on the CPU.
 
     Raises: UsageError: it is no tensor or dict of tensors, or has not `rows` rows.
     """
     named = values if isinstance(values, Mapping) else {WITHOUT_NAME: values}
     if not named:
-        raise UsageError(
-            "predict: compute returned an empty dict; it must return a tensor by name."
-        )
+        raise UsageError(f"{call} returned an empty dict; it must return a tensor by name.")
     for name, value in named.items():
-        what = f"predict: compute returned a {type(value).__name__}" + (
-            f" as {name!r}" * bool(name)
-        )
+        what = f"{call} returned a {type(value).__name__}" + f" as {name!r}" * bool(name)
         if not isinstance(value, Tensor) or not isinstance(name, str):
             raise UsageError(f"{what}; it must return a tensor, or a dict of tensors by name.")
         if value.shape[:1] != (rows,):

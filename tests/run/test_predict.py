@@ -106,10 +106,20 @@ def test_metrics_see_every_sample_once(line: str, ranks: int) -> None:
         assert by_place == by_name
 
 
-@pytest.mark.parametrize("metrics", [Spread(), [Spread()], {"spread": torch.median}])
+@pytest.mark.parametrize(
+    "metrics", [Spread(), [Spread()], {"spread": torch.median}, {"spread": Spread}, {}]
+)
 def test_what_is_no_dict_of_metrics_is_refused(metrics: Any) -> None:
     with pytest.raises(UsageError, match="is no dict of metrics with reset, update and compute"):
         shoal.init(announce=str).evaluate(lambda x, y: (x, y), [], metrics=metrics)
+
+
+def test_a_number_in_the_place_of_rows_is_refused_by_the_call_that_was_made() -> None:
+    loader = DataLoader(samples(), batch_size=BATCH)
+    with pytest.raises(UsageError, match="evaluate: compute_sums, with metrics, returned a Tensor"):
+        shoal.init(announce=str).evaluate(
+            lambda x, y: (x.sum(), y), loader, metrics={"spread": Spread()}
+        )
 
 
 def test_a_list_of_ready_batches_and_a_model_that_was_not_prepared_will_do() -> None:
