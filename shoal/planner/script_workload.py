@@ -160,6 +160,7 @@ class _Follower:
         self._model: nn.Module = nn.Module()
         self._inputs: list[Tensor] = []
         self._batch_bytes = 0.0
+        self._is_loop_loss = False
 
     def start(self, stack: ExitStack) -> None:
         """Begin to watch, until the end of a context."""
@@ -268,7 +269,10 @@ class _Follower:
         self._tracer = self._passes.enter_context(counting(_unwrapped(model)))
         self._tracer.leave_out(inputs)
 
-    def _backward_of_run(self, _: Any, run: Run, loss: Any, rows: int | None = None) -> None:
+    def _backward_of_run(
+        self, original: Any, run: Run, loss: Any, rows: int | None = None, reduction: str = "rows"
+    ) -> None:
+        self._is_loop_loss = original is not None
         terms = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
         self._backward(torch.autograd.backward, sum(terms))
 
@@ -307,7 +311,7 @@ class _Follower:
         rows = self._first.step.samples * (1 if model is self._model else self._ranks)
         accumulate = 1 if self._run is None else self._run._settings.accumulate
         note = WITHOUT_SHOAL if self._run is None else ""
-        self._end(Workload(work, model, rows * accumulate, accumulate, note))
+        self._end(Workload(work, model, rows * accumulate, accumulate, note, self._is_loop_loss))
 
     def _iterate(self, original: Any, loader: Any) -> Iterator[Any]:
         """Yield batches with as many rows as this run counts; their rows come again and again."""

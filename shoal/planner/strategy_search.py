@@ -24,6 +24,7 @@ from shoal.costs.step_cost import RankLayout, StepCost, one_rank
 from shoal.costs.step_tasks import SegmentTimer, StepTime, least_seconds, step_time
 from shoal.costs.work import ModelWork
 from shoal.errors import ConfigError, StrategyRefused
+from shoal.run.loop_loss import PIPELINE, SERVERS
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
 from shoal.strategies.options import mesh_sizes
 
@@ -50,6 +51,7 @@ class Workload:
         module: the model; its tensors may have no memory.
         accumulate: micro-batches of each rank's share.
         note: what must be done before a command of the plan can run; empty for nothing.
+        is_loop_loss: the loop computes the loss, for `run.backward`.
         known: what strategies find by looking at the model, for plans of any ranks and batch.
     """
 
@@ -58,6 +60,7 @@ class Workload:
     global_batch: int
     accumulate: int = 1
     note: str = ""
+    is_loop_loss: bool = False
     known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
 
@@ -230,6 +233,8 @@ class Planner:
                 f"tensor={layout.tensor}: tensor groups lie inside one host, and a host has "
                 f"{self.cluster.ranks_per_host} ranks."
             )
+        if work.is_loop_loss and layout.pipeline > 1:
+            raise StrategyRefused(PIPELINE)
         done = str(layout)
         if done not in self._steps:
             self._steps[done] = one_rank(
@@ -247,6 +252,8 @@ class Planner:
             if done not in self._steps:  # many lines begin alike
                 self._steps[done] = strategy.cost(step)
             step = self._steps[done]
+        if work.is_loop_loss and work.accumulate > 1 and step.servers:
+            raise StrategyRefused(SERVERS)
         return step
 
 
