@@ -40,8 +40,12 @@ FIRST_LOSSES = 2
 NOTE = (
     "note: run.backward takes the mean over the samples of this rank. Beyond the loss's graph, "
     "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Dropout masks and noise "
-    "by torch are others on each data rank: same law. Losses, accuracies and len(x) in the loop "
-    "are those of this rank; run.backward returns {returned}."
+    "by torch are others on each data rank, from the same distribution."
+)
+OWN_FIGURES = (
+    "note: len(x), loss.item() * len(x), an accuracy: what the loop computes is of this rank's "
+    "samples alone, 1 of {ranks} parts. run.backward returns {returned}; "
+    'shoal.all_reduce(torch.tensor([hits, seen]), op="sum") is of all.'
 )
 PIPELINE = (
     "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
@@ -196,7 +200,9 @@ class LoopLoss:
         is_first = not self._is_noted
         if is_first:
             self._is_noted = True
-            self._announce(self._note())
+            self._announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
+            if prepared.mesh.data.size > 1:
+                self._announce(self._own_figures())
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
@@ -344,10 +350,11 @@ class LoopLoss:
             context.__enter__()
         self._contexts.append(context)
 
-    def _note(self) -> str:
+    def _own_figures(self) -> str:
+        """Return the note on figures that the loop computes of this rank's samples."""
         is_synchronous = self._prepared.local_model().strategy_state.is_synchronous
-        returned = "the loss of all" if is_synchronous else "that of this rank too"
-        return NOTE.format(ranks=max(2, self._prepared.mesh.size), returned=returned)
+        returned = "the mean loss over all" if is_synchronous else "that of this rank too"
+        return OWN_FIGURES.format(ranks=self._prepared.mesh.data.size, returned=returned)
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """End autocast. Return the output in float32, for a loss outside of it."""

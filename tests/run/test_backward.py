@@ -156,9 +156,38 @@ def say_what_is_no_loss() -> dict[str, str]:
     return said
 
 
+def accuracy_of_epoch(strategy: str) -> tuple[float, list[str]]:
+    """Return the accuracy that a loop adds up as the note says, and the notes on its figures."""
+    run, model, optimizer, loader, lines = prepared(strategy)
+    hits = seen = 0
+    for x, y in loader:
+        optimizer.zero_grad()
+        scores = model(x)
+        run.backward(F.cross_entropy(scores, y))
+        optimizer.step()
+        hits += int((scores.argmax(1) == y).sum())
+        seen += len(x)
+    hits, seen = shoal.all_reduce(torch.tensor([hits, seen]), op="sum").tolist()
+    return hits / seen, [line for line in lines if "of this rank's samples alone" in line]
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ddp", 3), ("tensor=2", 2)])
+def test_an_accuracy_that_is_added_up_as_the_note_says_is_that_of_one_device(
+    strategy: str, ranks: int
+) -> None:
+    results = world.run(ranks, accuracy_of_epoch, strategy)
+    expected, no_notes = accuracy_of_epoch("single")
+    assert [accuracy for accuracy, _ in results] == [expected] * ranks
+    assert no_notes == []
+    notes = results[0][1]
+    assert len(notes) == (1 if strategy == "ddp" else 0)
+    assert all('shoal.all_reduce(torch.tensor([hits, seen]), op="sum")' in note for note in notes)
+
+
 def test_what_is_no_loss_is_refused_and_the_note_comes_once() -> None:
     said = world.run(2, say_what_is_no_loss)[0]
-    assert said["notes"].count("note:") == 1
+    assert said["notes"].count("note: run.backward takes") == 1
+    assert said["notes"].count("note: len(x)") == 1
     assert "shoal verify SCRIPT -n 2" in said["notes"]
     assert "a tensor of shape (2,)" in said["vector"]
     assert "a float" in said["number"]
