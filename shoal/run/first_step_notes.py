@@ -173,7 +173,7 @@ def noting_draws(module: nn.Module, announce: Callable[[str], None]) -> Iterator
         more = f" and {len(others)} more" if others else ""
         sentences.append(
             f"the first step draws random numbers ({first}{more}): a stream of its own on every "
-            'rank, so same law, other numbers. draws="global" draws those of one device.'
+            'rank, so same distribution, other numbers. draws="global" draws those of one device.'
         )
     if before.has_moved():
         sentences.append(HOST_DRAWS)

@@ -111,7 +111,7 @@ class RecordedDraws:
                 continue
             return (
                 f'draws="global": {operator} draws a tensor of shape {shape} in compute_loss; '
-                f'{why}, or draws="rank", which draws other numbers by the same law.'
+                f'{why}, or draws="rank", which draws other numbers from the same distribution.'
             )
         return ""
 

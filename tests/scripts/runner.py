@@ -297,7 +297,7 @@ def announces(note: str, script: type[Script]) -> bool:
     A note on random numbers excuses only a script that draws some, one on batch statistics only a
     script that has them, one on padding only a script of uneven samples.
     """
-    if "same law" in note:
+    if "same distribution" in note:
         return "R" in script.needs
     if "BatchNorm" in note or "buffer" in note:
         return "B" in script.needs

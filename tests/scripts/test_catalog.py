@@ -19,7 +19,7 @@ from tests.scripts.script import NEEDS, Script, catalog, lines_changed
 EXPECTED = [1.0], {"weight": torch.tensor([1.0, 2.0])}
 RIGHT = Outcome("ran", "", (1.0,), {"weight": torch.tensor([1.0, 2.0])})
 WRONG = Outcome("ran", "", (1.0,), {"weight": torch.tensor([1.0, 2.1])})
-NOTED = WRONG._replace(notes=("note: dropout draws other masks: same law, other numbers",))
+NOTED = WRONG._replace(notes=("note: dropout draws other masks: same distribution, other numbers",))
 LOST = Outcome("refused", "PeerLost: rank 1 has ended", secondary=True)
 
 

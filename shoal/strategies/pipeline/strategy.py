@@ -335,6 +335,6 @@ def _numeric_notes(model: nn.Module, num_microbatches: int) -> list[str]:
     if dropouts:
         notes.append(
             f"note: dropout ({dropouts[0]}, ...) draws for one micro-batch at a time, in each "
-            "block from a stream of its own: same law, other masks."
+            "block from a stream of its own: same distribution, other masks."
         )
     return notes
