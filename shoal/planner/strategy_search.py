@@ -24,8 +24,8 @@ from shoal.costs.step_cost import RankLayout, StepCost, one_rank
 from shoal.costs.step_tasks import SegmentTimer, StepTime, least_seconds, step_time
 from shoal.costs.work import ModelWork
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.run.loop_loss import PIPELINE, SERVERS
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
+from shoal.strategies.loss_terms import LOOP_IN_PIPELINE, LOOP_IN_SERVERS
 from shoal.strategies.options import mesh_sizes
 
 TURNS_BAND = 0.56
@@ -234,7 +234,7 @@ class Planner:
                 f"{self.cluster.ranks_per_host} ranks."
             )
         if work.is_loop_loss and layout.pipeline > 1:
-            raise StrategyRefused(PIPELINE)
+            raise StrategyRefused(LOOP_IN_PIPELINE)
         done = str(layout)
         if done not in self._steps:
             self._steps[done] = one_rank(
@@ -253,7 +253,7 @@ class Planner:
                 self._steps[done] = strategy.cost(step)
             step = self._steps[done]
         if work.is_loop_loss and work.accumulate > 1 and step.servers:
-            raise StrategyRefused(SERVERS)
+            raise StrategyRefused(LOOP_IN_SERVERS)
         return step
 
 

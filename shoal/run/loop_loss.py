@@ -27,12 +27,16 @@ from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step import weight_of_rank
 from shoal.strategies import base
-from shoal.strategies.loss_terms import Counted
+from shoal.strategies.loss_terms import (
+    LOOP_IN_PIPELINE,
+    LOOP_IN_SERVERS,
+    LOSS_AS_FUNCTION,
+    Counted,
+)
 from shoal.strategies.microbatch import split_microbatches
 from shoal.trial.called_models import ModelCall
 from shoal.trial.loss_graph import LossGraphCheck
 
-FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
 MOST_CALLS = 16
 """Calls of models whose inputs are kept until the backward pass."""
 FIRST_LOSSES = 2
@@ -47,13 +51,10 @@ OWN_FIGURES = (
     "samples alone, 1 of {ranks} parts. run.backward returns {returned}; "
     'shoal.all_reduce(torch.tensor([hits, seen]), op="sum") is of all.'
 )
-PIPELINE = (
-    "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
-    f"other, so the loss must be a function of the batch: loss = {FUNCTION}."
-)
 GLOBAL_DRAWS = (
     'run.backward: draws="global" draws for the global batch inside of a step, and the loop has '
-    f'drawn before it. Give the loss as a function: loss = {FUNCTION}, or use draws="rank".'
+    f"drawn before it. Give the loss as a function: loss = {LOSS_AS_FUNCTION}, or use "
+    'draws="rank".'
 )
 IN_PARTS = (
     "run.backward: accumulate={parts} computes each batch in {parts} micro-batches. Go through "
@@ -67,18 +68,18 @@ COUNTED = (
 NOT_CALLED = (
     "run.backward: no call of a prepared model was seen since the last step, so nothing has put "
     "{precision} around its forward pass. Calls of a compiled model and of methods are not seen. "
-    f"Give the loss as a function: {FUNCTION}."
+    f"Give the loss as a function: {LOSS_AS_FUNCTION}."
 )
 AFTER_FUNCTION = (
     "run.backward: the losses before came from functions, so the calls of this one were not "
-    f"watched, as shards and mixed precision need. Give it as a function too: {FUNCTION}; or let "
-    "run.backward take the first loss of the run."
+    "watched, as shards and mixed precision need. Give it as a function too: "
+    f"{LOSS_AS_FUNCTION}; or let run.backward take the first loss of the run."
 )
 IN_EVALUATION = (
     "run.backward: no prepared model was called in training mode since the last step, and shards "
     "are kept for the backward pass of such a call alone. Call model.train() before the loop: "
     "from_pretrained returns a model in evaluation mode. To train without dropout, give the loss "
-    f"as a function: {FUNCTION}."
+    f"as a function: {LOSS_AS_FUNCTION}."
 )
 NO_GRADIENT = (
     "run.backward was given a loss that depends on no trainable parameter: is it detached, made of "
@@ -87,10 +88,6 @@ NO_GRADIENT = (
 ROWS = (
     "run.backward: the number of samples on this rank is not clear from the inputs of the models "
     "({why}). Say it: run.backward(loss, rows=len(x))."
-)
-SERVERS = (
-    "run.microbatches: parameter servers get the gradients of a step in one message. Give the loss "
-    "as a function, which adds up micro-batches: run.forward_backward(compute_loss, *batch)."
 )
 UNKNOWN = (
     "run.microbatches: the batch comes from no prepared loader and no run.share, so no rank knows "
@@ -257,7 +254,7 @@ class LoopLoss:
         if parts > 1 and not full.step.sizes_known:
             raise UsageError(UNKNOWN)
         if parts > 1 and prepared.local_model().remote_optimizer is not None:
-            raise UsageError(SERVERS)
+            raise UsageError(LOOP_IN_SERVERS)
         # Each of them is summed over the ranks, so all ranks have as many.
         most = (
             -(-full.step.global_batch_size // prepared.mesh.data.size)
@@ -319,7 +316,7 @@ class LoopLoss:
             )
         mesh, settings = self._prepared.mesh, self._prepared.settings
         if mesh.pipeline.size > 1:
-            raise StrategyRefused(PIPELINE)
+            raise StrategyRefused(LOOP_IN_PIPELINE)
         if isinstance(loss, Tensor) and not loss.requires_grad:
             raise UsageError(NO_GRADIENT)
         local_model = self._prepared.local_model()

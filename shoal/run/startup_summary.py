@@ -145,8 +145,8 @@ def _dropout_notes(model: nn.Module) -> list[str]:
     if not dropping:
         return []
     return [
-        f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same distribution, other "
-        'masks; draws="global" draws those of one device.'
+        f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same distribution, "
+        'other masks; draws="global" draws those of one device.'
     ]
 
 

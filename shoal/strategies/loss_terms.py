@@ -26,6 +26,16 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.strategies.base import LocalBatch
 
+LOSS_AS_FUNCTION = "run.forward_backward(lambda x, y: loss_fn(model(x), y), x, y)"
+LOOP_IN_PIPELINE = (
+    "run.backward: a stage of a pipeline has some layers, and computes one micro-batch after the "
+    f"other, so the loss must be a function of the batch: loss = {LOSS_AS_FUNCTION}."
+)
+LOOP_IN_SERVERS = (
+    "run.microbatches: parameter servers get the gradients of a step in one message. Give the loss "
+    "as a function, which adds up micro-batches: run.forward_backward(compute_loss, *batch)."
+)
+
 
 @dataclass(slots=True)
 class Term:

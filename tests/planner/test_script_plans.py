@@ -15,7 +15,7 @@ from torch import nn
 import shoal
 from shoal.cli import program
 from shoal.planner.plan_report import as_json
-from shoal.run.loop_loss import PIPELINE, SERVERS
+from shoal.strategies.loss_terms import LOOP_IN_PIPELINE, LOOP_IN_SERVERS
 
 HEAD = """\
     import sys
@@ -138,10 +138,10 @@ def test_a_script_is_planned_as_its_model_alone(
     for line in (*memory, *refused):  # a loop has its loss before a stage could ask for it
         if "pipeline" in line and (LOOP_OF_RUN in parts or MICROBATCHES in parts):
             memory.pop(line, None)
-            refused[line] = PIPELINE
+            refused[line] = LOOP_IN_PIPELINE
         elif "server" in line and MICROBATCHES in parts:
             memory.pop(line, None)
-            refused[line] = SERVERS
+            refused[line] = LOOP_IN_SERVERS
     assert found["refused"] == refused
     if DISTRIBUTED in parts:  # counted on a rank's batch, and alone on that of both: single numbers
         memory = {line: pytest.approx(held, abs=8) for line, held in memory.items()}
