@@ -118,7 +118,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     )
     problems += settings.problems()
     if not options.dry_run:
-        problems += batch_script.missing_command()
+        problems += batch_script.missing_command() or batch_script.missing_nodes(settings)
     if problems:
         raise UsageError("\n  ".join(problems))
     command = batch_script.remark(["shoal", *options.words])
@@ -133,6 +133,11 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         print(f"shoal: note: --python {python}: there is no such program here; the nodes need it")
     told = f"its log: tail -F {log}; its state: squeue -j {job}; its end: scancel {job}"
     print(f"shoal: job {job} is submitted; {told}")
+    if (notice_s := settings.notice_s()) < batch_script.NOTICE_S:
+        print(
+            f"shoal: note: --time {options.time} is short: the ranks are told to save {notice_s} s "
+            "before its end, and what is not saved by then is lost"
+        )
     return 0
 
 

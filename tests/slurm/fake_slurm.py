@@ -1,4 +1,4 @@
-"""sbatch, srun, scontrol and scancel for one job on this machine, as far as its script uses them.
+"""sbatch, sinfo, srun, scontrol and scancel for one job of this machine, as its script uses them.
 
     python fake_slurm.py COMMAND ARGUMENTS...
 
@@ -29,6 +29,10 @@ def sbatch(words: list[str]) -> None:
         [sys.executable, __file__, "slurmd"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     print(JOB)
+
+
+def sinfo(words: list[str]) -> None:
+    print("debug*:3\ndebug*:1\nlarge:64")
 
 
 def slurmd(words: list[str]) -> None:
@@ -108,6 +112,6 @@ def state(name: str, code: int = 0) -> None:
 
 
 if __name__ == "__main__":
-    commands = {"sbatch": sbatch, "slurmd": slurmd, "srun": srun}
+    commands = {"sbatch": sbatch, "sinfo": sinfo, "slurmd": slurmd, "srun": srun}
     commands |= {"scontrol": scontrol, "scancel": scancel}
     commands[sys.argv[1]](sys.argv[2:])

@@ -17,7 +17,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     state = folder / "state"
     commands.mkdir()
     state.mkdir()
-    for name in ("sbatch", "srun", "scontrol", "scancel"):
+    for name in ("sbatch", "sinfo", "srun", "scontrol", "scancel"):
         command = commands / name
         command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S -E "{PROGRAM}" {name} "$@"\n')
         command.chmod(0o755)

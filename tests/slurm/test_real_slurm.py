@@ -102,6 +102,16 @@ def test_a_script_without_shoal_is_one_world_on_four_nodes(
     assert log.count("sum 28.0 of 8 ['--time', 'a b']") == 1
 
 
+def test_more_nodes_than_the_cluster_has_are_refused_and_no_job_waits(
+    cluster: SlurmCluster, in_directory: Path
+) -> None:
+    Path("script.py").write_text(SCRIPT)
+    ended = shoal(cluster, "launch", "--slurm", "--nodes", 5, "script.py")
+    assert ended.returncode == 2
+    assert re.search(r"--nodes 5: partition \S+ has 4$", ended.stderr, re.MULTILINE)
+    assert cluster.call("squeue", "-h") == ""
+
+
 @pytest.fixture(scope="module")
 def undisturbed(cluster: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run directory of a job that nobody has stopped."""

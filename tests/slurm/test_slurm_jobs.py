@@ -171,6 +171,40 @@ def test_what_slurm_refuses_is_said_in_one_line(
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "variable", "problem"),
+    [
+        (("--nodes", 5), "", "--nodes 5: partition debug has 4"),
+        (("--nodes", 65, "--partition", "debug,large"), "", "debug has 4, partition large has 64"),
+        (("--nodes", 65), "large", "--nodes 65: partition large has 64"),
+    ],
+)
+def test_more_nodes_than_there_are_are_refused_where_slurm_would_let_the_job_wait(
+    slurm: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[object, ...],
+    variable: str,
+    problem: str,
+) -> None:
+    monkeypatch.setenv("SBATCH_PARTITION", variable)
+    Path("script.py").touch()
+    status, _, err = shoal(capsys, "launch", "--slurm", *words, "script.py")
+    assert status == 2
+    assert problem in err
+    assert not (slurm / "script").exists()
+
+
+def test_a_time_in_which_ranks_can_hardly_save_is_told(
+    slurm: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("script.py").touch()
+    words = ("--slurm", "--nodes", 4, "--time", 1, "script.py")
+    status, out, _ = shoal(capsys, "launch", *words)
+    assert status == 0
+    assert "--time 1 is short: the ranks are told to save 15 s before its end" in out
+
+
 def test_a_dry_run_prints_the_script_of_train_and_submits_nothing(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

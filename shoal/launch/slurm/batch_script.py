@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ exit $code
 TIME = re.compile(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}")
 WORD = re.compile(r"[\w.,:=/@+-]+")
 """A value that needs no quotes in a batch script."""
+SINFO_LIMIT_S = 20
 NOTICE_S = 120
 """Seconds from the signal to the time limit, in which ranks finish their step and save."""
 OWN = {
@@ -279,6 +281,24 @@ def missing_command() -> list[str]:
         "--slurm: there is no sbatch on the PATH. Use a login node of the cluster, or --dry-run to "
         "see the batch script"
     ]
+
+
+def missing_nodes(options: SlurmOptions) -> list[str]:
+    """Return a line if no partition of the job has its nodes: sbatch may let it wait for ever."""
+    named = options.partition or os.environ.get("SBATCH_PARTITION", "")
+    command = ["sinfo", "--noheader", "--format=%P:%D"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_LIMIT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    nodes: Counter[str] = Counter()
+    for name, is_default, number in re.findall(r"^(\S+?)(\*?):(\d+)$", told, re.MULTILINE):
+        if name in named.split(",") or (is_default and not named):
+            nodes[name] += int(number)
+    if not nodes or max(nodes.values()) >= options.nodes:
+        return []
+    there = ", ".join(f"partition {name} has {number}" for name, number in nodes.items())
+    return [f"--nodes {options.nodes}: {there}"]
 
 
 def submit(script: str) -> str:
