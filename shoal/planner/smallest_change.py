@@ -53,13 +53,18 @@ def start_options(cluster: Cluster) -> list[str]:
 def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:
     """Yield a command for each change that makes the workload fit, and what it needs then.
 
-    The fewest micro-batches on these ranks, and the fewest ranks with as few micro-batches as the
-    job has, else with more. Only strategies that compute the numbers of one device.
+    The fewest micro-batches on these ranks, then the simplest strategy with more of them, and the
+    fewest ranks with as few micro-batches as the job has, else with more. Only strategies that
+    compute the numbers of one device.
     """
     own = planner.workload.accumulate
-    found = next(_on_ranks(planner), None)
+    lines = _simplest_first(planner)
+    found = next(_on_ranks(planner, lines), None)
     if found is not None:
         yield _line(planner, command, *found)
+        in_parts = next(_on_ranks(planner, lines[:1]), found)
+        if in_parts[0] != found[0]:
+            yield _line(planner, command, *in_parts)
     ranks = planner.cluster.ranks
     while found is None or found[1] > own:
         ranks *= 2
@@ -71,19 +76,23 @@ def smallest_changes(planner: Planner, command: Command) -> Iterator[str]:
             one_machine(planner.machine, ranks),
             planner.memory_limit,
         )
-        few = next(_on_ranks(more, only_own=found is not None), None)
+        few = next(_on_ranks(more, _simplest_first(more), only_own=found is not None), None)
         if few is not None:
             yield _line(more, command, *few)
             return
 
 
-def _on_ranks(planner: Planner, only_own: bool = False) -> Iterator[tuple[str, int, float]]:
-    """Yield (strategy, accumulate, bytes) of the simplest that fit, fewest micro-batches first."""
-    # The simplest first.
-    lines = sorted(
+def _simplest_first(planner: Planner) -> list[str]:
+    return sorted(
         short_lines(planner.cluster.ranks),
         key=lambda text: (len(parse_line(text).specs), len(text)),
     )
+
+
+def _on_ranks(
+    planner: Planner, lines: Sequence[str], only_own: bool = False
+) -> Iterator[tuple[str, int, float]]:
+    """Yield (strategy, accumulate, bytes) of the lines that fit, fewest micro-batches first."""
     accumulate = planner.workload.accumulate
     while accumulate <= planner.workload.global_batch:
         workload = replace(planner.workload, accumulate=accumulate)

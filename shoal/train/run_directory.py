@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import os
 import secrets
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -277,7 +278,9 @@ def _open_lock(directory: Path) -> IO[str]:
             ]
         ) from None
     lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
+    job = os.environ.get("SLURM_JOB_ID")
+    cluster_job = f", Slurm job {job}" if job else ""
+    lock.write(f"{os.getpid()} on {socket.gethostname()}{cluster_job}\n")
     lock.flush()
     return lock
 

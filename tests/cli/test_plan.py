@@ -79,6 +79,18 @@ def test_what_does_not_fit_exits_with_1_and_names_the_smallest_change(
     assert more.startswith(f"{run} 2 --strategy ddp    # ")
 
 
+def test_micro_batches_of_the_simplest_strategy_stand_beside_another_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("--memory", "500KiB", "--strategy", "ddp", "--train.batch_size=64", *SMALL)
+    assert shoal("plan", "digits", "-n", "2", *words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    changes = lines[lines.index("the smallest changes that make it fit:") + 1 :]
+    first, second = (line.partition(" -n 2 ")[2] for line in changes)
+    assert first.startswith("--strategy pipeline=2    # ")
+    assert second.startswith("--train.accumulate 2 --strategy ddp    # ")
+
+
 def test_what_no_change_makes_fit_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--memory", "1KiB", "--train.batch_size=2", "--strategy", "single", *SMALL)
     assert shoal("plan", "digits", *words) == 1

@@ -1,8 +1,10 @@
 """A directory holds one experiment, and one process group that trains it."""
 
 import os
+import re
 import signal
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 import tiny_jobs
@@ -53,7 +55,7 @@ def test_two_runs_at_once_in_one_directory_are_refused(tmp_path: Path) -> None:
     with world.start(1, tiny_jobs.trains, job) as first:
         until(lambda: list(tmp_path.glob("waiting.*")))
         with pytest.raises(
-            ConfigError, match=rf"run is being trained in by process {first.pids[0]}\. Wait for it"
+            ConfigError, match=rf"process {first.pids[0]} on {re.escape(gethostname())}\. Wait"
         ):
             tiny_jobs.trains(job)
         first.kill(0, signal.SIGTERM)
