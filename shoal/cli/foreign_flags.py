@@ -35,6 +35,10 @@ _MANIFEST = (
     "and give it to kubectl"
 )
 _SBATCH = "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
+_ONE_MACHINE = (
+    "`shoal train` and `shoal launch` run on several machines, this verb on one: -n N counts its "
+    "processes. `shoal plan --cluster FILE` plans for several"
+)
 _RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
 _INSTEAD = {
     _MEETING: (
@@ -44,6 +48,7 @@ _INSTEAD = {
     _MACHINES: ("--nnodes", "--num-nodes", "--num-machines", "--node-rank", "--machine-rank"),
     _PRECISION: ("--mixed-precision", "--fp16", "--bf16"),
     _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
+    _ONE_MACHINE: ("--slurm", "--nodes", "--ntasks-per-node", "--hosts", "--server-hosts"),
     _RESTARTS: ("--max-restarts",),
     _HOSTFILE: ("--hostfile",),
     _MANIFEST: ("--kubernetes",),

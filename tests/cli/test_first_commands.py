@@ -67,6 +67,7 @@ REFUSED = [
     ("train digits --nnodes 2", "--nnodes: one command starts the ranks of all machines"),
     ("train digits --bf16 --seed 1", "--bf16: in a script shoal.init(precision="),
     ("train digits --strategy pp=2 -n 1", "pipeline=2"),
+    ("verify t.py --slurm --nodes 2", "--slurm: `shoal train` and `shoal launch` run on several"),
     ("run t.py", "your own script is `shoal launch -n 2 train.py`"),
     ("t.py", "there is no verb 't.py'; a script is started by `shoal launch -n 2 t.py`"),
     ("my.yaml", "an experiment is started by `shoal train my.yaml -n 2`"),
