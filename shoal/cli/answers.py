@@ -29,6 +29,12 @@ def json_argument(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def tell_start(what: str) -> None:
+    """Tell a person what takes the next seconds: nothing is printed where stderr is no terminal."""
+    if sys.stderr.isatty():
+        print(f"shoal: {what} ...", file=sys.stderr)
+
+
 def show(options: argparse.Namespace, result: Any, text: object, status: int = 0) -> int:
     """Print the answer of a verb, and return the exit status.
 

@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
     from shoal.costs.machine import default_path
     from shoal.planner.calibration import calibrate, summary
 
+    answers.tell_start("measuring this machine for up to a minute")
     machine = calibrate()
     path = Path(options.output) if options.output is not None else default_path()
     machine.save(path)

@@ -277,6 +277,7 @@ def _of_script(request: _Request) -> Answer:
         strategy = line.text
     words = (name, *options.script_arguments)
     request = request._replace(command=Command(words=words), strategy=strategy)
+    answers.tell_start(f"following {name} to its first backward pass, without memory for weights")
     return lambda: plan_in_script(words, request.cluster.ranks, _plans, request)
 
 

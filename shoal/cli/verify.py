@@ -84,6 +84,7 @@ def _verdict(options: argparse.Namespace) -> int:
         raise ConfigError(problems)
 
     steps = STEPS if options.steps is None else options.steps
+    answers.tell_start(f"training {steps} steps on one process and on {ranks}")
     verdict = verify_config(settings.job, line, ranks, steps, options.tolerance)
     status = {"exact": 0, "refused": 2}.get(verdict.verdict, 1)
     return answers.show(options, verdict.to_json(), verdict, status)
@@ -104,10 +105,12 @@ def _script_verdict(options: argparse.Namespace) -> int:
         strategy = add_allreduce_option(parse_line(strategy or "ddp"), options.allreduce).text
     from shoal.verification.script.script_verdict import verify_script
 
+    ranks = 2 if options.processes is None else options.processes
+    answers.tell_start(f"running {options.source[0]} on one process and on {ranks}")
     report = verify_script(
         options.source[0],
         options.script_arguments,
-        ranks=2 if options.processes is None else options.processes,
+        ranks=ranks,
         strategy=strategy,
         steps=SCRIPT_STEPS if options.steps is None else options.steps,
         tolerance=options.tolerance,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -159,11 +160,14 @@ def test_what_makes_a_script_fit_is_a_line_to_be_copied(
     assert f"  shoal launch -n 2 --strategy zero1 {script} --epochs 3    # " in out
 
 
-def test_a_plain_script_is_told_what_it_lacks(
-    script: Path, capsys: pytest.CaptureFixture[str]
+def test_a_plain_script_is_told_what_it_lacks_and_a_terminal_what_takes_time(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert shoal_plan(script, HEAD, PLAIN) == 0
-    assert "the script has no shoal.init()" in capsys.readouterr().out
+    screen = capsys.readouterr()
+    assert "the script has no shoal.init()" in screen.out
+    assert screen.err.startswith(f"shoal: following {script} to its first backward pass")
 
 
 NO_LOADER = """\
