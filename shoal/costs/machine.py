@@ -289,7 +289,8 @@ def unknown_gpu(name: str, memory_bytes: float) -> Machine:
     gib = memory_bytes / 2**30
     return replace(
         _gpu(name, gib, 60e12, 15e12, 0.6e12, 12e9, 0.5),
-        note=f"of some GPU of 60 TFLOP/s in bf16; nothing is known of {name} but its memory",
+        note="are guessed, of a GPU with 60 TFLOP/s in bf16; nothing is known of "
+        f"{name} but its memory",
     )
 
 
@@ -303,7 +304,7 @@ UNKNOWN_CPU = Machine(
     },
     server_rate=UNKNOWN_SERVER_RATE,
     cores=os.cpu_count() or 1,
-    note="of some core of 50 GFLOP/s; `shoal calibrate` measures this machine",
+    note="are guessed, of a core with 50 GFLOP/s; `shoal calibrate` measures this machine",
 )
 """A CPU of which nothing is known."""
 

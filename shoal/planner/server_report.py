@@ -60,7 +60,8 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         yield machine_text(planner.machine)
     yield ""
     yield "servers   exchange      a step"
-    counts = {1, 2, 3, ceil(workers / 4), ceil(workers / 2), workers, ceil(1.5 * workers)}
+    enough = server_count.saturation(workers, worker, server)
+    counts = {1, 2, 3, ceil(workers / 4), ceil(workers / 2), workers, ceil(1.5 * workers), enough}
     for servers in sorted(counts):
         exchange = seconds_text(step_s(servers, 0.0))
         yield f"{servers:7}  {exchange:>9}  {seconds_text(step_s(servers)):>10}"
@@ -68,16 +69,15 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     exchange_s = server_count.ring_beside(size, link, workers, parts)
     yield f"   ring  {seconds_text(exchange_s):>9}  {seconds_text(ring_s):>10}"
     yield ""
-    enough = server_count.saturation(workers, worker, server)
     yield (
-        f"enough: {enough}. One server more buys nothing: {workers} workers x "
-        f"{bytes_text(worker)}/s are what so many of {bytes_text(server)}/s take"
+        f"enough: {enough} of {bytes_text(server)}/s take what {workers} workers of "
+        f"{bytes_text(worker)}/s can send; more buy nothing"
     )
     hidden = server_count.hidden_from(size, worker, workers, compute_s, server)
     if hidden is None:
         yield "no number of servers hides the exchange: a worker's own share of a link takes longer"
     else:
-        yield f"hidden behind computing from {hidden} on, but for the first and last partitions"
+        yield f"from {hidden} on, computing hides all but the first and last partitions"
     yield (
         "assumed: workers of one pace, links of one speed, each server on a host of its own; "
         "beside workers,"
