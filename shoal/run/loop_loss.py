@@ -369,7 +369,7 @@ class LoopLoss:
             context.__exit__(None, None, None)
             output = output if any(self._contexts) else tree_map(_in_float32, output)
         if is_watched and not self._contexts and torch.is_grad_enabled():
-            self._prepared.watch.follow(args, output)
+            self._prepared.watch.follow((args, kwargs), output)
         return output
 
 

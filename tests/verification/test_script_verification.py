@@ -255,8 +255,36 @@ def test_a_right_loop_without_shoal_is_exact(kind: str) -> None:
         ("past the wrapper", "missing reduction"),
         ("apart", "ranks apart"),
         ("partly sharded", "missing reduction"),
+        ("no sampler", "same samples"),
     ],
 )
 def test_an_error_in_a_loop_without_shoal_is_classified(kind: str, cause: str) -> None:
     report = verified(kind)
     assert (report.verdict, report.cause.kind) == ("differs", cause), str(report)
+
+
+PLAIN = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x in DataLoader(torch.rand(32, 4), batch_size=8):
+    optimizer.zero_grad()
+    model(input=x).square().mean().backward()
+    optimizer.step()
+"""
+
+
+def test_a_script_of_one_process_is_told_how_it_becomes_one_of_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(PLAIN)
+    assert exit_status("train.py", "-n", "2") == 1
+    out = capsys.readouterr().out
+    assert "differs" in out
+    assert "the script starts no process group, so each rank trains alone" in out
+    assert "Shoal's four lines" in out

@@ -10,6 +10,7 @@ Autocast leaves float64 as it is, so a script with autocast computes in float64 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -18,12 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
-    register_module_forward_pre_hook,
     register_module_parameter_registration_hook,
 )
 
 from shoal.platform.script_line import caller
 from shoal.trial.float64_functions import Float64Functions, promoted
+from shoal.verification.script.watched_calls import watch
 
 _SHOAL = f"{Path(__file__).parents[2]}/"
 _SCALER = torch.amp.grad_scaler.__file__
@@ -37,17 +38,18 @@ class Float64Everywhere(Float64Functions):
     """
 
     def __enter__(self) -> Self:
-        self._hooks = [
-            register_module_parameter_registration_hook(_promote_tensor),
-            register_module_buffer_registration_hook(_promote_tensor),
-            register_module_forward_pre_hook(_promote_inputs),
-        ]
+        self._stack = ExitStack()
+        for register in (
+            register_module_parameter_registration_hook,
+            register_module_buffer_registration_hook,
+        ):
+            self._stack.callback(register(_promote_tensor).remove)
+        watch(self._stack, nn.Module, "__call__", _call_with_promoted)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        for hook in self._hooks:
-            hook.remove()
+        self._stack.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         calling: FrameType | None = caller()
@@ -72,10 +74,15 @@ def _is_called_by_shoal(func: Any, frame: FrameType | None) -> bool:
 
 
 def _promote_tensor(_module: nn.Module, _name: str, tensor: Any) -> None:
-    if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
+    if _is_float32(tensor):
         tensor.data = tensor.data.double()
 
 
-def _promote_inputs(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-    has_float32 = any(isinstance(a, Tensor) and a.dtype == torch.float32 for a in args)
-    return promoted(args) if has_float32 else None
+def _call_with_promoted(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if any(_is_float32(value) for value in (*args, *kwargs.values())):
+        args, kwargs = promoted(args), promoted(kwargs)
+    return original(module, *args, **kwargs)
+
+
+def _is_float32(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.float32

@@ -1,6 +1,6 @@
 """Calls of modules in a step, with the tensors that they return and the gradients of these.
 
-    forward pre-hook    the outermost call, and the user's line that made it
+    nn.Module.__call__  the outermost call with its arguments, and the user's line that made it
     forward hook        calls in the order in which they end; copies of outputs
     tensor hook         the gradient of each output, when the backward pass comes to it
 
@@ -17,16 +17,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook
 
 from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.c10d import num_collectives
@@ -36,6 +33,7 @@ from shoal.strategies.module_snapshot import is_trial_running
 from shoal.verification.script.full_values import floating, is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
+from shoal.verification.script.watched_calls import watch
 
 
 class DrawWatch:
@@ -84,11 +82,12 @@ def _state() -> tuple[bytes, object, bytes, int]:
 
 
 class ModuleCalls:
-    """Records the calls of all modules that belong to models, from `start` to `stop`.
+    """Records the calls of all modules that belong to models, once it was started.
 
     Args:
         names: of the models.
-        before_model: is called before a model is called from outside of all modules.
+        before_model: is called with a model and its arguments, those by keyword too, before it is
+            called from outside of all modules.
         draws: tells which calls draw random numbers, or are given drawn ones.
 
     Attributes:
@@ -101,7 +100,7 @@ class ModuleCalls:
     def __init__(
         self,
         names: ModelNames,
-        before_model: Callable[[nn.Module, tuple[Any, ...]], None],
+        before_model: Callable[[nn.Module, Any], None],
         draws: DrawWatch,
     ) -> None:
         self.calls: list[CallRecord] = []
@@ -115,20 +114,12 @@ class ModuleCalls:
         self._lines: list[str] = []
         self._inside = 0
         self._sent_before = 0
-        self._hooks: list[Any] = []
 
-    def start(self) -> None:
-        """Begin to record."""
-        self._hooks = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after, always_call=True),
-        ]
-
-    def stop(self) -> None:
-        """End to record."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+    def start(self, stack: ExitStack) -> None:
+        """Record until the stack is closed."""
+        watch(stack, nn.Module, "__call__", self._call)
+        hook = register_module_forward_hook(self._after, always_call=True)
+        stack.callback(hook.remove)
 
     def take(self) -> tuple[list[CallRecord], dict[str, Tensor]]:
         """Return what this step has recorded, and begin the next step."""
@@ -137,14 +128,15 @@ class ModuleCalls:
         self._step += 1
         return taken
 
-    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._lines.append(user_line())
         if not _is_wrapper(module):
             self._inside += 1
             self._sent_before = num_collectives() if self._inside == 1 else self._sent_before
         if len(self._lines) == 1 and not is_trial_running() and not in_backward_pass():
             self._draws.called()
-            self._before_model(module, args)
+            self._before_model(module, (args, kwargs))
+        return original(module, *args, **kwargs)
 
     def _after(self, module: nn.Module, _args: Any, output: Any) -> None:
         line = self._lines.pop() if self._lines else ""

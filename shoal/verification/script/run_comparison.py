@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,6 +22,10 @@ from shoal.verification.script.written_files import compare_files
 OWN_STEPS = ScriptCause(
     "own steps",
     "the strategy lets each rank step with gradients of its own, and brings them together later.",
+)
+NO_GROUP = (
+    "the script starts no process group, so each rank trains alone. Make it one of many ranks by "
+    "Shoal's four lines, as in docs/lessons/3-your-own-script.md, or by DistributedDataParallel."
 )
 SAME_BATCHES = (
     "all ranks took the same batches. That is right for tensor and pipeline parallelism; in data "
@@ -52,7 +57,8 @@ def _notes(reference: RecordedRun, candidate: RecordedRun) -> list[str]:
     ranks = candidate.ranks
     records = (*ranks, *reference.ranks)
     notes = list(dict.fromkeys(note for record in records for note in record.notes))
-    if not ranks[0].by_shoal and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
+    is_own = ranks[0].has_group and not ranks[0].by_shoal
+    if is_own and len(ranks) > 1 and ranks[0].axis("data")[1] == 1:
         notes.append(SAME_BATCHES)
     # Two data ranks may have had one state of the random numbers at their first dropout.
     draws = {record.axis("data")[0]: record.draws for record in ranks if record.draws}
@@ -123,6 +129,8 @@ def _cause(
     if not ranks[0].is_synchronous:
         return OWN_STEPS
     cause = likely_cause(first, found, steps, len(ranks))
+    if len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
+        return replace(cause, sentence=NO_GROUP)
     if cause.kind not in OF_OTHER_SAMPLES:
         return cause
     draws = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")

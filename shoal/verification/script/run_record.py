@@ -84,6 +84,7 @@ class RankRecord:
         rank, world: the number of this process, and of all.
         axes: name of a mesh axis -> (this rank's number on it, its length).
         by_shoal: the script prepares its model by Shoal.
+        has_group: torch.distributed was initialized when a model was called first.
         steps: the recorded steps.
         refusal: the message with which Shoal refused the script; None if it did not.
         is_synchronous: all ranks take each step together.
@@ -97,6 +98,7 @@ class RankRecord:
     world: int
     axes: dict[str, tuple[int, int]] = field(default_factory=dict)
     by_shoal: bool = False
+    has_group: bool = True
     steps: list[StepRecord] = field(default_factory=list)
     refusal: str | None = None
     is_synchronous: bool = True

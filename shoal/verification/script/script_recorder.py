@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -83,8 +84,7 @@ class ScriptRecorder:
 
     def start(self) -> None:
         """Begin to record."""
-        self._calls.start()
-        self._watching.callback(self._calls.stop)
+        self._calls.start(self._watching)
         for hook in (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -183,6 +183,7 @@ class ScriptRecorder:
         """Give the models the weights of many ranks, or record those that they begin with."""
         if self._run is not None:
             return
+        self.record.has_group = dist.is_initialized()
         if self._start is not None:
             self._start.load(self.names)
         weights = self._weights()

@@ -40,14 +40,16 @@ x = torch.randint(0, 10, (34, 5), generator=draws)
 y = torch.randint(0, 10, (34, 5), generator=draws)
 y[torch.rand(34, 5, generator=draws) < 0.4] = -100
 data = TensorDataset(x, y)
-loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+sampler = None if KIND == "no sampler" else DistributedSampler(data)
+loader = DataLoader(data, batch_size=4, sampler=sampler)
 rate = 0.1 * (WORLD if KIND == "rate" else 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
 if KIND == "idle":
     sys.exit()
 for x, y in loader:
     optimizer.zero_grad()
-    output = (net if KIND == "past the wrapper" else model)(x).flatten(0, 1)
+    called = net if KIND == "past the wrapper" else model
+    output = (called(x=x) if KIND == "no sampler" else called(x)).flatten(0, 1)
     target = y.flatten()
     if KIND == "mean of means":
         loss = F.cross_entropy(output, target, ignore_index=-100)
