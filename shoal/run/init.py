@@ -34,6 +34,7 @@ from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
 from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.preparation import Draws, RunSettings
+from shoal.run.prepared import Prepared
 from shoal.run.run import Run
 from shoal.run.startup_summary import log_line
 from shoal.run.tracing import Tracing
@@ -152,16 +153,16 @@ def init(
         Accumulate(accumulate),
         *([DrawGlobally(seed)] if draws == "global" else []),
     ]
-    tell = announce if mesh.rank == 0 else _ignore
-    return Run(
+    prepared = Prepared(
         mesh,
         _in_order(chosen, transforms, last),
         RunSettings(seed, accumulate, draws, nonfinite, max_nonfinite, AUTOCAST.get(precision)),
         loss_scale,
-        tell,
+        announce if mesh.rank == 0 else base.no_op,
         None if window is None else Tracing(window, Path(trace_to), mesh),
         Guards(guards, strategy, compares_weights=overrides),
     )
+    return Run(prepared)
 
 
 init_with_place = partial(init, overrides=False)
@@ -270,10 +271,6 @@ def _in_order(
     first = [strategy for strategy in chosen if strategy.needs_example_batch]
     rest = [strategy for strategy in chosen if not strategy.needs_example_batch]
     return [*first, *transforms, *rest, *last]
-
-
-def _ignore(_: str) -> None:
-    """Print nothing: every rank would announce the same lines as rank 0."""
 
 
 def _check_arguments(nonfinite: Any, max_nonfinite: Any, **given: Any) -> None:

@@ -10,7 +10,7 @@ Hooks on the models note their calls. They go where the first loss of a run come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
-from shoal.run.guards import Guards
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step import weight_of_rank
@@ -101,24 +100,13 @@ class LoopLoss:
     Attributes:
         refuses_global_draws: False under `shoal verify`, which asks for them in any script.
         watches: calls of the models are noted.
-
-    Args:
-        autocast: dtype of the forward pass under mixed precision; None without.
-        announce: prints a note, on one rank of all.
     """
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        guards: Guards,
-        autocast: torch.dtype | None,
-        announce: Callable[[str], None],
-    ) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self.refuses_global_draws = True
         self._prepared = prepared
-        self._phase = guards.phase
-        self._autocast = autocast
-        self._announce = announce
+        self._phase = prepared.guards.phase
+        self._autocast = prepared.settings.autocast
         self.watches = False
         self._losses = 0
         # Of the first losses, since the one before.
@@ -133,7 +121,10 @@ class LoopLoss:
         self._microbatch: base.LocalBatch | None = None
         self._is_noted = False
         self._graph_check = LossGraphCheck(
-            prepared.mesh.data, guards.enabled, prepared.settings.accumulate, announce
+            prepared.mesh.data,
+            prepared.guards.enabled,
+            prepared.settings.accumulate,
+            prepared.announce,
         )
 
     def watch(self) -> None:
@@ -197,9 +188,9 @@ class LoopLoss:
         is_first = not self._is_noted
         if is_first:
             self._is_noted = True
-            self._announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
+            prepared.announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
             if prepared.mesh.data.size > 1:
-                self._announce(self._own_figures())
+                prepared.announce(self._own_figures())
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
@@ -209,7 +200,7 @@ class LoopLoss:
             batch = self._batch(compute_loss, rows, calls or [()])
             prepared.watch.note_host_draws(batch.num_samples)
             if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
-                prepared.sizes.note_same_rows(calls, prepared.mesh.data, self._announce)
+                prepared.sizes.note_same_rows(calls, prepared.mesh.data, prepared.announce)
         if reduction != "ranks":
             return batch
         size = batch.num_samples, batch.step.global_batch_size, prepared.mesh.data.size

@@ -67,6 +67,11 @@ class Prepared:
         watch: finds samples that a loop has mixed.
         step: the step of the local model; None before the strategies are applied.
         nonfinite_steps: judges each step.
+
+    Args:
+        loss_scale: of fp16, which gradients carry; None without.
+        announce: prints a note, on rank 0.
+        tracing: None without a trace.
     """
 
     def __init__(
@@ -76,18 +81,20 @@ class Prepared:
         settings: RunSettings,
         loss_scale: LossScale | None,
         announce: Callable[[str], None],
-        tracing: Tracing | None,
-        guards: Guards,
+        tracing: Tracing | None = None,
+        guards: Guards | None = None,
     ) -> None:
         self.mesh = mesh
         self.settings = settings
         self.loss_scale = loss_scale
+        self.announce = announce
         self.tracing = tracing
+        self.guards = guards or Guards()
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []
-        self.watch = LoopWatch(mesh, guards.enabled, announce)
-        self.sizes = BatchSizes(self.loaders, self.watch, guards.batches)
+        self.watch = LoopWatch(mesh, self.guards.enabled, announce)
+        self.sizes = BatchSizes(self.loaders, self.watch, self.guards.batches)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(
             mesh,
@@ -96,15 +103,13 @@ class Prepared:
             announce,
             loss_scale,
         )
-        self._guards = guards
         self._strategies = strategies
-        self._announce = announce
         self._is_announced = False
         self._root: nn.Module | None = None
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps, guards.enabled)
+        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps, self.guards.enabled)
         self._bound = BoundGroups()
         self._was_applied = False
         self._state_to_load: Sequence[Any] = ()
@@ -140,7 +145,7 @@ class Prepared:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
         loaders = [
-            shard_loader(loader, self.mesh, self.settings.seed, recorder, self._announce)
+            shard_loader(loader, self.mesh, self.settings.seed, recorder, self.announce)
             for loader in arguments.loaders
         ]
         for loader in loaders:
@@ -219,17 +224,17 @@ class Prepared:
         groups = group_names(self.optimizers, self.root, self._bound)
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
         check_no_renormalising(self.root, self.mesh.data.size)
-        self._guards.remove()
+        self.guards.remove()
         before = dict(self.root.named_parameters())
         weights = deferred_weights(self.root, self.mesh.device)
         if weights is not None:
             check_same_seeds(self.root, self.mesh)
         # A strategy may try passes of its own.
-        with self._guards.phase:
+        with self.guards.phase:
             whole = single_device(self.root, example, weights)
             local_model = base.apply_strategies(whole, self._strategies, self.mesh)
         for line in local_model.summary_lines:
-            self._announce(line)
+            self.announce(line)
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
@@ -259,7 +264,7 @@ class Prepared:
                 "first one's settings. Change the groups of the first optimizer, or use ddp or "
                 "zero."
             )
-        self._guards.remove()
+        self.guards.remove()
         self._bound.show(self.optimizers)
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
         self._install()
@@ -275,7 +280,7 @@ class Prepared:
     def _install_guards(self) -> None:
         """Guard the models as they are now. Called on all ranks."""
         models, local_model = named_models(self.models), self.local_model()
-        self._guards.install(models, self.optimizers, local_model, self.mesh)
+        self.guards.install(models, self.optimizers, local_model, self.mesh)
 
     def _apply_again(self) -> None:
         """Apply the strategies anew, where every rank has whole parameters. Collective."""
@@ -290,7 +295,7 @@ class Prepared:
         root = as_one_module(self.models)
         group_names(self.optimizers, root, self._bound)  # raises where one is missing
         assert self._local_model is not None
-        self._guards.remove()
+        self.guards.remove()
         state = self._local_model.strategy_state
         state.synchronize()
         self._state_to_load = state.state_dict(), state.rank_state_dict()
@@ -308,4 +313,4 @@ class Prepared:
         for line in startup_summary.lines(
             self.root, loader, self.mesh, self.settings.accumulate, self._strategies
         ):
-            self._announce(line)
+            self.announce(line)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run.gather_passes import MicrobatchGathering
-from shoal.run.loop_watch import LoopWatch
+from shoal.run.prepared import Prepared
 from shoal.strategies import base
 from shoal.strategies.microbatch import split_microbatches
 from shoal.strategies.transforms.accumulate import accumulated
@@ -59,21 +59,13 @@ def check_gather_allowed(
 
 
 class RowGathering:
-    """Gathers rows along the data axis, without those of stand-ins.
+    """Gathers rows along the data axis, without those of stand-ins."""
 
-    Args:
-        accumulate: micro-batches of each rank's local batch.
-        models: the prepared models, which may become more.
-        watch: of the loop, which may gather itself.
-    """
-
-    def __init__(
-        self, mesh: Mesh, accumulate: int, models: Sequence[nn.Module], watch: LoopWatch
-    ) -> None:
-        self._mesh = mesh
-        self._watch = watch
-        self._accumulate = accumulate
-        self._microbatches = MicrobatchGathering(mesh, models)
+    def __init__(self, prepared: Prepared) -> None:
+        self._mesh = prepared.mesh
+        self._watch = prepared.watch
+        self._accumulate = prepared.settings.accumulate
+        self._microbatches = MicrobatchGathering(prepared.mesh, prepared.models)
         self._inside_step = False
         self._evaluates = False
         self._plans = False

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import to_device, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.run import checks
@@ -21,18 +20,15 @@ from shoal.run.ema import Ema
 from shoal.run.exact_evaluation import OneEvaluation
 from shoal.run.example_batch import example_of
 from shoal.run.gradients import clip_gradients, gather_gradients
-from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
-from shoal.run.preparation import RunSettings, sort_arguments
+from shoal.run.preparation import sort_arguments
 from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
 from shoal.run.step import TrainingStep, make_batch
 from shoal.run.step_checks import StepChecks
-from shoal.run.tracing import Tracing
 from shoal.strategies import base
-from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import ASIDE
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -46,26 +42,14 @@ class Run(StatefulRun):
             requests, summed values; see `shoal.strategies.base`. None before the first step.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        strategies: list[base.Strategy],
-        settings: RunSettings,
-        loss_scale: LossScale | None,
-        announce: Callable[[str], None],
-        tracing: Tracing | None = None,
-        guards: Guards | None = None,
-    ) -> None:
-        guards = guards or Guards()
-        prepared = Prepared(mesh, strategies, settings, loss_scale, announce, tracing, guards)
-        super().__init__(mesh, prepared, guards, loss_scale, announce)
+    def __init__(self, prepared: Prepared) -> None:
+        super().__init__(prepared)
         self.totals: Tensor | None = None
-        self._settings = settings
-        self._tracing = tracing
+        self._settings = prepared.settings
         self._stop_requested = False
-        self._gathering = RowGathering(mesh, settings.accumulate, prepared.models, prepared.watch)
-        self._loop = LoopLoss(prepared, guards, settings.autocast, announce)
-        self._checks = StepChecks(prepared, guards, self._gathering, self._loop, announce)
+        self._gathering = RowGathering(prepared)
+        self._loop = LoopLoss(prepared)
+        self._checks = StepChecks(prepared, self._gathering, self._loop)
 
     def prepare(self, *things: Any) -> Any:
         """Make models, optimizers and loaders those of this rank. Collective.
@@ -241,7 +225,7 @@ class Run(StatefulRun):
                     "optimizer, loader = run.prepare(model, optimizer, loader)."
                 )
             with self._gathering.planning(batch.step.compute_loss):
-                with self._run_guards.phase:
+                with self._prepared.guards.phase:
                     facts = self._settings.accumulate, prepared.sizes.full_batch_rows()
                     example = example_of(batch, prepared.models, self.mesh, *facts)
                 prepared.apply(example)
@@ -256,7 +240,7 @@ class Run(StatefulRun):
         is_computed = isinstance(batch.step.compute_loss, base.ComputedLoss)
         if not self._in_parts or is_computed or self._settings.draws != "rank":
             return batch
-        with self._run_guards.phase:
+        with self._prepared.guards.phase:
             return self._gathering.before_passes(batch, self._prepared.local_model())
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -349,7 +333,7 @@ class Run(StatefulRun):
         Raises: UsageError: under servers, between `forward_backward` and `optimizer.step()`.
         """
         self._local_model()
-        return self._run_guards.edit()
+        return self._prepared.guards.edit()
 
     def evaluate(
         self,
@@ -485,5 +469,5 @@ class Run(StatefulRun):
 
     def end_trace(self) -> None:
         """Write the steps traced so far, if the run ends within the traced window. Collective."""
-        if self._tracing is not None:
-            self._tracing.finish()
+        if self._prepared.tracing is not None:
+            self._prepared.tracing.finish()

@@ -15,21 +15,18 @@ from torch import Tensor, nn
 
 from shoal.checkpoint import Checkpoints
 from shoal.comm.assembly import unshared
-from shoal.comm.mesh import Mesh
 from shoal.errors import CollectiveFailed, DataError, UsageError, headline_of
 from shoal.loggers.script_log import ScriptLog
 from shoal.run import train_state
 from shoal.run.checks import check_path, check_state
 from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema
-from shoal.run.guards import Guards
 from shoal.run.loop_progress import LoopProgress
 from shoal.run.preparation import is_loader
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.strategies import base
 from shoal.strategies.state import RemoteOptimizer
-from shoal.strategies.transforms.precision import LossScale
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
@@ -38,29 +35,15 @@ class StatefulRun:
     """A run whose state can be read, saved and loaded.
 
     Attributes: mesh: all ranks, their axes and process groups.
-
-    Args:
-        loss_scale: None without fp16.
-        announce: prints a note, on rank 0.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        prepared: Prepared,
-        guards: Guards,
-        loss_scale: LossScale | None,
-        announce: Callable[[str], None],
-    ) -> None:
-        self.mesh = mesh
-        self._announce = announce
+    def __init__(self, prepared: Prepared) -> None:
+        self.mesh = prepared.mesh
         self._prepared = prepared
-        self._run_guards = guards
-        self._loss_scale = loss_scale
-        self._calls = CollectiveCalls(mesh, self._steps_alone)
-        self._script_log = ScriptLog(mesh, announce)
+        self._calls = CollectiveCalls(prepared.mesh, self._steps_alone)
+        self._script_log = ScriptLog(prepared.mesh, prepared.announce)
         self._ema: Ema | None = None
-        guards.at = self._calls.during
+        prepared.guards.at = self._calls.during
 
     @property
     def rank(self) -> int:
@@ -126,7 +109,7 @@ class StatefulRun:
         local_model = self._local_model()
         with self._calls.during("run.weights"):
             self.synchronize()
-            self._run_guards.check_equal_weights()
+            self._prepared.guards.check_equal_weights()
             self.mesh.data.broadcast_buffers(local_model.module)
             full = train_state.full_state_dict(local_model)
         return unshared(full, train_state.tensors_of(local_model.module).values())
@@ -174,7 +157,7 @@ class StatefulRun:
         local_model = self._local_model()
         with self._calls.during("run.save"):
             self.synchronize()
-            self._run_guards.check_equal_weights()
+            self._prepared.guards.check_equal_weights()
             train_state.save_model(local_model, self.mesh, path)
 
     def save_pretrained(
@@ -198,7 +181,7 @@ class StatefulRun:
         prefix, chosen = train_state.choose_pretrained(self._prepared.models, model)
         with self._calls.during("run.save_pretrained"):
             self.synchronize()
-            self._run_guards.check_equal_weights()
+            self._prepared.guards.check_equal_weights()
             train_state.save_pretrained(chosen, prefix, local_model, self.mesh, directory, options)
 
     def checkpoint(self, directory: str | Path, keep: int = 3, **objects: Any) -> RunCheckpoints:
@@ -218,7 +201,7 @@ class StatefulRun:
         """
         check_path("run.checkpoint", directory)
         checkpoints = Checkpoints(Path(directory), keep)
-        return RunCheckpoints(self, checkpoints, objects, self._announce)
+        return RunCheckpoints(self, checkpoints, objects, self._prepared.announce)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `state` returns, as one dict. Collective."""
@@ -254,7 +237,7 @@ class StatefulRun:
         resumable = self._train_state()
         self.synchronize()
         self._prepared.nonfinite_steps.check_weights()
-        self._run_guards.check_equal_weights()
+        self._prepared.guards.check_equal_weights()
         tensors, info, private = resumable.state()
         if self._ema is not None:
             tensors |= self._ema.state()
@@ -303,7 +286,7 @@ class StatefulRun:
         notes = resumable.load(tensors, info, private)
         if self._ema is not None:
             notes += self._ema.load(tensors)
-        self._run_guards.accept_weights()
+        self._prepared.guards.accept_weights()
         return [f"{change}; accepted", *notes] if change else notes
 
     def log_to(
@@ -385,12 +368,12 @@ class StatefulRun:
         if not prepared.optimizers:
             raise UsageError("state: no optimizer was prepared, so there is no training state.")
         return train_state.TrainState(
-            local_model, prepared.optimizers, prepared.loaders, self._loss_scale, self.mesh
+            local_model, prepared.optimizers, prepared.loaders, prepared.loss_scale, self.mesh
         )
 
     def _local_model(self) -> base.LocalModel:
         local_model = self._prepared.local_model()
-        self._run_guards.check_weights()
+        self._prepared.guards.check_weights()
         return local_model
 
     def _steps_alone(self) -> bool:

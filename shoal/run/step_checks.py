@@ -15,11 +15,10 @@ Without guards all but the notes and the context of the passes is left out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from shoal.run.first_step_notes import noting_first_step
-from shoal.run.guards import Guards
 from shoal.run.loop_loss import LoopLoss
 from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
@@ -36,25 +35,14 @@ OWN_VALUES = (
 
 
 class StepChecks:
-    """Checks each step of a run.
+    """Checks each step of a run."""
 
-    Args: announce: prints a note, on one rank of all.
-    """
-
-    def __init__(
-        self,
-        prepared: Prepared,
-        guards: Guards,
-        gathering: RowGathering,
-        loop: LoopLoss,
-        announce: Callable[[str], None],
-    ) -> None:
+    def __init__(self, prepared: Prepared, gathering: RowGathering, loop: LoopLoss) -> None:
         self._prepared = prepared
-        self._guards = guards
+        self._guards = prepared.guards
         self._gathering = gathering
         self._loop = loop
-        self._announce = announce
-        self._trials = StepTrials(prepared, guards, announce)
+        self._trials = StepTrials(prepared)
         self._has_noted = False
         self._has_looked = False
 
@@ -110,7 +98,7 @@ class StepChecks:
                 prepared.mesh,
                 settings.accumulate,
                 settings.draws == "global",
-                self._announce,
+                prepared.announce,
                 isinstance(loss, ComputedLoss),
             )
         self._has_noted = True
@@ -126,4 +114,4 @@ class StepChecks:
             return
         self._has_looked = True  # at one step: a function returns the same kinds each time
         if self._prepared.mesh.data.size > 1 and extras.has_own(output.given[0].value):
-            self._announce(OWN_VALUES)
+            self._prepared.announce(OWN_VALUES)

@@ -24,7 +24,6 @@ from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run.batch_size import is_same_on_all
-from shoal.run.guards import Guards
 from shoal.run.prepared import Prepared
 from shoal.run.step import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
@@ -61,15 +60,11 @@ DIVIDED = "no rank has the whole models, and they are not put together for it"
 class StepTrials:
     """Tries each loss of a run in its first step.
 
-    Args: announce: prints a note, on one rank of all.
-
     Attributes: tried: steps of each function that was tried, by its `code_of`.
     """
 
-    def __init__(self, prepared: Prepared, guards: Guards, announce: Callable[[str], None]) -> None:
+    def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
-        self._guards = guards
-        self._announce = announce
         self.tried = Counter[object]()
         self._news = BatchNews()
         self._has_news = False
@@ -87,7 +82,7 @@ class StepTrials:
         if not self.tried:
             sizes.check_shared(data)
             if not batch.step.sizes_known and data.size > 1:
-                sizes.note_same_rows([batch.args, batch.kwargs], data, self._announce)
+                sizes.note_same_rows([batch.args, batch.kwargs], data, self._prepared.announce)
         code = code_of(batch.step.compute_loss)
         self.tried[code] = 1
         if data.size > 1:
@@ -129,7 +124,7 @@ class StepTrials:
     def _try_alone(self, batch: LocalBatch) -> Sequence[str]:
         """Try a loss again on this rank. Returns and raises as `_try_together`."""
         self._has_news = False
-        with self._guards.phase:
+        with self._prepared.guards.phase:
             verdict = self._judged(batch, batch.num_samples)
         if verdict.ends_a_run:
             raise UsageError(verdict.text())
@@ -159,7 +154,7 @@ class StepTrials:
         if written and WRITTEN not in self._noted:
             self._noted.add(WRITTEN)
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
-            self._announce(WRITTEN.format(names=", ".join(written[:3]) + more))
+            self._prepared.announce(WRITTEN.format(names=", ".join(written[:3]) + more))
 
     def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
         """Try models that a loop has called for a loss, each the first time. Collective.
@@ -175,7 +170,7 @@ class StepTrials:
         mesh, text, rows = prepared.mesh, "", batch.num_samples
         if not mesh.all_reduce_max(torch.tensor(float(bool(new)), device=mesh.host_device)):
             return
-        with self._guards.phase, self._whole_models() as are_whole:
+        with self._prepared.guards.phase, self._whole_models() as are_whole:
             if are_whole and rows > 1:
                 given = rows, prepared.models, self._parameters()
                 verdict = self._in_child(lambda: try_calls(new, *given))
@@ -205,7 +200,7 @@ class StepTrials:
             return verdict.own_numbers
         if PADDING not in self._noted:
             self._noted.add(PADDING)
-            self._announce(PADDING)
+            self._prepared.announce(PADDING)
         return ()
 
     @property
@@ -216,7 +211,7 @@ class StepTrials:
 
     def _try(self, batch: LocalBatch) -> LossVerdict:
         """Try the loss where this rank has the whole models, or can have them. Collective."""
-        with self._guards.phase, self._whole_models() as are_whole:
+        with self._prepared.guards.phase, self._whole_models() as are_whole:
             joined = self._with_rows_of_all_ranks(batch)
             if not are_whole:
                 return LossVerdict(LossKind.NOT_JUDGED, reason=DIVIDED)
@@ -266,7 +261,7 @@ class StepTrials:
         if verdict.is_worth_a_note and verdict.kind not in self._noted:
             self._noted.add(verdict.kind)
             refused = "on more than one rank, or in micro-batches, this loss will be refused: "
-            self._announce(f"note: {refused if verdict.objects else ''}{verdict.text()}")
+            self._prepared.announce(f"note: {refused if verdict.objects else ''}{verdict.text()}")
 
     def _with_rows_of_all_ranks(self, batch: LocalBatch) -> LocalBatch:
         """Return the samples of all data ranks as one batch, if a rank has fewer than two of its

@@ -36,8 +36,9 @@ from shoal.parameter_server.optimizer_spec import OptimizerSpec
 from shoal.parameter_server.recorded_order import RecordedOrder, ReplayClient, ReplayStep
 from shoal.run import Run
 from shoal.run.preparation import RunSettings
+from shoal.run.prepared import Prepared
 from shoal.strategies import build_strategies, parse_line
-from shoal.strategies.base import LocalModel, Strategy
+from shoal.strategies.base import LocalModel, Strategy, no_op
 from shoal.strategies.server.strategy import Server
 from shoal.strategies.server.worker_engine import WorkerEngine
 from shoal.strategies.transforms.accumulate import Accumulate
@@ -189,7 +190,7 @@ class Worker:
         built = build(job, mesh.device)
         strategies = _strategies(job, partitions)
         settings = RunSettings(job.seed, job.train.accumulate)
-        self.run = Run(mesh, strategies, settings, loss_scale=None, announce=lambda _: None)
+        self.run = Run(Prepared(mesh, strategies, settings, loss_scale=None, announce=no_op))
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader

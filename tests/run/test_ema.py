@@ -195,7 +195,7 @@ def test_a_checkpoint_without_an_average_begins_one_with_its_weights(tmp_path: P
     saves_without(tmp_path)
     run, model = linear_run(1.0)
     ema, notes = run.ema(0.9), []
-    run._announce = notes.append
+    run._prepared.announce = notes.append
     run.checkpoint(tmp_path).resume()
     assert ema.state()["ema.weight"].item() == model.weight.item() == 3.0
     assert any("it holds no moving average" in note for note in notes)

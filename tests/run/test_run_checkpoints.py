@@ -143,7 +143,7 @@ def test_an_object_that_comes_later_or_no_longer_is_a_note(tmp_path: Path) -> No
     prepared().checkpoint(tmp_path, average=average).save(3)
     loaded, told = Average(torch.zeros(2)), list[str]()
     run = prepared()
-    run._announce = told.append
+    run._prepared.announce = told.append
     assert run.checkpoint(tmp_path, average=loaded, other=Average(torch.zeros(1))).resume() == 3
     assert (loaded.value.tolist(), loaded.count) == ([1.5, 2.5], 7)
     assert run.checkpoint(tmp_path).resume() == 3
