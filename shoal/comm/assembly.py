@@ -4,7 +4,6 @@ tensors that share memory with others, which later steps write.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -38,8 +37,8 @@ def gather_named_tensors(
         name: None if t is None else [str(t.dtype).removeprefix("torch."), list(t.shape)]
         for name, t in local.items()
     }
-    for owner, text in enumerate(axis.all_gather_str(json.dumps(held))):
-        for name, metadata in json.loads(text).items():
+    for owner, held_there in enumerate(axis.all_gather_json(held)):
+        for name, metadata in held_there.items():
             if name not in tensors:
                 tensors[name] = _broadcast_from(axis, owner, local.get(name), metadata)
     return tensors
@@ -50,8 +49,8 @@ def gather_named_values(axis: Axis | None, local: Mapping[str, Any]) -> dict[str
     if axis is None or axis.size == 1:
         return dict(local)
     values: dict[str, Any] = {}
-    for text in axis.all_gather_str(json.dumps(dict(local))):
-        values = json.loads(text) | values
+    for held in axis.all_gather_json(dict(local)):
+        values = held | values
     return values
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any, Self
 
 import torch
@@ -60,6 +62,20 @@ class Axis:
         total: list[float] = self.all_reduce(tensor).tolist()
         return total
 
+    def on_any_rank(self, fact: bool) -> bool:
+        """Return whether a fact holds on any rank; no rank waits for a GPU. Collective."""
+        return self.sum_of_host_numbers([fact])[0] > 0
+
+    def is_same(self, value: object) -> bool:
+        """Return whether all ranks have a value of the same `repr`. Collective."""
+        if self.size == 1:
+            return True
+        # Six bytes, for a float64 holds integers up to 2^53.
+        number = int.from_bytes(sha256(repr(value).encode()).digest()[:6])
+        numbers = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
+        largest, negated_smallest = self.all_reduce_max(numbers).tolist()
+        return bool(largest + negated_smallest == 0)
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over all ranks, element by element, in place. Collective."""
         if self.size > 1:
@@ -103,15 +119,29 @@ class Axis:
         """Return the first rank's text on every rank. Collective."""
         return self.all_gather_str(text if self.rank == 0 else "")[0]
 
-    def all_gather_str(self, text: str) -> list[str]:
+    def broadcast_json(self, value: Any) -> Any:
+        """Return the first rank's JSON value on every rank. Collective."""
+        return json.loads(self.broadcast_str(json.dumps(value)))
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """Return the JSON value of every rank, in the order of ranks. Collective.
+
+        Raises: CollectiveFailed: as `all_gather_str`.
+        """
+        texts = self.all_gather_str(json.dumps(value), caller().f_code.co_name)
+        return [json.loads(text) for text in texts]
+
+    def all_gather_str(self, text: str, asked_by: str = "") -> list[str]:
         """Return the text of every rank, in the order of ranks. Collective.
+
+        Args: asked_by: name of the function that asks for it; the calling one by default.
 
         Raises: CollectiveFailed: ranks call from different functions, so their texts are of
             different things.
         """
         if self.size == 1:
             return [text]
-        message = f"{caller().f_code.co_name}\n{text}".encode()
+        message = f"{asked_by or caller().f_code.co_name}\n{text}".encode()
         messages = all_gather_bytes(message, self.size, self.device, self.group)
         callers, _, texts = zip(*(m.decode().partition("\n") for m in messages), strict=True)
         if len({*callers}) > 1:

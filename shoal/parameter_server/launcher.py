@@ -287,7 +287,7 @@ class ClusterLauncher:
         starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
         listen_host = self._listen_host()
         coordinator = self._start_coordinator(job, listen_host) if mesh.rank == 0 else None
-        host, port = json.loads(mesh.broadcast_str(json.dumps(coordinator and coordinator.address)))
+        host, port = mesh.broadcast_json(coordinator and coordinator.address)
         address = (host, port)
         if server_hosts and mesh.rank == 0:
             JobStore().publish(json.dumps([address, told]))

@@ -134,7 +134,7 @@ class BatchSizes:
         if self._is_shared_checked or data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
-        if not is_same_on_all(self._history.shared_digest, data):
+        if not data.is_same(self._history.shared_digest):
             raise UsageError(f"{SHARED}. {SHARED_CURE}")
 
     def note_same_rows(self, batch: Any, data: Axis, announce: Callable[[str], None]) -> None:
@@ -146,7 +146,7 @@ class BatchSizes:
         if not _add_to(digest, batch):  # the other ranks wait
             digest.update(str(data.rank).encode())
         if data.size > 1:
-            is_same = is_same_on_all(digest.digest(), data)
+            is_same = data.is_same(digest.digest())
             announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=data.size))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
@@ -299,15 +299,6 @@ def _add_to(digest: Any, batch: Any) -> bool:
     for tensor in tensors:
         digest.update(as_bytes(tensor.detach().cpu()).numpy().data)
     return bool(tensors)
-
-
-def is_same_on_all(digest: bytes, data: Axis) -> bool:
-    """Return whether all ranks have the same digest. Collective."""
-    # Six bytes, for a float64 holds integers up to 2^53.
-    number = int.from_bytes(digest[:6])
-    value = torch.tensor([number, -number], dtype=torch.float64, device=data.device)
-    largest, negated_smallest = data.all_reduce_max(value).tolist()
-    return bool(largest + negated_smallest == 0)
 
 
 def _layouts(tensor: Tensor, num_samples: int) -> Layouts:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import ShoalError, StrategyRefused, UsageError
-from shoal.run.batch_size import is_same_on_all
 from shoal.strategies.base import LocalBatch, LocalModel, Strategy
 from shoal.weights.deferred_init import EmptyTensor
 from shoal.weights.deferred_weights import seeds_of
@@ -58,7 +56,7 @@ def check_same_seeds(model: nn.Module, mesh: Mesh) -> None:
 
     Each rank may fill its own share of them, so together they would be no model.
     """
-    if not is_same_on_all(sha256(repr(seeds_of(model)).encode()).digest(), mesh):
+    if not mesh.is_same(seeds_of(model)):
         raise UsageError(
             "prepare: the ranks have drawn other random numbers before shoal.empty_weights(), so "
             "they would start from other weights. Call shoal.init first, which seeds all ranks "

@@ -11,7 +11,6 @@ same order. So the result does not depend on which rank has computed which batch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -232,7 +231,7 @@ def _gather_parts(
     """
     # Rank 0 always has a batch. Other ranks may have none, and then do not know names and shapes.
     first = [[k, str(v.dtype), list(v.shape[1:])] for k, v in parts[0].items()] if parts else []
-    forms = json.loads(data.broadcast_str(json.dumps(first)))
+    forms = data.broadcast_json(first)
     counts = torch.zeros(batches, dtype=torch.int64)
     for index, part in enumerate(parts):
         given = [[name, str(value.dtype), list(value.shape[1:])] for name, value in part.items()]

@@ -10,7 +10,6 @@ random numbers   A layer may draw in its `forward` (stochastic depth, noise, `F.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType
@@ -81,8 +80,8 @@ def noting_buffers(
     yield
     changes = changed_since(module, before, BatchNormBase)
     apart = _buffers_apart(module, changes, mesh, divided and not is_computed)
-    stages = mesh.pipeline.all_gather_str(json.dumps(apart))  # each rank knows its own buffers
-    names = [*dict.fromkeys(name for text in stages for name in json.loads(text))]
+    stages = mesh.pipeline.all_gather_json(apart)  # each rank knows its own buffers
+    names = [*dict.fromkeys(name for stage in stages for name in stage)]
     if names:
         announce(
             f"note: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: a forward "

@@ -244,10 +244,7 @@ class MicrobatchGathering:
 
     def _on_any_rank(self, fact: bool) -> bool:
         """Return whether a fact holds on any rank. Collective."""
-        found = self._data.sum_of_host_numbers([fact])[0]
-        if self._pipeline.size > 1:
-            found = self._pipeline.sum_of_host_numbers([found])[0]
-        return found > 0
+        return self._pipeline.on_any_rank(self._data.on_any_rank(fact))
 
     def _seeds(self) -> MicrobatchSeeds:
         """Return the seeds of a step: the same for all stages of a pipeline. Collective there."""

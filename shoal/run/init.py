@@ -201,7 +201,7 @@ def choose_strategy(mesh: Mesh) -> tuple[str, str]:
         )
         answer = done.stdout.strip().rpartition("\n")[2]
         problem = done.stderr.strip() if not answer.startswith("{") else ""
-    problem, answer = json.loads(mesh.broadcast_str(json.dumps((problem, answer))))
+    problem, answer = mesh.broadcast_json((problem, answer))
     found = {} if problem else json.loads(answer)
     if problems := found.get("errors", [problem] if problem else []):
         raise ConfigError([f"strategy auto: {problem}" for problem in problems])

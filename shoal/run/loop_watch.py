@@ -12,7 +12,6 @@ computed from the outputs, or the labels, of other samples.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -178,7 +177,7 @@ class LoopWatch(YieldWatch):
         if not self._is_due:
             self._rows.forget()
         self._rows.mixed_place = ""
-        told = [json.loads(t) for t in self._data.all_gather_str(json.dumps([objection, tables]))]
+        told = self._data.all_gather_json([objection, tables])
         for text, _ in told:
             if text:
                 raise UsageError(text)

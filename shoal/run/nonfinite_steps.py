@@ -19,7 +19,6 @@ way, without a word, for its scale becomes smaller.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 from weakref import WeakSet
@@ -160,11 +159,10 @@ class NonfiniteSteps:
             return
         weights = {name: p.detach() for name, p in self._model.trainable_params.items()}
         names = [] if seem_finite(weights.values()) else nonfinite_names(weights)
-        flag = torch.tensor([bool(names)], dtype=torch.float32, device=self._mesh.device)
-        if not self._mesh.all_reduce_max(flag).item():
+        if not self._mesh.on_any_rank(bool(names)):
             return
-        texts = self._mesh.all_gather_str(json.dumps(names))
-        bad = list(dict.fromkeys(name for text in texts for name in json.loads(text)))
+        names_of_ranks = self._mesh.all_gather_json(names)
+        bad = list(dict.fromkeys(name for of_rank in names_of_ranks for name in of_rank))
         raise TrainingDiverged(
             f"weights are not finite after step {self.steps}: {listed(bad, TOLD_NAMES)}. Go on "
             "from an earlier checkpoint with a lower learning rate."
@@ -209,9 +207,8 @@ class NonfiniteSteps:
             "after": after,
         }
         is_alone = not self._model.strategy_state.is_synchronous
-        texts = [json.dumps(mine)] if is_alone else self._mesh.all_gather_str(json.dumps(mine))
         return _phrases(
-            [json.loads(text) for text in texts],
+            [mine] if is_alone else self._mesh.all_gather_json(mine),
             first_rank=self._mesh.rank if is_alone else 0,
             loss_is_finite=loss_is_finite,
         )

@@ -9,10 +9,8 @@ torch       ──> seed_this_rank   ──> other random numbers where samples 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any, Literal
 
 import torch
@@ -28,7 +26,6 @@ from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
 from shoal.run import optimizer_binding
-from shoal.run.batch_size import is_same_on_all
 from shoal.run.checks import check_one_optimizer, check_takes_scaled
 from shoal.run.nonfinite_steps import Nonfinite
 from shoal.run.optimizer_binding import check_keeps_no_tensors, owned_by
@@ -188,8 +185,7 @@ def shard_loader(
 
 def _check_same_data(loader: ShardedLoader, sampler: Any, data: Axis) -> None:
     """Raise UsageError on all ranks if their data sets differ, as far as is known. Collective."""
-    found = json.dumps([loader.data_fingerprint, fingerprint(sampler)])
-    if data.size == 1 or is_same_on_all(sha256(found.encode()).digest(), data):
+    if data.is_same([loader.data_fingerprint, fingerprint(sampler)]):
         return
     raise UsageError(
         f"prepare: {type(loader.dataset).__name__} or its sampler is not the same on all ranks, so "

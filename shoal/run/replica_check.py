@@ -12,7 +12,6 @@ gradients that its rank has sent until then were computed with it, so no rank's 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -91,11 +90,11 @@ def find_differences(held: Sequence[Replicated], axis: Axis) -> dict[str, list[l
     for entry, digest in zip(held, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
     summary = {p: sha256(repr(of_part).encode()).hexdigest() for p, of_part in parts.items()}
-    if _agree(_from_all_ranks(summary, axis)):
+    if _agree(axis.all_gather_json(summary)):
         return {}
     mine = {f"{e.part}|{e.name}": digest for e, digest in zip(held, found, strict=True)}
     by_key: dict[str, dict[Any, list[int]]] = {}
-    for rank, digests_of_rank in enumerate(_from_all_ranks(mine, axis)):
+    for rank, digests_of_rank in enumerate(axis.all_gather_json(mine)):
         for key, digest in digests_of_rank.items():
             by_key.setdefault(key, {}).setdefault(digest, []).append(rank)
     differing: dict[str, list[list[int]]] = {}
@@ -103,10 +102,6 @@ def find_differences(held: Sequence[Replicated], axis: Axis) -> dict[str, list[l
         if len(by_digest) > 1:  # the first one of several shards that differ
             differing.setdefault(key.partition("|")[2], [*by_digest.values()])
     return differing
-
-
-def _from_all_ranks(values: Mapping[str, Any], axis: Axis) -> list[dict[str, Any]]:
-    return [json.loads(text) for text in axis.all_gather_str(json.dumps(values))]
 
 
 def replicated_tensors(

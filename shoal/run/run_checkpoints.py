@@ -12,10 +12,8 @@ scheduler or a moving average, is taken apart:
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +25,6 @@ from shoal.checkpoint import Checkpoints
 from shoal.checkpoint.manifest import name_of
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.errors import CleanupFailed, UsageError
-from shoal.run.batch_size import is_same_on_all
 
 if TYPE_CHECKING:
     from shoal.run.stateful_run import StatefulRun
@@ -124,8 +121,7 @@ class RunCheckpoints:
                 for key, tensor in own.items()
                 if key.split(".")[1] == name
             }
-            digest = sha256(json.dumps([value, digests]).encode()).digest()
-            if self._run.mesh.size > 1 and not is_same_on_all(digest, self._run.mesh):
+            if not self._run.mesh.is_same([value, digests]):
                 raise UsageError(
                     f"checkpoint.save: {name}.state_dict() is not the same on all ranks, and a "
                     "checkpoint holds it once. Update it alike on all ranks, such as by the loss "

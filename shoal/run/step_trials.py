@@ -10,11 +10,9 @@ later steps    a batch with news, such as a first padded sample, is tried by the
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from hashlib import sha256
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,6 @@ from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
-from shoal.run.batch_size import is_same_on_all
 from shoal.run.prepared import Prepared
 from shoal.run.step import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
@@ -142,7 +139,7 @@ class StepTrials:
             return {}
         numbers = self._reached(batch)
         own = _digests(numbers)
-        others = [json.loads(text) for text in data.all_gather_str(json.dumps(own))]
+        others = data.all_gather_json(own)
         # A tensor may have as many rows as the samples of some rank, which leaves it out.
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
 
@@ -168,7 +165,7 @@ class StepTrials:
         new = [call for call in behind if call.model not in self._tried_models]
         self._tried_models.update(call.model for call in new)
         mesh, text, rows = prepared.mesh, "", batch.num_samples
-        if not mesh.all_reduce_max(torch.tensor(float(bool(new)), device=mesh.host_device)):
+        if not mesh.on_any_rank(bool(new)):
             return
         with self._prepared.guards.phase, self._whole_models() as are_whole:
             if are_whole and rows > 1:
@@ -190,7 +187,7 @@ class StepTrials:
         mesh = self._prepared.mesh
         is_pipeline = mesh.pipeline.size > 1
         wants = self._news.has_padding if is_pipeline else self._has_news
-        if not mesh.all_reduce_max(torch.tensor(float(wants), device=mesh.host_device)):
+        if not mesh.on_any_rank(wants):
             return ()
         self._has_news = False
         if not is_pipeline:
@@ -279,8 +276,7 @@ class StepTrials:
         few, cannot, total = data.sum_of_host_numbers([rows < 2, not can_join, rows])
         if not few or cannot or total < 2:
             return batch
-        forms = repr([(tensor.dtype, tensor.shape[1:]) for tensor in tensors])
-        if not is_same_on_all(sha256(forms.encode()).digest(), data):
+        if not data.is_same([(tensor.dtype, tensor.shape[1:]) for tensor in tensors]):
             return batch  # ranks have padded their rows to lengths of their own
 
         def joined(tensor: Tensor) -> Tensor:

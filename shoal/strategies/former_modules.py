@@ -46,8 +46,7 @@ def _whole_fits(model: nn.Module, axis: Axis) -> bool:
     limit: float = MOST_BYTES
     if axis.device.type == "cuda":
         limit = SHARE_OF_FREE * torch.cuda.mem_get_info(axis.device)[0]
-    is_too_large = torch.tensor([float(num_bytes > limit)], device=axis.device)
-    return not axis.all_reduce_max(is_too_large).item()
+    return not axis.on_any_rank(num_bytes > limit)
 
 
 def _put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:

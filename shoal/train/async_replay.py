@@ -285,7 +285,7 @@ class _SingleRankAxis(Mesh):
     def broadcast_str(self, text: str) -> str:
         return text
 
-    def all_gather_str(self, text: str) -> list[str]:
+    def all_gather_str(self, text: str, asked_by: str = "") -> list[str]:
         return [text] * self.size
 
     def new_group(self) -> dist.ProcessGroup | None:

@@ -132,7 +132,7 @@ def check_equal_weights(guarded: GuardedModels) -> None:
     differences = find_differences(held, data)
     if differences:
         is_finite = all(bool(to_local(entry.value).isfinite().all()) for entry in held)
-        if not data.sum_of_host_numbers([not is_finite])[0]:
+        if not data.on_any_rank(not is_finite):
             name, (first, other, *_) = next(iter(differences.items()))
             raise UsageError(
                 f"{name} has other values on data rank {other[0]} than on data rank {first[0]}, "

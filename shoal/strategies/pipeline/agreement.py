@@ -8,7 +8,6 @@ parameters and buffers holds for all.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -47,7 +46,7 @@ def units_of_first_rank(
     Args: function: the user's, on this rank's sample, which runs again with other units.
     """
     own = [*observed.units.modules]
-    names, calls = json.loads(world.broadcast_str(json.dumps([own, observed.calls])))
+    names, calls = world.broadcast_json([own, observed.calls])
 
     def observe() -> ObservedUnits:
         if names == own:
@@ -61,9 +60,9 @@ def units_of_first_rank(
 
 def users_on_any_rank(world: Axis, users: Mapping[str, Set[int]]) -> dict[str, set[int]]:
     """Return for each name the stages that any rank has found to use it. Collective."""
-    own = json.dumps({name: sorted(stages) for name, stages in users.items()})
+    own = {name: sorted(stages) for name, stages in users.items()}
     united: dict[str, set[int]] = {}
-    for text in world.all_gather_str(own):
-        for name, stages in json.loads(text).items():
+    for users_there in world.all_gather_json(own):
+        for name, stages in users_there.items():
             united.setdefault(name, set()).update(stages)
     return dict(sorted(united.items()))

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
@@ -63,7 +62,7 @@ def plan(
     Raises: StrategyRefused, on every rank: a name is no place to cut, or there are too few places.
     """
     made = agreed(world, lambda: None if world.rank else _plan(observed, request, function))
-    chosen = json.loads(world.broadcast_str(json.dumps(None if world.rank else made._asdict())))
+    chosen = world.broadcast_json(None if world.rank else made._asdict())
     return StagePlan(**chosen)
 
 
