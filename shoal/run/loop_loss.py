@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.batch_shards import row_window
 from shoal.data.tree_map import mark_sample_lists
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
@@ -24,7 +23,7 @@ from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
-from shoal.run.step import weight_of_rank
+from shoal.run.step import batch_of_size
 from shoal.strategies import base
 from shoal.strategies.loss_terms import (
     LOOP_IN_PIPELINE,
@@ -159,13 +158,7 @@ class LoopLoss:
                 hook.remove()
         self._hooks = {}
 
-    def make_batch(
-        self,
-        loss: Any,
-        *,
-        rows: int | None,
-        reduction: str,
-    ) -> base.LocalBatch:
+    def make_batch(self, loss: Any, rows: int | None, reduction: str) -> base.LocalBatch:
         """Return the batch of a step whose loss is there. Collective.
 
         Args:
@@ -195,16 +188,12 @@ class LoopLoss:
         if self._microbatch is not None:
             micro, self._microbatch = self._microbatch, None
             step = micro.step._replace(compute_loss=compute_loss)
-            batch = micro._replace(step=step, args=(), is_last_microbatch=True)
-        else:
-            batch = self._batch(compute_loss, rows, calls or [()])
-            prepared.watch.note_host_draws(batch.num_samples)
-            if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
-                prepared.sizes.note_same_rows(calls, prepared.mesh.data, prepared.announce)
-        if reduction != "ranks":
-            return batch
-        size = batch.num_samples, batch.step.global_batch_size, prepared.mesh.data.size
-        return batch._replace(step=batch.step._replace(loss_weight=weight_of_rank(*size)))
+            return micro._replace(step=step, args=(), is_last_microbatch=True)
+        batch = self._batch(compute_loss, rows, calls or [()])
+        prepared.watch.note_host_draws(batch.num_samples)
+        if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
+            prepared.sizes.note_same_rows(calls, prepared.mesh.data, prepared.announce)
+        return batch
 
     def check(self, batch: base.LocalBatch) -> None:
         """Compare the graph of a loss that is there with those of other ranks. Collective.
@@ -267,13 +256,9 @@ class LoopLoss:
         self, compute_loss: base.ComputeLoss, rows: int | None, calls: Sequence[tuple[Any, ...]]
     ) -> base.LocalBatch:
         """Return the batch of a step. Args: calls: inputs, of which some are the batch."""
-        prepared = self._prepared
-        data = prepared.mesh.data
-        prepared.sizes.check_shared(data)
-        found = self._sizes(rows, calls)
-        window = row_window(found.global_rows, data.rank, data.size)
-        step = base.Step(compute_loss, found.global_rows, found.is_known)
-        return base.LocalBatch(step, (), {}, found.rows, window.start if data.size > 1 else 0)
+        data = self._prepared.mesh.data
+        self._prepared.sizes.check_shared(data)
+        return batch_of_size(compute_loss, (), {}, self._sizes(rows, calls), data)
 
     def _sizes(self, rows: int | None, calls: Sequence[tuple[Any, ...]]) -> StepSizes:
         """Return the samples of the batch that the models were called with.

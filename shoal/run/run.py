@@ -26,7 +26,7 @@ from shoal.run.prepared import Prepared
 from shoal.run.replica_check import check_replicas
 from shoal.run.row_gathering import RowGathering
 from shoal.run.stateful_run import StatefulRun
-from shoal.run.step import TrainingStep, make_batch
+from shoal.run.step import TrainingStep, make_batch, weighted_by_rank
 from shoal.run.step_checks import StepChecks
 from shoal.strategies import base
 from shoal.trace.recorder import ASIDE
@@ -117,9 +117,9 @@ class Run(StatefulRun):
         if self._loop.watches:
             self._loop.before_function()
         with self._calls.during("run.forward_backward"):
-            parts = self.mesh, self._settings.accumulate
-            given = compute_loss, batch, named_batch, self._prepared.sizes, *parts
-            return self._forward_backward(partial(make_batch, *given), rows, reduction)
+            parts = self._prepared.sizes, self.mesh, self._settings.accumulate
+            make = partial(make_batch, compute_loss, batch, named_batch, *parts, rows)
+            return self._forward_backward(make, reduction)
 
     def backward(self, loss: Any, rows: int | None = None, reduction: str = "rows") -> Tensor:
         """Compute the gradients of a loss that the loop has computed of its batch. Collective.
@@ -150,9 +150,8 @@ class Run(StatefulRun):
         """
         checks.check_step_options(rows, reduction)
         with self._calls.during("run.backward"):
-            mean: Tensor = self._forward_backward(
-                partial(self._loop.make_batch, loss), rows, reduction
-            )
+            make = partial(self._loop.make_batch, loss, rows, reduction)
+            mean: Tensor = self._forward_backward(make, reduction)
             return mean
 
     def microbatches(self, batch: Any) -> Iterator[Any]:
@@ -182,16 +181,16 @@ class Run(StatefulRun):
         checks.check_compute_loss(compute_loss, ())
         return wraps(compute_loss)(partial(self.forward_backward, compute_loss))
 
-    def _forward_backward(
-        self, make: Callable[..., base.LocalBatch], rows: int | None, reduction: str
-    ) -> Any:
+    def _forward_backward(self, make: Callable[[], base.LocalBatch], reduction: str) -> Any:
         """Take a step. Collective.
 
         Args: make: returns the local batch.
         """
         self._prepared.local_model()  # raises where nothing is prepared, or a layer was thawed
         self._checks.begin()
-        batch = make(rows=rows, reduction=reduction)._replace(stop_requested=self._stop_requested)
+        batch = make()._replace(stop_requested=self._stop_requested)
+        if reduction == "ranks":
+            batch = weighted_by_rank(batch, self.mesh.data.size)
         self._gathering.begin_step(batch)
         try:
             self._checks.before(batch, reduction)

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from shoal.comm.axis import Axis
 from shoal.comm.mesh import Mesh
 from shoal.data.batch_shards import row_window
 from shoal.data.tree_map import are_tensors, mark_sample_lists
-from shoal.run.batch_size import BatchSizes
+from shoal.run.batch_size import BatchSizes, StepSizes
 from shoal.run.checks import check_some_gradient
 from shoal.run.gradients import add_gradients, detach_gradients
 from shoal.run.nonfinite_steps import NonfiniteSteps
@@ -36,35 +37,42 @@ def make_batch(
     sizes: BatchSizes,
     mesh: Mesh,
     accumulate: int,
-    *,
     rows: int | None,
-    reduction: str,
 ) -> base.LocalBatch:
     """Return the local batch of a step; `Run.forward_backward` explains the arguments.
 
     Raises: UsageError: the sizes do not fit.
     """
-    data = mesh.data
     arguments = (*args, *kwargs.values()) if kwargs else args
     if not are_tensors(arguments):
         is_divided = mesh.size * accumulate > 1
         args, kwargs = mark_sample_lists((args, kwargs), sizes.hold_samples, is_divided)
         arguments = (*args, *kwargs.values())
-    size = sizes.resolve(arguments, rows, data.size)
-    by_rank = reduction == "ranks"
-    step = base.Step(
-        compute_loss,
-        size.global_rows,
-        size.is_known or by_rank,
-        weight_of_rank(size.rows, size.global_rows, data.size) if by_rank else None,
+    return batch_of_size(
+        compute_loss, args, kwargs, sizes.resolve(arguments, rows, mesh.data.size), mesh.data
     )
+
+
+def batch_of_size(
+    compute_loss: base.ComputeLoss,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    size: StepSizes,
+    data: Axis,
+) -> base.LocalBatch:
+    """Return the local batch of so many samples on this rank and on all."""
+    step = base.Step(compute_loss, size.global_rows, size.is_known)
     first_row = row_window(size.global_rows, data.rank, data.size).start if data.size > 1 else 0
     return base.LocalBatch(step, args, kwargs, size.rows, first_row)
 
 
-def weight_of_rank(rows: int, global_rows: int, ranks: int) -> float:
-    """Return the weight of a rank whose mean counts as much as that of any other with samples."""
-    return global_rows / (min(ranks, global_rows) * max(rows, 1))
+def weighted_by_rank(batch: base.LocalBatch, ranks: int) -> base.LocalBatch:
+    """Return a batch whose mean counts as much as that of any other rank with samples."""
+    size = batch.step.global_batch_size
+    weight = size / (min(ranks, size) * max(batch.num_samples, 1))
+    # Nobody divides by that size any more; but a loop may have drawn for rows that nobody knows.
+    is_known = batch.step.sizes_known or not isinstance(batch.step.compute_loss, base.ComputedLoss)
+    return batch._replace(step=batch.step._replace(sizes_known=is_known, loss_weight=weight))
 
 
 def code_of(function: base.ComputeLoss) -> object:
