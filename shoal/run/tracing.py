@@ -17,14 +17,13 @@ import json
 import socket
 import sys
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from shoal.comm.axis import all_gather_bytes
 from shoal.comm.clocks import ClockOffset, offsets
 from shoal.comm.mesh import Mesh
 from shoal.config.trace_window import Window
@@ -221,24 +220,18 @@ def _gather_spans(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:
 
     They travel as compressed JSON: nothing is unpickled.
     """
-    if mesh.rank != 0:
-        data = torch.frombuffer(
-            bytearray(zlib.compress(json.dumps(spans).encode(), 1)), dtype=torch.uint8
-        )
-        dist.send(torch.tensor([len(data)], device=mesh.device), 0)
-        dist.send(data.to(mesh.device), 0)
+    if mesh.size == 1:
         return [spans]
-    return [spans, *(list(_receive_spans(mesh, rank)) for rank in range(1, mesh.size))]
+    own = zlib.compress(json.dumps(spans).encode(), 1)
+    messages = all_gather_bytes(own, mesh.size, mesh.device, mesh.group)
+    if mesh.rank != 0:
+        return [spans]
+    return [[*map(_span, json.loads(zlib.decompress(message)))] for message in messages]
 
 
-def _receive_spans(mesh: Mesh, rank: int) -> Iterator[Span]:
-    length = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-    dist.recv(length, rank)
-    data = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-    dist.recv(data, rank)
-    for row in json.loads(zlib.decompress(bytes(data.cpu().numpy()))):
-        span = Span(*row)
-        yield span._replace(ranks=tuple(span.ranks))
+def _span(row: list[Any]) -> Span:
+    span = Span(*row)
+    return span._replace(ranks=tuple(span.ranks))
 
 
 def _warn(text: str) -> None:
