@@ -60,7 +60,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
     "no checks": {"guards": False, "nonfinite": "ignore"},
 }
 FUNCTIONS: tuple[tuple[type, tuple[str, ...]], ...] = (
-    (NonfiniteSteps, ("begin", "judge", "_before_optimizer_step")),
+    (NonfiniteSteps, ("begin", "judge", "before_optimizer_step")),
     (FiniteCheck, ("look",)),
     (Guards, ("before_step", "after_step")),
     (StepPhase, ("__enter__", "__exit__")),

@@ -21,11 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
@@ -75,7 +73,6 @@ class NonfiniteSteps:
         self._announce = announce
         self._loss_scale = loss_scale
         self._skip_next = False
-        self._hooked: WeakSet[Optimizer] = WeakSet()
         self._local_model: base.LocalModel | None = None
         self._agreed = False  # see `_ranks_agree`
         self.is_finite = True
@@ -88,15 +85,11 @@ class NonfiniteSteps:
         """False if steps are taken whatever they are."""
         return self._reaction != "ignore"
 
-    def watch(self, local_model: base.LocalModel, optimizers: Sequence[Optimizer]) -> None:
-        """Judge the steps of this local model and these optimizers from now on."""
+    def watch(self, local_model: base.LocalModel) -> None:
+        """Judge the steps of this local model from now on."""
         self._local_model = local_model
         self._agreed = self._ranks_agree()  # once: it looks at each parameter
         local_model.finite_check.enabled = self.enabled and self._loss_scale is None
-        for optimizer in optimizers if self.enabled or self._loss_scale is not None else ():
-            if optimizer not in self._hooked:
-                self._hooked.add(optimizer)
-                optimizer.register_step_pre_hook(self._before_optimizer_step)
 
     def begin(self) -> Callable[[Tensor], None] | None:
         """Return what is to be called with the loss of each micro-batch of the step, if anything.
@@ -229,8 +222,10 @@ class NonfiniteSteps:
             all_ranks = " on all ranks" if self._mesh.size > 1 else ""
             self._announce(f"note: {fact}; it is skipped{all_ranks} ({self.skipped} so far)")
 
-    def _before_optimizer_step(self, *_: Any) -> None:
-        # Optimizers leave parameters without a gradient as they are, with their state.
+    def before_optimizer_step(self) -> None:
+        """Remove the gradients of a step that is to be skipped: optimizers leave parameters without
+        one as they are, with their state.
+        """
         if self._skip_next:
             if self._model.remote_optimizer is not None:
                 self._model.remote_optimizer.leave_out()

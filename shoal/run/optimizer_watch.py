@@ -38,7 +38,7 @@ class OptimizerWatch:
         """Watch the steps of these optimizers, which step this local model from now on."""
         self._local_model, self._optimizers = local_model, optimizers
         own_progress().set_stage(self._mesh.pipeline.rank)
-        self._nonfinite_steps.watch(local_model, optimizers)
+        self._nonfinite_steps.watch(local_model)
         if local_model.remote_optimizer is not None and self._has_stand_ins:
             parameters = local_model.trainable_params
             local_model.remote_optimizer.removed = partial(removed_gradients, parameters)
@@ -55,6 +55,7 @@ class OptimizerWatch:
         self._local_model = None
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
+        self._nonfinite_steps.before_optimizer_step()
         own_progress().enter(Phase.OPTIMIZER)
         is_partial = self._local_model is not None and self._local_model.is_partial
         if is_partial and optimizer not in self._shown:  # a step may call that of its base class
