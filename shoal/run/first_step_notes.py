@@ -10,7 +10,7 @@ random numbers   A layer may draw in its `forward` (stochastic depth, noise, `F.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -25,34 +25,28 @@ from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
+from shoal.run.prepared import Prepared
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
 from shoal.strategies.wrap_units import has_dropout
 
 
 @contextmanager
-def noting_first_step(
-    module: nn.Module,
-    mesh: Mesh,
-    accumulate: int,
-    draws_globally: bool,
-    announce: Callable[[str], None],
-    is_computed: bool = False,
-) -> Iterator[None]:
+def noting_first_step(prepared: Prepared, is_computed: bool) -> Iterator[None]:
     """Announce what makes the passes of this context differ from one device's. Collective.
 
     With one pass through each batch there is nothing to tell.
 
-    Args:
-        module: the prepared model, or the group of them.
-        is_computed: the loop has made the forward pass before.
+    Args: is_computed: the loop has made the forward pass before.
     """
-    in_micro_batches = accumulate > 1 or mesh.pipeline.size > 1
-    with ExitStack() as stack:
-        if mesh.data.size > 1 or in_micro_batches:
-            noting = noting_buffers(module, mesh, in_micro_batches, announce, is_computed)
-            stack.enter_context(noting)
-            if not draws_globally:
-                stack.enter_context(noting_draws(module, announce))
+    mesh, settings = prepared.mesh, prepared.settings
+    in_micro_batches = settings.accumulate > 1 or mesh.pipeline.size > 1
+    if mesh.data.size == 1 and not in_micro_batches:
+        yield
+        return
+    with ExitStack() as notes:
+        notes.enter_context(_noting_buffers(prepared, in_micro_batches, is_computed))
+        if settings.draws != "global":
+            notes.enter_context(_noting_draws(prepared))
         yield
 
 
@@ -61,21 +55,15 @@ WRITES = "pass writes these buffers from the samples of one rank"
 
 
 @contextmanager
-def noting_buffers(
-    module: nn.Module,
-    mesh: Mesh,
-    divided: bool,
-    announce: Callable[[str], None],
-    is_computed: bool = False,
-) -> Iterator[None]:
+def _noting_buffers(prepared: Prepared, divided: bool, is_computed: bool) -> Iterator[None]:
     """Announce buffers that the block writes and that differ between ranks. Collective.
 
     Args:
-        module: the prepared model, or the group of them.
         divided: a batch is divided into micro-batches, so buffers that are equal on all ranks may
             differ from one device's too.
         is_computed: what was written before the block counts, if ranks differ in it.
     """
+    module, mesh = prepared.local_model().module, prepared.mesh
     before = {} if is_computed else snapshot(module, BatchNormBase)
     yield
     changes = changed_since(module, before, BatchNormBase)
@@ -83,7 +71,7 @@ def noting_buffers(
     stages = mesh.pipeline.all_gather_json(apart)  # each rank knows its own buffers
     names = [*dict.fromkeys(name for stage in stages for name in stage)]
     if names:
-        announce(
+        prepared.announce(
             f"note: {', '.join(names[:3])}{' and others' if len(names) > 3 else ''}: a forward "
             f"{WRITES} or micro-batch, so they are not those of one device. Compute them from "
             "run.gather(...), if they must be."
@@ -158,8 +146,9 @@ class RandomOperators(DispatchMode):
 
 
 @contextmanager
-def noting_draws(module: nn.Module, announce: Callable[[str], None]) -> Iterator[None]:
+def _noting_draws(prepared: Prepared) -> Iterator[None]:
     """Announce what draws random numbers inside, with one note; nothing for a compiled model."""
+    module = prepared.local_model().module
     if any(map(is_compiled, module.modules())):
         yield
         return
@@ -177,4 +166,4 @@ def noting_draws(module: nn.Module, announce: Callable[[str], None]) -> Iterator
     if before.has_moved():
         sentences.append(HOST_DRAWS)
     if sentences:
-        announce(f"note: {' '.join(sentences)}")
+        prepared.announce(f"note: {' '.join(sentences)}")

@@ -92,15 +92,7 @@ class StepChecks:
             self._guards.before_step()
         notes: AbstractContextManager[None] = nullcontext()
         if not self._has_noted:
-            prepared, settings = self._prepared, self._prepared.settings
-            notes = noting_first_step(
-                prepared.local_model().module,
-                prepared.mesh,
-                settings.accumulate,
-                settings.draws == "global",
-                prepared.announce,
-                isinstance(loss, ComputedLoss),
-            )
+            notes = noting_first_step(self._prepared, isinstance(loss, ComputedLoss))
         self._has_noted = True
         with self._guards.phase, notes:
             yield
