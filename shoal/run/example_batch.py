@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -78,15 +78,11 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
         nonlocal depth
         depth -= 1
 
-    hooks: list[Any] = []
-    for model in models:
-        hooks.append(model.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(model.register_forward_hook(after, always_call=True))
-    try:
+    with ExitStack() as hooks:
+        for model in models:
+            hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(model.register_forward_hook(after, always_call=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _copied(batch: Any) -> Any:

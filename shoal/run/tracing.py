@@ -17,6 +17,7 @@ import json
 import socket
 import sys
 import zlib
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,7 @@ class Tracing:
         self._optimizer_ns = 0  # start of this step's `optimizer.step()`
         self._ended = False
         self._local_model: LocalModel | None = None
-        self._hooks: list[Any] = []
-        self._groups: list[ShoalGroup] = []
+        self._watching = ExitStack()
         _check_traceable(mesh)
 
     def wrap_step(self, local_model: LocalModel, optimizer: Optimizer) -> None:
@@ -128,26 +128,22 @@ class Tracing:
         """Record collectives of all process groups, and the arrival of gradients, from now on."""
         assert self._local_model is not None
         existing = process_groups() if dist.is_initialized() else []
-        self._groups = [group for group in existing if isinstance(group, ShoalGroup)]
-        for group in self._groups:
-            group.recorder = self.recorder
+        for group in existing:
+            if isinstance(group, ShoalGroup):
+                group.recorder = self.recorder
+                self._watching.callback(setattr, group, "recorder", None)
         mark_active = self.recorder.mark_active
         for parameter in self._local_model.trainable_params.values():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(lambda _: mark_active())
-                self._hooks.append(hook)
+                self._watching.callback(hook.remove)
         self.recorder.begin()
         self._step_ns = self.recorder.now()
 
     def unwatch(self) -> list[Span]:
         """Stop recording. Return the spans that began in complete steps."""
         spans = [span for span in self.recorder.end() if span.start_ns < self._step_ns]
-        for group in self._groups:
-            group.recorder = None
-        for hook in self._hooks:
-            hook.remove()
-        self._groups = []
-        self._hooks = []
+        self._watching.close()
         return spans
 
     def _end(self) -> None:

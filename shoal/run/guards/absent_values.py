@@ -18,8 +18,8 @@ silence; so a stand-in is shown there between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from shoal.platform.torch_private.module_state import own_buffers
 from shoal.platform.torch_private.pytree import tree_leaves
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.platform.torch_private.tensor_state import READ_VERSION
-from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.guarded_models import GuardedModels
 from shoal.run.state_access import is_access_by_shoal
 from shoal.strategies.full_model import given_up_params
 
@@ -204,8 +204,8 @@ def _is_in_place(label: str) -> bool:
     return label.endswith("_")
 
 
-def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
-    """Refuse reads of weights that other ranks hold; yield handles."""
+def guard_absent_weights(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Refuse reads of weights that other ranks hold, until `undo` is closed."""
 
     def absence(name: str) -> Absence:
         return Absence(
@@ -219,27 +219,17 @@ def guard_absent_weights(guarded: GuardedModels) -> Iterator[Removable]:
     for prefix, model in guarded.models.items():
         for name, parameter in model.named_parameters():
             if parameter.is_meta and type(parameter) is nn.Parameter:
-                for each in (parameter, *given_up_params(parameter)):
-                    yield _Marked(each, absence(f"{prefix}{name}"))
+                marked: Any
+                for marked in (parameter, *given_up_params(parameter)):
+                    marked.__class__ = AbsentParameter  # the object stays, and all who hold it
+                    marked.absence = absence(f"{prefix}{name}")
+                    undo.callback(setattr, marked, "__class__", nn.Parameter)
         for path, module in model.named_modules():
             buffers = own_buffers(module)
             for name, buffer in buffers.items():
                 if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
                     full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
                     buffers[name] = _as_absent(buffer, absence(full_name))
-
-
-class _Marked:
-    """A parameter that is marked as absent, until this is removed."""
-
-    def __init__(self, parameter: Any, absence: Absence) -> None:
-        self._parameter = parameter
-        parameter.__class__ = AbsentParameter  # the object stays, and all who hold it
-        parameter.absence = absence
-
-    def remove(self) -> None:
-        """Make it a plain parameter again."""
-        self._parameter.__class__ = nn.Parameter
 
 
 def removed_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
@@ -303,8 +293,8 @@ class AbsentGradients:
                 parameter.grad = None
         return there
 
-    def hide_in_steps(self, optimizers: Iterable[Optimizer]) -> Iterator[Removable]:
-        """Hide stand-ins from the optimizers, which would step by them; yield handles."""
+    def hide_in_steps(self, optimizers: Iterable[Optimizer], undo: ExitStack) -> None:
+        """Hide stand-ins from the optimizers, which would step by them, until `undo` is closed."""
         shown = False
 
         def before(*_: Any) -> None:
@@ -316,5 +306,5 @@ class AbsentGradients:
                 self.show()
 
         for optimizer in optimizers:
-            yield optimizer.register_step_pre_hook(before)
-            yield optimizer.register_step_post_hook(after)
+            undo.callback(optimizer.register_step_pre_hook(before).remove)
+            undo.callback(optimizer.register_step_post_hook(after).remove)

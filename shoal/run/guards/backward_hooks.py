@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import unserializable_hook
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
@@ -22,7 +23,6 @@ from shoal.platform.torch_private.replaced_functions import BACKWARD
 from shoal.run.guards.guarded_models import (
     GuardedModels,
     ProcessWidePatch,
-    Removable,
     StepPhase,
     replaced,
 )
@@ -34,9 +34,11 @@ _NOT_USED = "not have been used in the graph"
 _WITHOUT_GRAPH = "does not require grad and does not have a grad_fn"
 
 
-def guard_backward(guarded: GuardedModels) -> Iterator[Removable]:
-    """Refuse backward passes that reach trainable parameters outside of steps; yield a handle."""
-    yield _backward_call.add(guarded)
+def guard_backward(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Refuse backward passes that reach trainable parameters outside of steps, until `undo` is
+    closed.
+    """
+    _backward_call.add(guarded, undo)
 
 
 def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
@@ -99,7 +101,7 @@ def _explained(error: RuntimeError, outside: list[GuardedModels]) -> UsageError 
     return None
 
 
-def _hooks(guarded: GuardedModels) -> Iterator[Removable]:
+def _hooks(guarded: GuardedModels) -> Iterator[RemovableHandle]:
     """Register a hook on each trainable parameter, and yield its handle."""
     for name, parameter in guarded.parameters.items():
         if not parameter.requires_grad:

@@ -8,6 +8,7 @@ after its forward pass.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,34 +16,34 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook
 from shoal.run.optimizer_binding import is_shard
 
 
 class ForwardWrites:
     """Notes which gathered weight a forward pass has written, until the end of the first step."""
 
-    def __init__(self, guarded: GuardedModels) -> None:
+    def __init__(self, guarded: GuardedModels, undo: ExitStack) -> None:
         self._under = guarded.under
         self._written = ""
         # What calls that are under way have found gathered, by the path of the module.
         self._before: dict[str, dict[str, Tensor]] = {}
-        self._hooks: list[Removable] = []
+        self._hooks = undo.enter_context(ExitStack())
         for prefix, model in guarded.models.items():
             for path, module in model.named_modules():
                 if any(is_shard(p) and p.requires_grad for p in module.parameters()):
                     name = f"{prefix}{path}." if path else prefix
                     before = ModuleHook(partial(self._keep, name))
+                    self._hooks.callback(module.register_forward_pre_hook(before).remove)
                     # torch's engine frees the weights in a hook of its own, after this one.
                     after = ModuleHook(partial(self._compare, name))
-                    self._hooks += [
-                        module.register_forward_pre_hook(before),
-                        module.register_forward_hook(after, prepend=True),
-                    ]
+                    handle = module.register_forward_hook(after, prepend=True)
+                    self._hooks.callback(handle.remove)
 
     def check(self) -> None:
         """End the watch. Raises: UsageError: a forward pass has written a weight."""
-        self.remove()
+        self._hooks.close()
+        self._before.clear()
         if self._written:
             raise UsageError(
                 f"{self._written} is written by a forward pass. One device keeps what was "
@@ -50,13 +51,6 @@ class ForwardWrites:
                 "the step. Compute with another value, such as F.linear(x, self.weight.sign()), "
                 "write weights between steps, or use ddp."
             )
-
-    def remove(self) -> None:
-        """Watch no longer."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._before.clear()
 
     def _keep(self, path: str, module: nn.Module, _inputs: Any) -> None:
         known = {name for kept in self._before.values() for name in kept}

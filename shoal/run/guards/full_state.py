@@ -8,7 +8,7 @@ optimizer state from before prepare  moves with its parameter
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -19,27 +19,27 @@ from shoal.comm.assembly import shard_like
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook
 from shoal.run.optimizer_binding import is_shard
 from shoal.run.state_access import is_access_by_shoal
 
 SAVE = "Use run.save(path), run.save_pretrained(directory) or run.weights(), on all ranks."
 
 
-def guard_state_requests(guarded: GuardedModels) -> Iterator[Removable]:
-    """Register hooks on the `state_dict` of models, submodules and optimizers; yield handles."""
+def guard_state_requests(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Look at each `state_dict` of models, submodules and optimizers, until `undo` is closed."""
     for prefix, model in guarded.models.items():
         for name, module in model.named_modules():
             if own_parameters(module) or own_buffers(module):
                 path = f"{prefix}{name}." if name else prefix
                 hook = ModuleHook(partial(_check_model_state, guarded, path))
-                yield module.register_state_dict_pre_hook(hook)
+                undo.callback(module.register_state_dict_pre_hook(hook).remove)
     for optimizer in guarded.optimizers:
         for register, call in (
             (optimizer.register_state_dict_pre_hook, "state_dict()"),
             (optimizer.register_load_state_dict_pre_hook, "load_state_dict()"),
         ):
-            yield register(partial(_check_optimizer_state, guarded, call))
+            undo.callback(register(partial(_check_optimizer_state, guarded, call)).remove)
 
 
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
@@ -89,16 +89,15 @@ def _check_optimizer_state(
         )
 
 
-def cut_given_weights(guarded: GuardedModels) -> Iterator[Removable]:
-    """Make `load_state_dict` of the models and their submodules take full tensors.
-
-    Yields: handles of hooks.
+def cut_given_weights(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Make `load_state_dict` of the models and their submodules take full tensors, until `undo` is
+    closed.
     """
     for model in guarded.models.values():
         for module in model.modules():
             if own_parameters(module) or own_buffers(module):
                 hook = ModuleHook(partial(_cut_weights, guarded))
-                yield module.register_load_state_dict_pre_hook(hook)
+                undo.callback(module.register_load_state_dict_pre_hook(hook).remove)
 
 
 def _cut_weights(

@@ -9,7 +9,8 @@ servers                          the same error, by `absent_values.py`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,16 +22,18 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import TOTAL_NORM, USES_LISTS
 from shoal.run.guards.absent_values import is_absent
-from shoal.run.guards.guarded_models import GuardedModels, ProcessWidePatch, Removable, replaced
+from shoal.run.guards.guarded_models import GuardedModels, ProcessWidePatch, replaced
 
 
-def guard_clipping(guarded: GuardedModels) -> Iterator[Removable]:
-    """Replace torch's norm and its choice of a loop where it would be wrong; yield handles."""
+def guard_clipping(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Replace torch's norm and its choice of a loop where they would be wrong, until `undo` is
+    closed.
+    """
     local_model = guarded.local_model
     if local_model.is_partial or local_model.has_sharded_params:
-        yield _total_norm.add(guarded)
+        _total_norm.add(guarded, undo)
     if guarded.absent_gradients or local_model.has_sharded_params:
-        yield _uses_lists.add(guarded)
+        _uses_lists.add(guarded, undo)
 
 
 def _make_total_norm(patch: ProcessWidePatch, original: Any) -> Any:

@@ -7,9 +7,10 @@ many runs there are, and put back with the last of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 from torch import Tensor, nn
@@ -19,12 +20,6 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.platform.torch_private.replaced_functions import replace_function
 from shoal.strategies.base import LocalModel
-
-
-class Removable(Protocol):
-    """A registered hook."""
-
-    def remove(self) -> None: ...
 
 
 class StepPhase:
@@ -140,12 +135,12 @@ class ProcessWidePatch:
         """Prepared models of all runs that are still alive."""
         return [guarded for known in self.refs if (guarded := known()) is not None]
 
-    def add(self, guarded: GuardedModels) -> PatchUse:
-        """Look at `guarded`, too, until the returned object is removed."""
+    def add(self, guarded: GuardedModels, undo: ExitStack) -> None:
+        """Look at `guarded`, too, until `undo` is closed."""
         if self._put_back is None:
             self._put_back = self._install(self)
         self.refs = [ref(other) for other in {*self.active, guarded}]
-        return PatchUse(self, guarded)
+        undo.callback(self.discard, guarded)
 
     def discard(self, guarded: GuardedModels) -> None:
         """Forget `guarded`; put the function back if no other is left."""
@@ -165,16 +160,6 @@ class ProcessWidePatch:
         self._pauses -= 1
         if self._pauses == 0 and self._put_back is not None:
             self._put_back = self._install(self)
-
-
-class PatchUse:
-    """One run's use of a replaced function."""
-
-    def __init__(self, patch: ProcessWidePatch, guarded: GuardedModels) -> None:
-        self._patch, self._guarded = patch, guarded
-
-    def remove(self) -> None:
-        self._patch.discard(self._guarded)
 
 
 def replaced(places: Places, make: Callable[[ProcessWidePatch, Any], Any]) -> ProcessWidePatch:

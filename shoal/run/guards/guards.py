@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from shoal.run.guards.full_state import (
     guard_state_requests,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
-from shoal.run.guards.guarded_models import GuardedModels, Removable, StepPhase
+from shoal.run.guards.guarded_models import GuardedModels, StepPhase
 from shoal.run.guards.optimizer_state import OptimizerStates
 from shoal.run.guards.rank_agreement import check_equal_weights, guard_agreement
 from shoal.run.guards.refused_calls import guard_refused_calls
@@ -54,7 +54,7 @@ class Guards:
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self._strategy = strategy
-        self._handles: list[Removable] = []
+        self._undo = ExitStack()  # removes all hooks, and puts back all that was replaced
         self._guarded: GuardedModels | None = None
         self._absent: AbsentGradients | None = None
         self._weights: WeightWatch | None = None
@@ -79,39 +79,35 @@ class Guards:
             self.phase,
         )
         self._guarded = guarded
-        handles = self._handles
-        handles += cut_given_weights(guarded)
-        handles += guard_state_requests(guarded)
-        handles += guard_refused_calls(guarded)
-        handles += guard_clipping(guarded)
-        handles += guard_shards(guarded)
-        handles += guard_absent_weights(guarded)
+        undo = self._undo
+        cut_given_weights(guarded, undo)
+        guard_state_requests(guarded, undo)
+        guard_refused_calls(guarded, undo)
+        guard_clipping(guarded, undo)
+        guard_shards(guarded, undo)
+        guard_absent_weights(guarded, undo)
         if local_model.remote_optimizer is not None:  # else nobody asks who has gradients
-            handles += [opt.register_step_post_hook(self._on_step) for opt in optimizers]
+            for optimizer in optimizers:
+                undo.callback(optimizer.register_step_post_hook(self._on_step).remove)
         if not self.enabled:
             return
-        handles += guard_backward(guarded)
-        handles += guard_agreement(guarded, self._compares_weights, self.batches, self.at)
+        guard_backward(guarded, undo)
+        guard_agreement(guarded, undo, self._compares_weights, self.batches, self.at)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
-            handles += self._absent.hide_in_steps(optimizers)
+            self._absent.hide_in_steps(optimizers, undo)
         if local_model.remote_optimizer is not None:
-            self._weights = WeightWatch(guarded)
-            handles.append(self._weights)
+            self._weights = WeightWatch(guarded, undo)
         if local_model.has_sharded_params and not local_model.is_partial:
-            self._forward_writes = ForwardWrites(guarded)
-            handles.append(self._forward_writes)
+            self._forward_writes = ForwardWrites(guarded, undo)
         if local_model.remote_optimizer is not None or local_model.is_partial:
-            self._states = OptimizerStates(guarded)
-            handles.append(self._states)
+            self._states = OptimizerStates(guarded, undo)
 
     def remove(self) -> None:
         """Remove all hooks, and put back all that was replaced."""
         if self._absent is not None:
             self._absent.hide()
-        for handle in reversed(self._handles):
-            handle.remove()
-        self._handles = []
+        self._undo.close()
         self._absent = self._weights = self._states = self._guarded = None
         self._forward_writes = None
 

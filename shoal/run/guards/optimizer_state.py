@@ -14,13 +14,14 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Never
 
 from torch.optim import Optimizer
 
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site, is_called_outside
-from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.guarded_models import GuardedModels
 
 _READS = (
     *("__getitem__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__or__"),
@@ -76,18 +77,18 @@ for _name in (*_READS, *_WRITES):
 
 
 class OptimizerStates:
-    """Guards the states of all optimizers of a run.
+    """Guards the states of all optimizers of a run, until `undo` is closed.
 
     Args: guarded: the state of their optimizers is remote, or they have that of one stage.
     """
 
-    def __init__(self, guarded: GuardedModels) -> None:
+    def __init__(self, guarded: GuardedModels, undo: ExitStack) -> None:
         self._guarded = guarded
         self._is_remote = guarded.local_model.remote_optimizer is not None
-        self._hooks: list[Removable] = []
+        undo.callback(self._unwrap)
         for optimizer in guarded.optimizers:
             self._wrap(optimizer)
-            self._hooks.append(optimizer.register_load_state_dict_post_hook(self._wrap))
+            undo.callback(optimizer.register_load_state_dict_post_hook(self._wrap).remove)
 
     def check(self) -> None:
         """Raise UsageError if another state was put in the place of one that servers have."""
@@ -98,10 +99,8 @@ class OptimizerStates:
                 self._refuse("optimizer.state = ...")
             self._wrap(optimizer)
 
-    def remove(self) -> None:
+    def _unwrap(self) -> None:
         """Give the optimizers plain dicts again."""
-        for hook in self._hooks:
-            hook.remove()
         for optimizer in self._guarded.optimizers:
             if type(optimizer.state) is GuardedState:
                 optimizer.state = defaultdict(dict, dict.items(optimizer.state))

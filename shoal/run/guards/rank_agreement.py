@@ -18,8 +18,8 @@ at them waits for the device.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from typing import Any
 
@@ -29,7 +29,7 @@ from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.run.batch_size import BatchHistory, BatchPlaces, batches_differ
-from shoal.run.guards.guarded_models import GuardedModels, Removable
+from shoal.run.guards.guarded_models import GuardedModels
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.replica_check import find_differences, replicated_tensors
 
@@ -39,11 +39,12 @@ LONGEST_INTERVAL = 64
 
 def guard_agreement(
     guarded: GuardedModels,
+    undo: ExitStack,
     with_weights: bool,
     batches: BatchHistory,
     at: Callable[[str], AbstractContextManager[None]],
-) -> Iterator[Removable]:
-    """Compare what ranks must have alike before steps of each optimizer; yield handles.
+) -> None:
+    """Compare what ranks must have alike before steps of each optimizer, until `undo` is closed.
 
     Args:
         with_weights: compare the weights too.
@@ -68,7 +69,7 @@ def guard_agreement(
     # Ranks that step by themselves may be at different steps.
     if guarded.mesh.size > 1 and guarded.local_model.strategy_state.is_synchronous:
         for optimizer in guarded.optimizers:
-            yield optimizer.register_step_pre_hook(comparing())
+            undo.callback(optimizer.register_step_pre_hook(comparing()).remove)
 
 
 def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory) -> None:

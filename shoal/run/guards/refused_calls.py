@@ -12,7 +12,8 @@ Elsewhere they are torch's own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -31,17 +32,16 @@ from shoal.run.guards.guarded_models import (
     GuardedModels,
     Places,
     ProcessWidePatch,
-    Removable,
     replaced,
 )
 from shoal.run.state_access import is_access_by_shoal
 
 
-def guard_refused_calls(guarded: GuardedModels) -> Iterator[Removable]:
-    """Refuse what these models do not take; yield handles."""
+def guard_refused_calls(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Refuse what these models do not take, until `undo` is closed."""
     for call in _CALLS:
         if call.is_wrong(guarded):
-            yield call.patch.add(guarded)
+            call.patch.add(guarded, undo)
 
 
 def _handles_weights(guarded: GuardedModels) -> bool:

@@ -21,7 +21,8 @@ torch asks the class of shards about each function that is given one, so one met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.replaced_functions import answer_for_shards, watch_numbers
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, ProcessWidePatch, Removable
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, ProcessWidePatch
 
 _IN_A_STEP = dict.fromkeys(
     (
@@ -54,18 +55,18 @@ _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
 _UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
 
 
-def guard_shards(guarded: GuardedModels) -> Iterator[Removable]:
-    """Look at functions that are given shards, if parameters are shards; yield handles."""
+def guard_shards(guarded: GuardedModels, undo: ExitStack) -> None:
+    """Look at functions that are given shards, if parameters are shards, until `undo` is closed."""
     if not guarded.local_model.has_sharded_params:
         return
-    yield _shards.add(guarded)
+    _shards.add(guarded, undo)
     for model in guarded.models.values():
         for module in model.modules():
             # It writes 0 for padded tokens where no class of its parameters answers for itself.
             if isinstance(module, nn.TransformerEncoder):
                 before, after = (ModuleHook(end) for end in (_shards.pause, _shards.go_on))
-                yield module.register_forward_pre_hook(before)
-                yield module.register_forward_hook(after, always_call=True)
+                undo.callback(module.register_forward_pre_hook(before).remove)
+                undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _install(patch: ProcessWidePatch) -> Callable[[], None]:
@@ -85,13 +86,10 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
                 raise
             raise explained from error
 
-    ends = [answer_for_shards(call), watch_numbers(_check_number)]
-
-    def put_back() -> None:
-        for end in ends:
-            end()
-
-    return put_back
+    undo = ExitStack()
+    undo.callback(answer_for_shards(call))
+    undo.callback(watch_numbers(_check_number))
+    return undo.close
 
 
 def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -13,6 +13,7 @@ NumPy's view of a parameter is not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +27,7 @@ from shoal.platform.torch_private.subclasses import (
 )
 from shoal.platform.torch_private.tensor_state import version
 from shoal.run.guards.absent_values import READABLE
-from shoal.run.guards.guarded_models import GuardedModels, ModuleHook, Removable
+from shoal.run.guards.guarded_models import GuardedModels, ModuleHook
 
 _GRAD: Any = Tensor.grad
 _DATA: Any = Tensor.data
@@ -79,12 +80,12 @@ class ArrivingParameter(RemoteParameter):
 
 
 class WeightWatch:
-    """Notices reads and writes of parameters that servers own.
+    """Notices reads and writes of parameters that servers own, until `undo` is closed.
 
     Args: guarded: prepared models whose parameters are all plain tensors.
     """
 
-    def __init__(self, guarded: GuardedModels) -> None:
+    def __init__(self, guarded: GuardedModels, undo: ExitStack) -> None:
         self._guarded = guarded
         self._parameters = [
             (name, parameter)
@@ -94,13 +95,13 @@ class WeightWatch:
         self._arriving = False
         for _, parameter in self._parameters:
             _become(parameter, RemoteParameter)
-        self._hooks: list[Removable] = [
-            optimizer.register_step_post_hook(self._on_step) for optimizer in guarded.optimizers
-        ]
-        self._hooks += [
-            model.register_forward_pre_hook(ModuleHook(self._on_forward), prepend=True)
-            for model in guarded.models.values()
-        ]
+            undo.callback(_become, parameter, nn.Parameter)
+        for optimizer in guarded.optimizers:
+            undo.callback(optimizer.register_step_post_hook(self._on_step).remove)
+        for model in guarded.models.values():
+            hook = ModuleHook(self._on_forward)
+            undo.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
+        undo.callback(self.wait)
         self._known: list[tuple[int, int]] = []
         self.accept()
 
@@ -141,14 +142,6 @@ class WeightWatch:
             f"own it{self._guarded.under}, and their values would replace what was written. "
             "Write weights within `with run.edit():`, on all ranks."
         )
-
-    def remove(self) -> None:
-        """Make the parameters plain ones again."""
-        self.wait()
-        for hook in self._hooks:
-            hook.remove()
-        for _, parameter in self._parameters:
-            _become(parameter, nn.Parameter)
 
     def _on_step(self, *_: Any) -> None:
         self._arriving = True

@@ -1,6 +1,7 @@
 """Functions of torch that are replaced while models are prepared."""
 
 import gc
+from contextlib import ExitStack
 from typing import Any
 
 from shoal.run.guards.guarded_models import ProcessWidePatch
@@ -20,13 +21,14 @@ def test_models_that_are_gone_are_looked_at_no_more() -> None:
     patch = ProcessWidePatch(install)
     first: Any = Prepared()
     second: Any = Prepared()
-    patch.add(first)
-    patch.add(first)
-    use = patch.add(second)
+    undo = ExitStack()
+    patch.add(first, ExitStack())
+    patch.add(first, ExitStack())
+    patch.add(second, undo)
     assert {*patch.active} == {first, second}
     assert len(patch.active) == 2
     del first
     gc.collect()
     assert patch.active == [second]
-    use.remove()
+    undo.close()
     assert (patch.active, events) == ([], ["replaced", "put back"])
