@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,13 @@ from shoal.comm.assembly import shard_like
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.optim.traits import declaration, is_elementwise, is_parameterwise
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
+from shoal.run.checks import check_one_optimizer, check_takes_scaled
 from shoal.run.local_shard_step import name_local_state
 from shoal.run.state_access import access_by_shoal
+from shoal.strategies.base import LocalModel
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.tensor.sliced_parameters import is_tensor_sharded
+from shoal.strategies.transforms.precision import LossScale
 
 Groups = list[list[Tensor]]
 
@@ -84,9 +87,6 @@ class BoundGroups:
                 group["params"] = shown
 
 
-Value = TypeVar("Value")
-
-
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -110,14 +110,6 @@ def group_names(
     if problems:
         raise UsageError("\n".join(problems))
     return [[[names[id(p)] for p in group] for group in of_one] for of_one in groups]
-
-
-def owned_by(groups: Sequence[Sequence[str]], owned: Mapping[str, Value]) -> dict[str, Value]:
-    """Return the owned parameters that one optimizer steps.
-
-    Args: groups: names of its parameters, group by group.
-    """
-    return {name: owned[name] for names in groups for name in names if name in owned}
 
 
 def _problems_of_groups(
@@ -175,11 +167,47 @@ class QuantizedOptimizer(Protocol):
         ...
 
 
-def bind_optimizer(
+def bind_optimizers(
+    optimizers: Sequence[Optimizer],
+    groups: Sequence[list[list[str]]],
+    root: nn.Module,
+    local_model: LocalModel,
+    loss_scale: LossScale | None,
+) -> None:
+    """Point the optimizers at what this rank owns, or hand that to parameter servers. Collective.
+
+    Args:
+        groups: for each optimizer, for each of its groups, the names of its parameters.
+        root: the models as scripts see them.
+        loss_scale: of fp16, which gradients carry; None without it.
+
+    Raises: StrategyRefused: an optimizer or the loss scale does not go with the strategy.
+    """
+    owned = local_model.trainable_params
+    absent = {
+        name: parameter
+        for name, parameter in root.named_parameters()
+        if local_model.is_partial and parameter.requires_grad
+    }
+    for optimizer, names in zip(optimizers, groups, strict=True):
+        mine = {name: owned[name] for group in names for name in group if name in owned}
+        check_keeps_no_tensors(optimizer, names, mine)  # a trial of such a one would mislead
+        if local_model.is_partial:
+            check_steps_stages(optimizer)
+        check_steps_shards(optimizer, mine)
+        _bind_optimizer(optimizer, names, mine, absent)
+    if loss_scale is not None:
+        check_takes_scaled(local_model)
+    if local_model.remote_optimizer is not None:
+        check_one_optimizer(optimizers)
+        local_model.remote_optimizer.attach(optimizers[0])
+
+
+def _bind_optimizer(
     optimizer: Optimizer,
     groups: list[list[str]],
     owned: Mapping[str, nn.Parameter],
-    absent: Mapping[str, nn.Parameter] | None = None,
+    absent: Mapping[str, nn.Parameter],
 ) -> None:
     """Replace the parameters of every group by those that this rank owns, by name.
 
@@ -189,7 +217,7 @@ def bind_optimizer(
     Args: absent: those that ranks of other pipeline stages own. They stay in their group, so that a
         script sees those of the whole model; `OptimizerWatch` takes them out for each step.
     """
-    held = {**(absent or {}), **owned}
+    held = {**absent, **owned}
     for group, names in zip(optimizer.param_groups, groups, strict=True):
         for old, name in zip(group["params"], names, strict=True):
             if old is owned.get(name):

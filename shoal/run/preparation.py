@@ -1,9 +1,8 @@
-"""The steps of `Run.prepare`: its arguments, the loader, the optimizers, the random numbers.
+"""The steps of `Run.prepare`: its arguments, the loader, the random numbers.
 
 arguments   ──> sort_arguments   ──> models, optimizers and loaders, in any order
 models      ──> as_one_module    ──> one module, in which each parameter has one name
 loader      ──> shard_loader     ──> this rank's shares of each global batch
-optimizers  ──> bind_optimizers  ──> are bound to what this rank owns
 torch       ──> seed_this_rank   ──> other random numbers where samples differ
 """
 
@@ -25,12 +24,7 @@ from shoal.data.loader import shard_batches
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
-from shoal.run import optimizer_binding
-from shoal.run.checks import check_one_optimizer, check_takes_scaled
 from shoal.run.nonfinite_steps import Nonfinite
-from shoal.run.optimizer_binding import check_keeps_no_tensors, owned_by
-from shoal.strategies import base
-from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
 
 _SCRIPTED = (
@@ -195,42 +189,6 @@ def _check_same_data(loader: ShardedLoader, sampler: Any, data: Axis) -> None:
         "generator=torch.Generator().manual_seed(fold)). If the samples are the same all the "
         "same, give the data set a method fingerprint() that returns a text."
     )
-
-
-def bind_optimizers(
-    optimizers: Sequence[Optimizer],
-    groups: Sequence[list[list[str]]],
-    root: nn.Module,
-    local_model: base.LocalModel,
-    loss_scale: LossScale | None,
-) -> None:
-    """Point the optimizers at what this rank owns, or hand that to parameter servers. Collective.
-
-    Args:
-        groups: for each optimizer, for each of its groups, the names of its parameters.
-        root: the models as scripts see them.
-        loss_scale: of fp16, which gradients carry; None without it.
-
-    Raises: StrategyRefused: an optimizer or the loss scale does not go with the strategy.
-    """
-    owned = local_model.trainable_params
-    absent = {
-        name: parameter
-        for name, parameter in root.named_parameters()
-        if local_model.is_partial and parameter.requires_grad
-    }
-    for optimizer, names in zip(optimizers, groups, strict=True):
-        mine = owned_by(names, owned)
-        check_keeps_no_tensors(optimizer, names, mine)  # a trial of such a one would mislead
-        if local_model.is_partial:
-            optimizer_binding.check_steps_stages(optimizer)
-        optimizer_binding.check_steps_shards(optimizer, mine)
-        optimizer_binding.bind_optimizer(optimizer, names, mine, absent)
-    if loss_scale is not None:
-        check_takes_scaled(local_model)
-    if local_model.remote_optimizer is not None:
-        check_one_optimizer(optimizers)
-        local_model.remote_optimizer.attach(optimizers[0])
 
 
 def seed_this_rank(mesh: Mesh, settings: RunSettings) -> None:

@@ -30,14 +30,13 @@ from shoal.run.checks import (
 from shoal.run.guards import Guards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_binding import BoundGroups, group_names
+from shoal.run.optimizer_binding import BoundGroups, bind_optimizers, group_names
 from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     PrepareArguments,
     RunSettings,
     as_one_module,
-    bind_optimizers,
     is_trained,
     named_models,
     seed_this_rank,
