@@ -23,7 +23,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -51,6 +51,8 @@ WAIT_S = 20.0
 PLACES_S = 1.0
 """Time in which the other ranks write their places, after a call has failed."""
 LONGEST_ENTRY = 4096
+_STORE_HAS_ENDED = (RuntimeError, ValueError)
+"""Errors of a store that has ended with its rank."""
 
 CURE = (
     "A number of a rank's own, such as its loss on its own samples, must not decide that a rank "
@@ -185,23 +187,19 @@ class CollectiveCalls:
         kind = next((k.__name__ for k in _SAME_ON_ALL if isinstance(error, k)), "")
         plain = str(error) if isinstance(error, ShoalError) else headline_of(error)
         self._failed = self._calls, plain
-        try:
-            self._store.add(f"{self._key(self._calls)}/ranks", 1)
-            self._store.compare_set(
-                self._key(self._calls), "", json.dumps([self._rank, kind, plain])
-            )
-        except (RuntimeError, ValueError):
-            return  # the store may have ended with its rank
+        key = self._key(self._calls)
+        with suppress(*_STORE_HAS_ENDED):
+            self._store.add(f"{key}/ranks", 1)
+            self._store.compare_set(key, "", json.dumps([self._rank, kind, plain]))
 
     def _first(self, own: Exception) -> Exception | None:
         """Return the error to raise in the place of `own`; None if no rank has told one."""
         # Another rank may be a call ahead or behind. What this rank has raised itself is over.
         calls = [self._calls, self._calls + 1, *([] if self._has_raised else [self._calls - 1])]
-        try:
+        told = None
+        with suppress(*_STORE_HAS_ENDED):
             key = next((key for key in map(self._key, calls) if self._store.check([key])), None)
             told = None if key is None else json.loads(self._store.get(key))
-        except (RuntimeError, ValueError):
-            return None
         if told is None or told[0] == self._rank:
             return None
         rank, kind, text = told
@@ -220,7 +218,7 @@ class CollectiveCalls:
         named = [int(rank) for rank in re.findall(r"\brank (\d+)", str(error))]
         moves = not isinstance(error, PeerLost) and not self._steps_alone()
         deadline = time.monotonic() + PLACES_S
-        try:
+        with suppress(*_STORE_HAS_ENDED):
             self._write(own)
             while True:
                 if self._store.check([self._key("reason")]):
@@ -232,8 +230,7 @@ class CollectiveCalls:
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.02)
-        except (RuntimeError, ValueError):
-            return None  # the store may have ended with its rank
+        return None
 
     def _others(self) -> Iterator[tuple[int, LoopPlace]]:
         for rank in range(self._ranks):
@@ -255,9 +252,6 @@ class CollectiveCalls:
 
     def _end(self) -> None:
         """Write that this program has ended, unless by an error, which says more."""
-        if getattr(sys, "last_value", None) is not None:
-            return
-        try:
-            self._write(LoopPlace("", self._steps, ""))
-        except (RuntimeError, ValueError):
-            return
+        if getattr(sys, "last_value", None) is None:
+            with suppress(*_STORE_HAS_ENDED):
+                self._write(LoopPlace("", self._steps, ""))
