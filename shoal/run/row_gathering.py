@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from shoal.comm.mesh import Mesh
 from shoal.comm.row_collectives import count_rows, gather_rows
 from shoal.errors import StrategyRefused, UsageError
 from shoal.run.gather_passes import MicrobatchGathering
@@ -28,34 +27,16 @@ STAGES = (
     "the compute_loss of the first step must gather already, and must not read from an iterator. "
     "Or use a strategy without pipeline, such as zero3."
 )
+MICROBATCHES = (
+    "run.gather couples the samples of a global batch; accumulate={parts} makes {parts} batches of "
+    "it, so all rows are gathered before the step. That was not possible: compute_loss must gather "
+    'in its first step already and must not read from an iterator, and draws="global" draws for '
+    "one batch at a time. Or use accumulate=1."
+)
 EVALUATION = (
     "run.gather inside of evaluate: ranks take whole batches in turn there, and some have none "
     "left. Return the sums of each batch; or gather in a loop of your own, over a prepared loader."
 )
-
-
-def check_gather_allowed(
-    mesh: Mesh, accumulate: int, local_model: base.LocalModel, inside_step: bool = True
-) -> None:
-    """Raise where gathered rows are not the rows of one model for one global batch.
-
-    Args:
-        accumulate: micro-batches of each rank's local batch.
-        inside_step: the call is inside of `forward_backward`.
-
-    Raises: StrategyRefused: with the cure.
-    """
-    if not local_model.strategy_state.is_synchronous:
-        raise StrategyRefused(OTHER_WEIGHTS)
-    if inside_step and mesh.pipeline.size > 1:
-        raise StrategyRefused(STAGES)
-    if inside_step and accumulate > 1:
-        raise StrategyRefused(
-            f"run.gather couples the samples of a global batch; accumulate={accumulate} makes "
-            f"{accumulate} batches of it, so all rows are gathered before the step. That was not "
-            "possible: compute_loss must gather in its first step already and must not read from "
-            'an iterator, and draws="global" draws for one batch at a time. Or use accumulate=1.'
-        )
 
 
 class RowGathering:
@@ -86,7 +67,7 @@ class RowGathering:
             self._has_planned_gather = True
             self._rows = slice(0, len(x))
             return x
-        check_gather_allowed(self._mesh, self._accumulate, local_model, self._inside_step)
+        self._check_one_batch(local_model)
         axis = self._mesh.data
         stands_in = self._stands_in
         if not self._inside_step and self._watch.yielded is not None:
@@ -98,6 +79,15 @@ class RowGathering:
             # A stand-in is the first sample of the global batch, so another rank has its row.
             self._rows = slice(0, 1) if stands_in else slice(start, start + len(own))
             return gather_rows(own, axis, counts)
+
+    def _check_one_batch(self, local_model: base.LocalModel) -> None:
+        """Raise StrategyRefused where gathered rows are not those of one model for one batch."""
+        if not local_model.strategy_state.is_synchronous:
+            raise StrategyRefused(OTHER_WEIGHTS)
+        if self._inside_step and self._mesh.pipeline.size > 1:
+            raise StrategyRefused(STAGES)
+        if self._inside_step and self._accumulate > 1:
+            raise StrategyRefused(MICROBATCHES.format(parts=self._accumulate))
 
     def before_passes(
         self, batch: base.LocalBatch, local_model: base.LocalModel
