@@ -134,7 +134,7 @@ def init(
     )
     window = None if trace is None else parse_window(trace, "trace")
     # So is the line, but for that of the planner, which takes ranks that are connected.
-    chosen = [] if strategy == AUTO else _build(strategy)
+    chosen = [] if strategy == AUTO else build_strategies(parse_line(strategy))
     place = own_place()
     if place.reason.startswith(STARTED_BY_RANK):
         announce(f"note: {place.describe()}")
@@ -175,7 +175,7 @@ def _join_and_choose(
     """Return the mesh for the planner's choice, and the choice. Collective."""
     mesh = init_mesh(place, True, ParallelDims())
     line, reason = choose_strategy(mesh)
-    chosen = _build(line)
+    chosen = build_strategies(parse_line(line))
     if mesh.rank == 0:
         announce(reason)
     return mesh.divided(ParallelDims(**mesh_sizes(chosen)), _needs_helpers(chosen)), line, chosen
@@ -225,10 +225,6 @@ def _why_no_script(mesh: Mesh) -> str:
             "`python train.py`. Write the strategy that `shoal plan` tells"
         )
     return ""
-
-
-def _build(line: str) -> list[base.Strategy]:
-    return build_strategies(parse_line(line))
 
 
 def _needs_helpers(chosen: Sequence[base.Strategy]) -> bool:

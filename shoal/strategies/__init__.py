@@ -61,6 +61,7 @@ A run has exactly one of them: ddp if the text names none.
 """
 
 
+OWN_CLASS = "a strategy of one's own is MODULE:CLASS, with the module on the Python path"
 SYNCHRONOUS = (
     "train.record: with staleness=0 every run of the same job gives the same bits; to look at one "
     "again, run it again. "
@@ -187,12 +188,7 @@ def _problem_of_class_path(text: str) -> str:
     """Return why MODULE:CLASS cannot be; empty if only importing it can tell."""
     module, _, name = text.partition(":")
     is_path = all(part.isidentifier() for part in [*module.split("."), name])
-    if is_path:
-        return ""
-    return (
-        f"there is no '{text}'; a strategy of one's own is MODULE:CLASS, with the module on the "
-        "Python path"
-    )
+    return "" if is_path else f"there is no '{text}'; {OWN_CLASS}"
 
 
 def _splits_batch(name: str) -> bool:
@@ -271,7 +267,7 @@ def _build(spec: StrategySpec, problems: list[str]) -> Any:
     """
     if spec.options is not None:
         file, _, name = STRATEGIES[spec.name].class_path.partition(":")
-        return _import_member(f"shoal.strategies.{file}", name)(**vars(spec.options))
+        return getattr(import_module(f"shoal.strategies.{file}"), name)(**vars(spec.options))
     strategy_class = _import_strategy(spec.name, problems)
     return None if strategy_class is None else _instantiate(spec, strategy_class, problems)
 
@@ -283,11 +279,9 @@ def _import_strategy(class_path: str, problems: list[str]) -> type[Strategy] | N
     """
     module, _, name = class_path.partition(":")
     try:
-        member = _import_member(module, name)
+        member = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        problems.append(
-            f"{error}; a strategy of one's own is MODULE:CLASS, with the module on the Python path"
-        )
+        problems.append(f"{error}; {OWN_CLASS}")
         return None
     from shoal.strategies.base import Strategy
 
@@ -301,10 +295,6 @@ def _import_strategy(class_path: str, problems: list[str]) -> type[Strategy] | N
         problems.append(f"{class_path} lacks {missing}; see shoal.strategies.base.Strategy")
         return None
     return member
-
-
-def _import_member(module: str, name: str) -> Any:
-    return getattr(import_module(module), name)
 
 
 def _instantiate(
