@@ -145,13 +145,12 @@ class BatchSizes:
         digest = hashlib.sha256()
         if not _add_to(digest, batch):  # the other ranks wait
             digest.update(str(data.rank).encode())
-        if data.size > 1:
-            is_same = data.is_same(digest.digest())
-            announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=data.size))
+        is_same = data.is_same(digest.digest())
+        announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=data.size))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
-        for source in self._sources:
+        for source in self._yielding:
             source.yielded.track(tensor, moved)
 
     def hold_samples(self, length: int) -> bool | None:
@@ -179,8 +178,7 @@ class BatchSizes:
         for loader in self._loaders:
             loader.has_stepped = True
         if rows is None:
-            yielding = [source for source in self._sources if source.share is not None]
-            if yielding:
+            if yielding := self._yielding:
                 share = self._share_of(arguments, yielding)
                 tensors = tensors_in(arguments)
                 shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
@@ -197,7 +195,7 @@ class BatchSizes:
 
         Batches of 8 and 4 samples have one: two ranks have half of both.
         """
-        yielding = [source for source in self._sources if source.share is not None]
+        yielding = self._yielding
         if len(calls) < 2 or not yielding or _have_one_size(yielding):
             return
         shares = _shares_of(calls, yielding)
@@ -229,15 +227,15 @@ class BatchSizes:
         )
 
     @property
-    def _sources(self) -> list[BatchSource]:
-        return [*self._loaders, self._shared]
+    def _yielding(self) -> list[BatchSource]:
+        sources: list[BatchSource] = [*self._loaders, self._shared]
+        return [source for source in sources if source.share is not None]
 
     def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
         Args: loaders: those that have yielded batches.
         """
-        is_plain = are_tensors(arguments)
         last = loaders[-1].share
         assert last is not None
         share, is_certain = last, True
@@ -255,7 +253,10 @@ class BatchSizes:
             share, is_certain = (known[0], True) if known else (last, False)
         # A share without samples has one stand-in sample. Lists with an entry for each sample are
         # sure to fit.
-        in_rows = arguments if is_plain else [*row_tensors(_nest(arguments), share.rows)]
+        # The arguments themselves are no list of samples, though there may be as many.
+        in_rows = arguments
+        if not are_tensors(arguments):
+            in_rows = [*row_tensors(dict(enumerate(arguments)), share.rows)]
         to_learn = is_certain, share.rows, [tensor.shape for tensor in in_rows]
         if to_learn != self._last_learned:  # nearly every batch is like the one before
             self._learn_layout(_with_dims(in_rows), max(share.rows, 1), is_certain)
@@ -312,11 +313,6 @@ def _layouts(tensor: Tensor, num_samples: int) -> Layouts:
     return layouts
 
 
-def _nest(arguments: Sequence[Any]) -> dict[int, Any]:
-    """Return the arguments as a nest: no list of samples, though there may be as many."""
-    return dict(enumerate(arguments))
-
-
 def _with_dims(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that can have a row for each sample."""
     return [tensor for tensor in tensors if tensor.dim()]
@@ -343,7 +339,7 @@ def _length(arguments: Sequence[Any]) -> int:
     if is_plain and all(len(tensor) == length for tensor in tensors):
         return length
     try:
-        return rows_of(_nest(arguments))
+        return rows_of(dict(enumerate(arguments)))
     except UsageError:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:4])
         raise UsageError(

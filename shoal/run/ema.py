@@ -43,8 +43,7 @@ class Ema:
     def _begin(self) -> None:
         """Begin with the present weights."""
         self.steps = 0  # that were averaged
-        self._weights = {name: value.detach() for name, value in self._run.parameters().items()}
-        self._average = {name: weight.clone() for name, weight in self._weights.items()}
+        self._divide({})
 
     def update(self) -> None:
         """Add the present weights to the average. Call it after each optimizer step.
@@ -67,7 +66,7 @@ class Ema:
         foreach_lerp_(average, weights, 1 - decay)
 
     def _divide(self, averages: Mapping[str, Tensor]) -> None:
-        """Average what this rank holds from now on, and go on from these averages.
+        """Average what this rank holds from now on, and go on from these averages, or its weights.
 
         Tensor and pipeline parallelism divide a model with its first batch.
         """

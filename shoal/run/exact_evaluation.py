@@ -59,8 +59,7 @@ class OneEvaluation(NamedTuple):
 
         Raises: UsageError: the loader gives no batches; a value is no sum.
         """
-        parts, batches = self._compute(compute_sums, _sums)
-        sums = _gather_parts(self.data, parts, batches, "evaluate: compute_sums")
+        sums = self._compute(compute_sums, _sums, "evaluate: compute_sums")
         return {name: float(of_batches.sum()) for name, of_batches in sums.items()}
 
     def predict(self, compute: Callable[..., Any], call: str = "predict: compute") -> Any:
@@ -76,8 +75,7 @@ class OneEvaluation(NamedTuple):
             UsageError: the loader gives no batches; a value has not one row for each sample, or
                 rows of another shape than in the first batch.
         """
-        parts, batches = self._compute(compute, partial(_rows_of_samples, call))
-        gathered = _gather_parts(self.data, parts, batches, call)
+        gathered = self._compute(compute, partial(_rows_of_samples, call), call)
         return gathered.get(WITHOUT_NAME, gathered)
 
     def measure(self, compute: Callable[..., Any], metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,13 +107,13 @@ class OneEvaluation(NamedTuple):
         return {name: _measured(each, by_place, by_name) for name, each in metrics.items()}
 
     def _compute(
-        self, function: Callable[..., Any], read: Callable[[Any, int], dict[str, Tensor]]
-    ) -> tuple[list[dict[str, Tensor]], int]:
-        """Call a function on this rank's batches.
+        self, function: Callable[..., Any], read: Callable[[Any, int], dict[str, Tensor]], name: str
+    ) -> dict[str, Tensor]:
+        """Call a function on this rank's batches. Return the rows of all batches, by name.
 
-        Args: read: takes what it returned and the number of samples.
-
-        Returns: what `read` made of each counted batch, and the number of batches of all ranks.
+        Args:
+            read: takes what it returned and the number of samples; makes rows of it.
+            name: of the function, for messages.
         """
         data, model = self.data, self.local_model
         outside_step, joins = NEEDS_NOTHING, False
@@ -142,7 +140,7 @@ class OneEvaluation(NamedTuple):
                     values += [value] if item.is_counted else []
         finally:
             outside_step.reshard()
-        return values, batches.total
+        return _gather_parts(data, values, batches.total, name)
 
 
 def _measured(metric: Any, values: Sequence[Tensor], named: Mapping[str, Tensor]) -> Any:

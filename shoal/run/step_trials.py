@@ -21,6 +21,7 @@ from shoal.comm.row_collectives import gather_rows
 from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.run.optimizer_binding import listed
 from shoal.run.prepared import Prepared
 from shoal.run.step import code_of
 from shoal.strategies.base import LocalBatch, LocalModel
@@ -150,8 +151,7 @@ class StepTrials:
         """Announce numbers that differ between ranks, and that were others in the first step."""
         if written and WRITTEN not in self._noted:
             self._noted.add(WRITTEN)
-            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
-            self._prepared.announce(WRITTEN.format(names=", ".join(written[:3]) + more))
+            self._prepared.announce(WRITTEN.format(names=listed(written, 3)))
 
     def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
         """Try models that a loop has called for a loss, each the first time. Collective.

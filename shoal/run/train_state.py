@@ -350,10 +350,7 @@ def save_pretrained(
 
     Raises: CheckpointError: on every rank, if it failed.
     """
-    whole = whole_on_rank_zero(local_model, mesh)
-    state = {
-        name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)
-    }
+    state = _strip_prefix(prefix, whole_on_rank_zero(local_model, mesh))
 
     def write() -> None:
         with access_by_shoal():  # it may look at the model too, of which this is a part
