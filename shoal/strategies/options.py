@@ -2,20 +2,20 @@
 
       class Ddp(DdpOptions, Strategy)     a strategy inherits its options
 
-This file imports no torch, so a bad value is an error before any process is started. Each class
-raises ConfigError with all of its problems.
+This file imports no torch, so a bad value is an error before any process is started: a ConfigError
+with all problems of a strategy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar
 
 from shoal.comm import compression_spec
 from shoal.comm.algorithms.algorithm_names import refuse_unknown
-from shoal.errors import ConfigError, problems_of, raise_problems
+from shoal.errors import problems_of, raise_problems
 from shoal.strategies.pipeline.schedules import SCHEDULES, problems
 
 
@@ -27,6 +27,13 @@ class StrategyOptions:
     """
 
     value: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        raise_problems(list(self._problems()))
+
+    def _problems(self) -> Iterator[str]:
+        """Yield what no model and no world could use."""
+        yield from ()
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -43,6 +50,12 @@ class StrategyOptions:
         Args: name: under which the strategy is registered.
         """
         return [name]
+
+
+def _positive(name: str, value: float, shown: str = "") -> Iterator[str]:
+    """Yield a problem for a value that is not above 0, or not finite."""
+    if not 0 < value < inf:
+        yield f"{name}={shown or value}: must be greater than 0, and finite"
 
 
 def divisors(number: int) -> list[int]:
@@ -73,9 +86,9 @@ class RecomputeOptions(StrategyOptions):
     every: int = 1
     unit: str = ""
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> Iterator[str]:
         if self.every < 1:
-            raise ConfigError([f"recompute={self.every}: every k-th unit, with k from 1 on"])
+            yield f"recompute={self.every}: every k-th unit, with k from 1 on"
 
 
 @dataclass(frozen=True)
@@ -97,13 +110,10 @@ class DdpOptions(StrategyOptions):
     allreduce: str = "backend"
     compress: str = "none"
 
-    def __post_init__(self) -> None:
-        messages = []
-        if not 0 < self.bucket_mb < inf:
-            messages.append(f"bucket_mb={self.bucket_mb:g}: must be greater than 0, and finite")
-        messages += problems_of(lambda: refuse_unknown(self.allreduce))
-        messages += problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
-        raise_problems(messages)
+    def _problems(self) -> Iterator[str]:
+        yield from _positive("bucket_mb", self.bucket_mb, f"{self.bucket_mb:g}")
+        yield from problems_of(lambda: refuse_unknown(self.allreduce))
+        yield from problems_of(lambda: compression_spec.read(self.compress, powersgd=True))
 
 
 @dataclass(frozen=True)
@@ -124,13 +134,11 @@ class ZeroOptions(StrategyOptions):
     unit: str = ""
     gather: str = ""
 
-    def __post_init__(self) -> None:
-        problems = []
+    def _problems(self) -> Iterator[str]:
         if self.hybrid < 0:
-            problems.append(f"hybrid={self.hybrid}: must not be negative; 0 for one group of all")
+            yield f"hybrid={self.hybrid}: must not be negative; 0 for one group of all"
         if self.gather not in ("", "bf16"):
-            problems.append(f"gather={self.gather}: must be bf16; leave it out for their own dtype")
-        raise_problems(problems)
+            yield f"gather={self.gather}: must be bf16; leave it out for their own dtype"
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -152,13 +160,9 @@ class LocalOptions(StrategyOptions):
     def variants(cls, name: str, ranks: int) -> list[str]:
         return [f"{name}=16"]
 
-    def __post_init__(self) -> None:
-        raise_problems(self._problems())
-
-    def _problems(self) -> list[str]:
-        if self.every > 0:
-            return []
-        return [f"{self.name}={self.every}: there must be at least one step between meetings"]
+    def _problems(self) -> Iterator[str]:
+        if self.every <= 0:
+            yield f"{self.name}={self.every}: there must be at least one step between meetings"
 
 
 @dataclass(frozen=True)
@@ -175,14 +179,11 @@ class DilocoOptions(LocalOptions):
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
-    def _problems(self) -> list[str]:
-        messages = super()._problems()
-        if not 0 < self.outer_lr < inf:
-            messages.append(f"outer_lr={self.outer_lr}: must be greater than 0, and finite")
+    def _problems(self) -> Iterator[str]:
+        yield from super()._problems()
+        yield from _positive("outer_lr", self.outer_lr)
         if not 0 <= self.outer_momentum < 1:
-            momentum = self.outer_momentum
-            messages.append(f"outer_momentum={momentum}: must be at least 0 and less than 1")
-        return messages
+            yield f"outer_momentum={self.outer_momentum}: must be at least 0 and less than 1"
 
 
 MAX_SERVERS = 1024
@@ -229,26 +230,20 @@ class ServerOptions(StrategyOptions):
     def variants(cls, name: str, ranks: int) -> list[str]:
         return [f"{name}={servers}" for servers in sorted({1, max(ranks // 2, 1), ranks})]
 
-    def __post_init__(self) -> None:
-        messages = []
+    def _problems(self) -> Iterator[str]:
         if self.servers <= 0:
-            messages.append(f"server={self.servers}: there must be at least one server")
+            yield f"server={self.servers}: there must be at least one server"
         if self.replicas < 1:
-            messages.append(f"replicas={self.replicas}: there must be at least one of each shard")
+            yield f"replicas={self.replicas}: there must be at least one of each shard"
         if max(self.servers, self.replicas) > MAX_SERVERS:
             given = f"server={self.servers},replicas={self.replicas}"
-            messages.append(f"{given}: there may be up to {MAX_SERVERS:,} of each")
-        if not 0 < self.lease_s < inf:
-            messages.append(f"lease_s={self.lease_s}: must be greater than 0, and finite")
+            yield f"{given}: there may be up to {MAX_SERVERS:,} of each"
+        yield from _positive("lease_s", self.lease_s)
         is_number = self.staleness.isdecimal() and len(self.staleness) < 19
         if self.staleness != "async" and not is_number:
-            messages.append(
-                f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
-            )
-        if not 0 < self.part_mb < inf:
-            messages.append(f"part_mb={self.part_mb}: must be greater than 0, and finite")
-        messages += problems_of(lambda: compression_spec.read(self.compress))
-        raise_problems(messages)
+            yield f"staleness={self.staleness}: a number of steps, 0 for synchronous ones, or async"
+        yield from _positive("part_mb", self.part_mb)
+        yield from problems_of(lambda: compression_spec.read(self.compress))
 
 
 MANY_RANKS = 16
@@ -277,21 +272,19 @@ class PipelineOptions(StrategyOptions):
     balance: str = "time"
     cuts: str = ""
 
-    def __post_init__(self) -> None:
-        messages = []
+    def _problems(self) -> Iterator[str]:
         if self.balance not in ("time", "parameters"):
-            messages.append(f"balance={self.balance}: by time or by parameters")
+            yield f"balance={self.balance}: by time or by parameters"
         if self.microbatches < 0:
-            messages.append(f"microbatches={self.microbatches}: must not be negative; 0 to choose")
+            yield f"microbatches={self.microbatches}: must not be negative; 0 to choose"
         # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
-        messages += problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
+        yield from problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
         if self.cuts and self.schedule in SCHEDULES:
             num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
             num_cuts = len(self.cuts.split("/"))
             if num_cuts != num_stages - 1:
                 need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
-                messages.append(f"cuts={self.cuts}: {num_cuts} {need}")
-        raise_problems(messages)
+                yield f"cuts={self.cuts}: {num_cuts} {need}"
 
     @property
     def mesh_dims(self) -> dict[str, int]:
@@ -326,9 +319,9 @@ class TensorOptions(StrategyOptions):
     whole: str = ""
     sequence: bool = False
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> Iterator[str]:
         if self.degree <= 0:
-            raise ConfigError([f"tensor={self.degree}: must be 1 or more"])
+            yield f"tensor={self.degree}: must be 1 or more"
 
     @property
     def mesh_dims(self) -> dict[str, int]:
