@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import shoal
 from benchmarks.plan.cases import MODELS, PlannedCase, loss, make_optimizer, model_of, samples_of
-from shoal.run import optimizer_watch
+from shoal.run import prepared
 from shoal.testing import world
 
 STRATEGIES = ("zero1", "zero3", "tensor=2")
@@ -33,9 +33,9 @@ def seconds(strategy: str, as_plain_tensors: bool) -> tuple[float, float]:
     optimizer = make_optimizer(model)
     batch = samples_of(case, MODELS["gpt"].batch)[:]
     with patch.object(
-        optimizer_watch,
+        prepared,
         "step_local_shards",
-        optimizer_watch.step_local_shards if as_plain_tensors else lambda _: None,
+        prepared.step_local_shards if as_plain_tensors else lambda _: None,
     ):
         model, optimizer = run.prepare(model, optimizer)
     samples = []

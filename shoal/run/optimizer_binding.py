@@ -215,7 +215,7 @@ def _bind_optimizer(
     from a checkpoint of the script's own for example, is cut as the parameter is.
 
     Args: absent: those that ranks of other pipeline stages own. They stay in their group, so that a
-        script sees those of the whole model; `OptimizerWatch` takes them out for each step.
+        script sees those of the whole model; `Prepared` takes them out for each step.
     """
     held = {**absent, **owned}
     for group, names in zip(optimizer.param_groups, groups, strict=True):

@@ -5,14 +5,17 @@ apply                           strategies replace the models by this rank's pie
                                 in `prepare`, or in the first step if a strategy needs a batch
 prepare(...) again              a new optimizer, a new loader, a frozen model; where every rank has
                                 whole models trained ones and thawed layers too
+optimizer.step()                hooks around it: new values reach all ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
@@ -28,10 +31,11 @@ from shoal.run.checks import (
     check_same_seeds,
 )
 from shoal.run.guards import Guards
+from shoal.run.guards.absent_values import removed_gradients
+from shoal.run.local_shard_step import step_local_shards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import BoundGroups, bind_optimizers, group_names
-from shoal.run.optimizer_watch import OptimizerWatch
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     PrepareArguments,
@@ -48,6 +52,8 @@ from shoal.run.tracing import Tracing
 from shoal.strategies import base
 from shoal.strategies.single import single_device
 from shoal.strategies.transforms.precision import LossScale
+from shoal.watchdog.progress_word import Phase
+from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import broadcast_filled, deferred_weights
 
 NOTHING_PREPARED = (
@@ -108,8 +114,9 @@ class Prepared:
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
-        self._optimizer_watch = OptimizerWatch(mesh, self.nonfinite_steps, self.guards.enabled)
         self._bound = BoundGroups()
+        self._hooked: WeakSet[Optimizer] = WeakSet()  # an id may be that of a later one
+        self._shown: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
         self._was_applied = False
         self._state_to_load: Sequence[Any] = ()
 
@@ -271,10 +278,43 @@ class Prepared:
     def _install(self) -> None:
         """Watch the optimizers, guard the models, and note what is bound to the local model."""
         local_model = self.local_model()
-        self._optimizer_watch.watch(local_model, self.optimizers)
+        own_progress().set_stage(self.mesh.pipeline.rank)
+        self.nonfinite_steps.watch(local_model)
+        if local_model.remote_optimizer is not None and self.guards.enabled:
+            parameters = local_model.trainable_params
+            local_model.remote_optimizer.removed = partial(removed_gradients, parameters)
+        for optimizer in self.optimizers:
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
+                if local_model.has_sharded_params:
+                    step_local_shards(optimizer)
+                optimizer.register_step_pre_hook(self._before_optimizer_step)
+                optimizer.register_step_post_hook(self._after_optimizer_step)
         self.watch.enabled &= local_model.strategy_state.is_synchronous
         self._install_guards()
         self._bound.note(self.root, local_model.trainable_params)
+
+    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self.nonfinite_steps.before_optimizer_step()
+        own_progress().enter(Phase.OPTIMIZER)
+        if self.step is None or optimizer in self._shown:  # a step may call that of its base class
+            return
+        if self._local_model is not None and self._local_model.is_partial:
+            # Parameters of other stages have no gradient here, for which not all optimizers look.
+            self._shown[optimizer] = [group["params"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if not p.is_meta]
+
+    def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Bring the new values to all ranks. While no strategy is applied, models are whole."""
+        if self.step is None or self._local_model is None:
+            return
+        shown_groups = self._shown.pop(optimizer, [])  # also those of a step that has failed
+        for group, shown in zip(optimizer.param_groups, shown_groups, strict=False):
+            group["params"] = shown
+        self._local_model.gather_params()
+        if optimizer is self.optimizers[0]:
+            own_progress().end_step()
 
     def _install_guards(self) -> None:
         """Guard the models as they are now. Called on all ranks."""
@@ -300,7 +340,6 @@ class Prepared:
         self._state_to_load = state.state_dict(), state.rank_state_dict()
         self._local_model.outside_step.close()
         self._bound.forget()
-        self._optimizer_watch.rest()
         self.step = None
         self._begin(root)
 

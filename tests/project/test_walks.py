@@ -19,7 +19,7 @@ DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py"),
-    *("run/optimizer_watch.py", "run/local_shard_step.py"),
+    "run/local_shard_step.py",
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/guards.py", "run/guards/guarded_models.py"),
     "run/guards/shard_functions.py",
