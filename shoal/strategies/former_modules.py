@@ -10,8 +10,8 @@ which gather and reduce with all ranks, are taken off meanwhile.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Set
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -49,17 +49,14 @@ def _whole_fits(model: nn.Module, axis: Axis) -> bool:
     return not axis.on_any_rank(num_bytes > limit)
 
 
-def _put_whole(tables: Iterable[Table], shards: list[tuple[Table, str, DTensor]]) -> None:
-    """Put whole tensors in the place of DTensors. Collective.
-
-    Args: shards: what was there is added to it.
-    """
+def _put_whole(tables: Iterable[Table], undo: ExitStack) -> None:
+    """Put whole tensors in the place of DTensors, until `undo` is closed. Collective."""
     whole: dict[int, Any] = {}
     for table in tables:
         for key, shard in table.items():
             if not isinstance(shard, DTensor):
                 continue
-            shards.append((table, key, shard))
+            undo.callback(table.__setitem__, key, shard)
             if id(shard) not in whole:  # tied parameters stay one
                 full = full_tensor(shard)
                 is_parameter = isinstance(shard, nn.Parameter)
@@ -107,40 +104,31 @@ class FormerModules:
         if is_bounded and not _whole_fits(self._model, axis):
             yield False
             return
-        shards: list[tuple[Table, str, DTensor]] = []
-        modules = [change.module for change in self._changes]
-        divided = [(module, type(module), dict(vars(module))) for module in modules]
-        try:
-            self._restore(shards)
-            yield True
-        finally:
-            for (module, kind, before), change in zip(divided, self._changes, strict=True):
-                module.__class__ = kind
-                attributes = vars(module)
-                keys = change.added | change.replaced.keys() | change.hooks.keys()
-                for key in keys & attributes.keys() - before.keys():
-                    del attributes[key]
-                attributes.update({key: before[key] for key in keys & before.keys()})
-            for table, key, shard in shards:
-                table[key] = shard
-
-    def _restore(self, shards: list[tuple[Table, str, DTensor]]) -> None:
-        """Make all tensors whole, undo the changes that were noted, and add the shards to the list.
-
-        Collective.
-        """
         modules = [*self._model.modules()]
         tables = (table for each in modules for table in (own_parameters(each), own_buffers(each)))
-        _put_whole(tables, shards)
-        for module, kind, replaced, added, hooks in self._changes:
-            module.__class__ = kind
-            attributes = vars(module)
-            for key in added & attributes.keys():
-                del attributes[key]
-            attributes.update(replaced)
-            for name, added_hooks in hooks.items():
-                kept = (item for item in attributes[name].items() if item[0] not in added_hooks)
-                attributes[name] = OrderedDict(kept)
+        with ExitStack() as undo:
+            _put_whole(tables, undo)
+            for module, kind, replaced, added, hooks in self._changes:
+                now = vars(module)
+                keys = added | replaced.keys() | hooks.keys()
+                divided = {key: now[key] for key in keys & now.keys()}
+                undo.callback(_set_attributes, module, type(module), keys, divided)
+                kept_hooks = {
+                    name: OrderedDict(i for i in (now | replaced)[name].items() if i[0] not in own)
+                    for name, own in hooks.items()
+                }
+                _set_attributes(module, kind, keys, replaced | kept_hooks)
+            yield True
+
+
+def _set_attributes(
+    module: nn.Module, kind: type[nn.Module], keys: Set[str], attributes: Table
+) -> None:
+    """Give a module a class and these of its attributes; it loses the others of `keys`."""
+    module.__class__ = kind
+    for key in keys - attributes.keys():
+        vars(module).pop(key, None)
+    vars(module).update(attributes)
 
 
 class _Change(NamedTuple):
