@@ -43,6 +43,7 @@ class RowGathering:
     """Gathers rows along the data axis, without those of stand-ins."""
 
     def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
         self._mesh = prepared.mesh
         self._watch = prepared.watch
         self._accumulate = prepared.settings.accumulate
@@ -89,20 +90,29 @@ class RowGathering:
         if self._inside_step and self._accumulate > 1:
             raise StrategyRefused(MICROBATCHES.format(parts=self._accumulate))
 
-    def before_passes(
-        self, batch: base.LocalBatch, local_model: base.LocalModel
-    ) -> base.LocalBatch:
-        """Return the batch of a step with micro-batches, after rows were gathered. Collective."""
+    def before_passes(self, batch: base.LocalBatch) -> base.LocalBatch:
+        """Return the batch of a step, after a function in parts has gathered its rows. Collective.
+
+        The passes before the step repeat random numbers, which global draws cannot.
+        """
+        compute_loss, settings = batch.step.compute_loss, self._prepared.settings
         is_pipeline = self._mesh.pipeline.size > 1
-        if is_pipeline and not self._microbatches.is_known(batch.step.compute_loss):
+        is_in_parts = is_pipeline or self._accumulate > 1
+        if not is_in_parts or isinstance(compute_loss, base.ComputedLoss):
             return batch
+        if settings.draws != "rank":
+            return batch
+        if is_pipeline and not self._microbatches.is_known(compute_loss):
+            return batch
+        local_model = self._prepared.local_model()
         if not local_model.strategy_state.is_synchronous:
             return batch
         parts = [*accumulated(batch, self._accumulate, local_model, self._mesh)]
         if is_pipeline:
             count = local_model.pipeline.num_microbatches
             parts = [micro for part in parts for micro in split_microbatches(part, count, count)]
-        return self._microbatches.prepare(batch, parts, local_model)
+        with self._prepared.guards.phase:
+            return self._microbatches.prepare(batch, parts, local_model)
 
     def gathers_before(self, compute_loss: base.ComputeLoss) -> bool:
         """Return whether a function gathers before the passes of a step of a pipeline."""

@@ -195,11 +195,12 @@ class Run(StatefulRun):
         try:
             self._checks.before(batch, reduction)
             step = self._step_of(batch)
-            batch = self._with_gathered_rows(batch)
+            batch = self._gathering.before_passes(batch)
             with self._checks.passes(batch.step.compute_loss):
                 output = step.forward_backward(batch)
         except (ValueError, RuntimeError, IndexError, ShoalError) as error:
-            found = checks.error_of_step(error, batch, self._in_parts)
+            in_parts = self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
+            found = checks.error_of_step(error, batch, in_parts)
             if found is error:
                 raise
             raise found from error
@@ -208,11 +209,6 @@ class Run(StatefulRun):
         self.totals = output.totals
         self._checks.after(output)
         return output.loss if output.extra is None else (output.loss, output.extra)
-
-    @property
-    def _in_parts(self) -> bool:
-        """True if the function is called on parts of this rank's batch."""
-        return self._settings.accumulate > 1 or self.mesh.pipeline.size > 1
 
     def _step_of(self, batch: base.LocalBatch) -> TrainingStep:
         """Return the step of the local model; the first batch may be needed to make it."""
@@ -230,17 +226,6 @@ class Run(StatefulRun):
                 prepared.apply(example)
         assert prepared.step is not None
         return prepared.step
-
-    def _with_gathered_rows(self, batch: base.LocalBatch) -> base.LocalBatch:
-        """Return the batch with the rows that a function in parts gathers. Collective.
-
-        The passes before the step repeat random numbers, which global draws cannot.
-        """
-        is_computed = isinstance(batch.step.compute_loss, base.ComputedLoss)
-        if not self._in_parts or is_computed or self._settings.draws != "rank":
-            return batch
-        with self._prepared.guards.phase:
-            return self._gathering.before_passes(batch, self._prepared.local_model())
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the rows of all ranks, in the order of the global batch. Collective.

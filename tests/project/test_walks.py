@@ -19,10 +19,9 @@ DECIDING = ("run/", "strategies/", "parameter_server/worker/")
 HELPERS = {
     *("run/checks.py", "run/gradients.py"),
     *("run/prepared.py", "run/parameter_hooks.py"),
-    "run/local_shard_step.py",
+    *("run/local_shard_step.py", "run/guards/shard_functions.py"),
     *("run/nonfinite_steps.py", "strategies/finite_check.py"),
     *("run/guards/guards.py", "run/guards/guarded_models.py"),
-    "run/guards/shard_functions.py",
     *("strategies/base.py", "strategies/buffer_versions.py"),
     "strategies/pipeline/meta_call.py",
     *("strategies/pipeline/ties.py", "strategies/full_model.py", "strategies/module_snapshot.py"),
