@@ -26,7 +26,7 @@ from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
 from shoal.strategies.base import LocalModel, Strategy
-from shoal.strategies.options import NoOptions
+from shoal.strategies.options import ONE_PROCESS, NoOptions
 from shoal.strategies.wrap_units import user_models
 
 WHY_DDP = (
@@ -53,10 +53,7 @@ class DataParallelReplicas(NoOptions, Strategy):
             is compiled.
         """
         if mesh.size > 1:
-            raise StrategyRefused(
-                "strategy dataparallel is one process that computes on several GPUs; there are "
-                f"{mesh.size} ranks. Use ddp, or start one process."
-            )
+            raise StrategyRefused(ONE_PROCESS.format(ranks=mesh.size))
         gpus = torch.cuda.device_count() if mesh.device.type == "cuda" else 0
         if gpus < 2:
             return _with_line(

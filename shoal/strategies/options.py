@@ -186,6 +186,11 @@ class DilocoOptions(LocalOptions):
             yield f"outer_momentum={self.outer_momentum}: must be at least 0 and less than 1"
 
 
+ONE_RANK = "strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."
+ONE_PROCESS = (
+    "strategy dataparallel is one process that computes on several GPUs; there are {ranks} ranks. "
+    "Use ddp, or start one process."
+)
 MAX_SERVERS = 1024
 WHOLE_PARAMETERS = (
     "strategy server owns whole parameters; under tensor and pipeline no rank has them. Use ddp or "

@@ -12,6 +12,8 @@ from shoal.comm.parallel_dims import ParallelDims, problems
 from shoal.config.job import Job
 from shoal.strategies import StrategyLine
 from shoal.strategies.options import (
+    ONE_PROCESS,
+    ONE_RANK,
     WHOLE_PARAMETERS,
     LocalOptions,
     ServerOptions,
@@ -40,14 +42,9 @@ def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str
     if ranks < world and any(isinstance(spec.options, ServerOptions) for spec in line.specs):
         yield WHOLE_PARAMETERS
     if ranks > 1 and any(spec.name == "dataparallel" for spec in line.specs):
-        yield (
-            f"strategy dataparallel is one process that computes on several GPUs; there are "
-            f"{ranks} ranks. Use ddp, or start one process."
-        )
+        yield ONE_PROCESS.format(ranks=ranks)
     if ranks > 1 and any(spec.name == "single" for spec in line.specs):
-        yield (
-            f"strategy single trains on one rank; there are {ranks}. Use ddp, or start one process."
-        )
+        yield ONE_RANK.format(ranks=ranks)
 
 
 def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:

@@ -11,7 +11,7 @@ from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import ExampleBatch, LocalModel, Planning, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
-from shoal.strategies.options import NoOptions
+from shoal.strategies.options import ONE_RANK, NoOptions
 from shoal.weights.deferred_weights import DeferredWeights
 
 
@@ -23,10 +23,7 @@ class Single(NoOptions, Strategy):
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Return `model` unchanged. Raises StrategyRefused in a world of several ranks."""
         if mesh.data.size > 1:
-            raise StrategyRefused(
-                f"strategy single trains on one rank; there are {mesh.data.size}. Use ddp, or "
-                "start one process."
-            )
+            raise StrategyRefused(ONE_RANK.format(ranks=mesh.data.size))
         return model
 
     def cost(self, step: StepCost) -> StepCost:
