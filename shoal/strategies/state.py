@@ -70,7 +70,6 @@ class StrategyState:
 
     def wait(self) -> None:
         """Wait until this rank has the values of the last step. Called on any rank."""
-        return None
 
     def report(self) -> list[str]:
         """Return lines for the end of a run, about events beside the steps. Called on one rank."""
@@ -81,14 +80,12 @@ class StrategyState:
 
         It is dropped at the next step.
         """
-        return None
 
     def push_state(self, optimizer: Optimizer) -> None:
         """Send this rank's parameters and `optimizer.state` to all owners. Collective.
 
         The next step starts from them.
         """
-        return None
 
 
 STATELESS = StrategyState()
@@ -113,38 +110,30 @@ class RemoteOptimizer(Protocol):
 
         From now on `optimizer.step()` finds no gradients.
         """
-        ...
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full global gradients that the next step will use, by name."""
-        ...
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
         """Return the norm of all global gradients, a scalar; `norm_type` is 2 or infinity."""
-        ...
 
     def scale(self, factor: Tensor | float) -> None:
         """Multiply the global gradients by a scalar. Called on one rank."""
-        ...
 
     def leave_out(self) -> None:
         """Drop the gradients of this step: the next `optimizer.step()` changes nothing.
 
         Called on all ranks, or on one whose pushes are steps of their own.
         """
-        ...
 
     def publish_address(self, directory: Path) -> None:
         """Write the address to the run's directory, for commands. Called on one rank."""
-        ...
 
     def record(self) -> None:
         """Have the owners log the order in which they apply pushes.
 
         Raises: StrategyRefused: the order is fixed anyway.
         """
-        ...
 
     def history(self) -> list[Event]:
         """Return the log since the last call. Called on one rank, always the same."""
-        ...
