@@ -265,11 +265,10 @@ def absent_gradient(parameter: Tensor, name: str, under: str) -> AbsentValue:
 class AbsentGradients:
     """The stand-ins of some parameters, made once.
 
-    Attributes: parameters: by name.
+    Args: parameters: by name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], under: str) -> None:
-        self.parameters = parameters
         self._absent = [(p, absent_gradient(p, name, under)) for name, p in parameters.items()]
         self._shown = False
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,9 +39,9 @@ from shoal.run.state_access import is_access_by_shoal
 
 def guard_refused_calls(guarded: GuardedModels, undo: ExitStack) -> None:
     """Refuse what these models do not take, until `undo` is closed."""
-    for call in _CALLS:
-        if call.is_wrong(guarded):
-            call.patch.add(guarded, undo)
+    for is_wrong, patch in _CALLS:
+        if is_wrong(guarded):
+            patch.add(guarded, undo)
 
 
 def _handles_weights(guarded: GuardedModels) -> bool:
@@ -105,16 +105,7 @@ def _check_unscaled(guarded: GuardedModels, _: Any, optimizer: Optimizer, *__: A
         )
 
 
-class _Call(NamedTuple):
-    is_wrong: Callable[[GuardedModels], Any]
-    patch: ProcessWidePatch
-
-
-def _refused(
-    places: Places,
-    is_wrong: Callable[[GuardedModels], Any],
-    check: Callable[..., None],
-) -> _Call:
+def _checked(places: Places, check: Callable[..., None]) -> ProcessWidePatch:
     """Return a call that `check` looks at first: (models, its arguments) -> None, or it raises."""
 
     def make(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
@@ -126,11 +117,11 @@ def _refused(
 
         return call
 
-    return _Call(is_wrong, replaced(places, make))
+    return replaced(places, make)
 
 
-_CALLS = (
-    _refused(FUNCTIONAL_CALL, _handles_weights, _check_own_weights),
-    _refused(SAVE, _changes_model, _check_saved),
-    _refused(UNSCALING, _gradients_are, _check_unscaled),
+_CALLS: tuple[tuple[Callable[[GuardedModels], Any], ProcessWidePatch], ...] = (
+    (_handles_weights, _checked(FUNCTIONAL_CALL, _check_own_weights)),
+    (_changes_model, _checked(SAVE, _check_saved)),
+    (_gradients_are, _checked(UNSCALING, _check_unscaled)),
 )

@@ -99,7 +99,8 @@ class WeightWatch:
         for optimizer in guarded.optimizers:
             undo.callback(optimizer.register_step_post_hook(self._on_step).remove)
         for model in guarded.models.values():
-            hook = ModuleHook(self._on_forward)
+            # A step has begun its passes already, and waits unit by unit.
+            hook = ModuleHook(lambda *_: self.wait())
             undo.callback(model.register_forward_pre_hook(hook, prepend=True).remove)
         undo.callback(self.wait)
         self._known: list[tuple[int, int]] = []
@@ -148,9 +149,6 @@ class WeightWatch:
         for _name, parameter in self._parameters:
             _become(parameter, ArrivingParameter)
             ArrivingParameter.watches[id(parameter)] = self
-
-    def _on_forward(self, *_: Any) -> None:
-        self.wait()  # a step has begun its passes already, and waits unit by unit
 
 
 def _become(parameter: Any, kind: type[nn.Parameter]) -> None:
