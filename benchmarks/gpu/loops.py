@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import shoal
 from benchmarks.gpu.tasks import Task, wait_for
-from shoal.run.nonfinite_steps import Nonfinite
+from shoal.run.preparation import Nonfinite
 from shoal.run.supervised import supervised
 
 Epoch = Callable[[], None]

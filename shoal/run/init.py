@@ -32,8 +32,7 @@ from shoal.errors import ConfigError, StrategyRefused, raise_problems
 from shoal.launch.environment import STARTED_BY_RANK, RankInfo, own_place
 from shoal.platform.torch_versions import untested
 from shoal.run.guards import Guards
-from shoal.run.nonfinite_steps import Nonfinite
-from shoal.run.preparation import Draws, RunSettings
+from shoal.run.preparation import Draws, Nonfinite, RunSettings
 from shoal.run.prepared import Prepared
 from shoal.run.run import Run
 from shoal.run.startup_summary import log_line
@@ -153,11 +152,11 @@ def init(
         Accumulate(accumulate),
         *([DrawGlobally(seed)] if draws == "global" else []),
     ]
+    numbers = AUTOCAST.get(precision), loss_scale
     prepared = Prepared(
         mesh,
         _in_order(chosen, transforms, last),
-        RunSettings(seed, accumulate, draws, nonfinite, max_nonfinite, AUTOCAST.get(precision)),
-        loss_scale,
+        RunSettings(seed, accumulate, draws, nonfinite, max_nonfinite, *numbers),
         announce if mesh.rank == 0 else base.no_op,
         None if window is None else Tracing(window, Path(trace_to), mesh),
         Guards(guards, strategy, compares_weights=overrides),

@@ -20,7 +20,7 @@ way, without a word, for its scale becomes smaller.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,12 +28,10 @@ from torch import Tensor
 from shoal.comm.mesh import Mesh
 from shoal.errors import TrainingDiverged
 from shoal.run.optimizer_binding import listed
+from shoal.run.preparation import RunSettings
 from shoal.strategies import base
 from shoal.strategies.finite_check import are_finite, nonfinite_names, read, seem_finite, sums_of
-from shoal.strategies.transforms.precision import LossScale, unscale
-
-Nonfinite = Literal["skip", "stop", "ignore"]
-"""Reaction to a step that is not finite: leave it out, end the run, or take it."""
+from shoal.strategies.transforms.precision import unscale
 
 TOLD_NAMES = 3
 """Parameters of a rank that a note names; it counts the others."""
@@ -48,9 +46,8 @@ class NonfiniteSteps:
 
     Args:
         mesh: all ranks.
-        max_in_a_row: so many skipped steps in a row end the run.
+        settings: with a loss scale only the loss is looked at.
         announce: prints a note, on rank 0.
-        loss_scale: of fp16, which gradients carry; then only the loss is looked at. None without.
 
     Attributes:
         is_finite: the last step was finite on all ranks.
@@ -59,19 +56,11 @@ class NonfiniteSteps:
         in_a_row: those at the end that were not.
     """
 
-    def __init__(
-        self,
-        mesh: Mesh,
-        reaction: Nonfinite,
-        max_in_a_row: int,
-        announce: Callable[[str], None],
-        loss_scale: LossScale | None = None,
-    ) -> None:
+    def __init__(self, mesh: Mesh, settings: RunSettings, announce: Callable[[str], None]) -> None:
         self._mesh = mesh
-        self._reaction = reaction
-        self._max_in_a_row = max_in_a_row
+        self._settings = settings
         self._announce = announce
-        self._loss_scale = loss_scale
+        self._loss_scale = settings.loss_scale
         self._skip_next = False
         self._local_model: base.LocalModel | None = None
         self._agreed = False  # see `_ranks_agree`
@@ -83,7 +72,7 @@ class NonfiniteSteps:
     @property
     def enabled(self) -> bool:
         """False if steps are taken whatever they are."""
-        return self._reaction != "ignore"
+        return self._settings.nonfinite != "ignore"
 
     def watch(self, local_model: base.LocalModel) -> None:
         """Judge the steps of this local model from now on."""
@@ -211,9 +200,9 @@ class NonfiniteSteps:
         self.in_a_row += 1
         fact = f"step {self.steps} is not finite: {'; '.join(problems)}"
         cure = "Look at the data and the loss there, or lower the learning rate"
-        if self._reaction == "stop":
+        if self._settings.nonfinite == "stop":
             raise TrainingDiverged(f"{fact}. No rank has taken the step. {cure}.")
-        if self.in_a_row >= self._max_in_a_row:
+        if self.in_a_row >= self._settings.max_nonfinite:
             raise TrainingDiverged(
                 f"{fact}. It is number {self.in_a_row} in a row, and the run ends; no rank has "
                 f"taken these steps. {cure}."

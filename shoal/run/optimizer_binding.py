@@ -160,11 +160,9 @@ class QuantizedOptimizer(Protocol):
 
     def shard_state(self, parameter: Tensor, key: str, value: Tensor) -> dict[str, Tensor]:
         """Return plain tensors from which `unshard_state` makes `value`; {} if it is plain."""
-        ...
 
     def unshard_state(self, parameter: Tensor, key: str, parts: dict[str, Tensor]) -> Tensor:
         """Return the state tensor that `shard_state` has taken apart."""
-        ...
 
 
 def bind_optimizers(
@@ -348,10 +346,7 @@ def load_optimizer_state(
     # Through `load_state_dict`, which optimizers may override, with indices as torch counts them.
     with access_by_shoal():
         state = optimizer.state_dict()
-    index = {
-        id(p): i
-        for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])
-    }
+    index = {id(p): i for i, p in enumerate(params_of(optimizer))}
     state["state"] = {index[id(owned[name])]: values for name, values in by_name.items()}
     with torch.no_grad(), access_by_shoal():
         optimizer.load_state_dict(state)

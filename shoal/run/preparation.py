@@ -24,7 +24,7 @@ from shoal.data.loader import shard_batches
 from shoal.data.seeds import derive_seed
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import UsageError
-from shoal.run.nonfinite_steps import Nonfinite
+from shoal.strategies.transforms.precision import LossScale
 from shoal.trace.recorder import Recorder
 
 _SCRIPTED = (
@@ -138,6 +138,10 @@ Draws = Literal["rank", "global"]
 """Random numbers of a step: a stream for each data rank, or those of one device."""
 
 
+Nonfinite = Literal["skip", "stop", "ignore"]
+"""Reaction to a step that is not finite: leave it out, end the run, or take it."""
+
+
 @dataclass(frozen=True)
 class RunSettings:
     """Settings of a run that hold for all of its steps; `shoal.init` explains them."""
@@ -149,6 +153,8 @@ class RunSettings:
     max_nonfinite: int = 10
     autocast: torch.dtype | None = None
     """Dtype of the forward pass under mixed precision; None without."""
+    loss_scale: LossScale | None = None
+    """The loss scale of fp16, which gradients carry; None without."""
 
 
 def shard_loader(

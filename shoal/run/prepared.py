@@ -51,10 +51,9 @@ from shoal.run.step import TrainingStep
 from shoal.run.tracing import Tracing
 from shoal.strategies import base
 from shoal.strategies.single import single_device
-from shoal.strategies.transforms.precision import LossScale
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
-from shoal.weights.deferred_weights import broadcast_filled, deferred_weights
+from shoal.weights.deferred_weights import DeferredWeights, broadcast_filled, deferred_weights
 
 NOTHING_PREPARED = (
     "no model was prepared. Before the loop: model, optimizer, loader = run.prepare(model, "
@@ -74,7 +73,6 @@ class Prepared:
         nonfinite_steps: judges each step.
 
     Args:
-        loss_scale: of fp16, which gradients carry; None without.
         announce: prints a note, on rank 0.
         tracing: None without a trace.
     """
@@ -84,14 +82,12 @@ class Prepared:
         mesh: Mesh,
         strategies: Sequence[base.Strategy],
         settings: RunSettings,
-        loss_scale: LossScale | None,
         announce: Callable[[str], None],
         tracing: Tracing | None = None,
         guards: Guards | None = None,
     ) -> None:
         self.mesh = mesh
         self.settings = settings
-        self.loss_scale = loss_scale
         self.announce = announce
         self.tracing = tracing
         self.guards = guards or Guards()
@@ -101,13 +97,7 @@ class Prepared:
         self.watch = LoopWatch(mesh, self.guards.enabled, announce)
         self.sizes = BatchSizes(self.loaders, self.watch, self.guards.batches)
         self.step: TrainingStep | None = None
-        self.nonfinite_steps = NonfiniteSteps(
-            mesh,
-            settings.nonfinite,
-            settings.max_nonfinite,
-            announce,
-            loss_scale,
-        )
+        self.nonfinite_steps = NonfiniteSteps(mesh, settings, announce)
         self._strategies = strategies
         self._is_announced = False
         self._root: nn.Module | None = None
@@ -203,9 +193,7 @@ class Prepared:
 
     def _fill(self, model: nn.Module) -> None:
         """Give all weights of a model memory, where they have none yet."""
-        weights = deferred_weights(model, self.mesh.device)
-        if weights is not None:
-            weights.fill([model], keeps=True)
+        DeferredWeights(self.mesh.device).fill([model], keeps=True)
 
     def _note_trained(self) -> None:
         """Remember which parameters are trained, and which are not."""
@@ -244,7 +232,7 @@ class Prepared:
         self._local_model = local_model
         self._note_trained()
         # By name: strategies may have replaced the parameters that the optimizers were made with.
-        bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
+        bind_optimizers(self.optimizers, groups, self.root, local_model, self.settings.loss_scale)
         self.step = TrainingStep(
             local_model,
             self.mesh,
@@ -272,7 +260,7 @@ class Prepared:
             )
         self.guards.remove()
         self._bound.show(self.optimizers)
-        bind_optimizers(self.optimizers, groups, self.root, local_model, self.loss_scale)
+        bind_optimizers(self.optimizers, groups, self.root, local_model, self.settings.loss_scale)
         self._install()
 
     def _install(self) -> None:

@@ -364,12 +364,10 @@ class StatefulRun:
         return self._local_model().strategy_state.is_synchronous
 
     def _train_state(self) -> train_state.TrainState:
-        local_model, prepared = self._local_model(), self._prepared
-        if not prepared.optimizers:
+        self._local_model()  # raises where nothing is prepared, or a weight was written
+        if not self._prepared.optimizers:
             raise UsageError("state: no optimizer was prepared, so there is no training state.")
-        return train_state.TrainState(
-            local_model, prepared.optimizers, prepared.loaders, prepared.loss_scale, self.mesh
-        )
+        return train_state.TrainState(self._prepared)
 
     def _local_model(self) -> base.LocalModel:
         local_model = self._prepared.local_model()

@@ -33,7 +33,7 @@ from shoal.trial.loss_verdict import percent
 from shoal.trial.reached_numbers import ReachedNumber, reached_numbers
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
-from shoal.weights.deferred_weights import deferred_weights, empty_bytes
+from shoal.weights.deferred_weights import DeferredWeights, empty_bytes
 
 PADDING = (
     "note: labels below 0 have come, and there were none when the loss was tried. Where a loss "
@@ -226,12 +226,11 @@ class StepTrials:
             parts = settings.accumulate
             drawn_sizes = sorted({max(rows // parts, 1), max(-(-rows // parts), 1)})
         given = batch.step.compute_loss, batch.args, batch.kwargs, batch.num_samples
-        weights = deferred_weights(self._prepared.root, self._prepared.mesh.device)
         own_numbers, self._own_numbers = self._own_numbers, {}
 
         def judge() -> LossVerdict:
-            if weights is not None:  # in a child, which keeps this rank's as they are
-                weights.fill(models, keeps=True)
+            # In a child, which keeps this rank's as they are.
+            DeferredWeights(self._prepared.mesh.device).fill(models, keeps=True)
             return try_loss(*given, models, self._parameters(), drawn_sizes, own_numbers, in_parts)
 
         return self._in_child(judge)

@@ -7,7 +7,6 @@ transformers or peft.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -23,29 +22,28 @@ from shoal.comm.norm import full_tensor, to_local
 from shoal.comm.tensor_digest import as_bytes
 from shoal.data.fingerprint import difference
 from shoal.data.seeds import load_random_state, random_state
-from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import CheckpointError, UsageError
 from shoal.platform.files import atomic_write
 from shoal.run import optimizer_binding
 from shoal.run.optimizer_binding import listed, params_of
 from shoal.run.preparation import named_models
+from shoal.run.prepared import Prepared
 from shoal.run.state_access import access_by_shoal
 from shoal.strategies.base import LocalModel
-from shoal.strategies.transforms.precision import LossScale
 
 
-@dataclass(frozen=True)
 class TrainState:
     """All that steps depend on and change; see `Run.state`.
 
     The names of the tensors begin with `model.`, `optimizer.` or `strategy.`.
     """
 
-    local_model: LocalModel
-    optimizers: Sequence[Optimizer]
-    loaders: Sequence[ShardedLoader]
-    loss_scale: LossScale | None
-    mesh: Mesh
+    def __init__(self, prepared: Prepared) -> None:
+        self.local_model = prepared.local_model()
+        self.optimizers = prepared.optimizers
+        self.loaders = prepared.loaders
+        self.loss_scale = prepared.settings.loss_scale
+        self.mesh = prepared.mesh
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
         """Return (tensors, info, private). Collective; all ranks must hold the same weights."""

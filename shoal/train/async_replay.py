@@ -190,7 +190,7 @@ class Worker:
         built = build(job, mesh.device)
         strategies = _strategies(job, partitions)
         settings = RunSettings(job.seed, job.train.accumulate)
-        self.run = Run(Prepared(mesh, strategies, settings, loss_scale=None, announce=no_op))
+        self.run = Run(Prepared(mesh, strategies, settings, announce=no_op))
         optimizer = optimizers.build(job.optimizer, built.model, job.train.batch_size)
         self.model, self.optimizer, self.loader = self.run.prepare(
             built.model, optimizer, built.train_loader
