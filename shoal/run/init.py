@@ -121,16 +121,8 @@ def init(
     trace = variables.get("SHOAL_TRACE", trace)
     trace_to = variables.get("SHOAL_TRACE_TO", trace_to)
     # Settings are checked before ranks connect, so that a mistake ends all of them at once.
-    _check_arguments(
-        nonfinite,
-        max_nonfinite,
-        strategy=strategy,
-        seed=seed,
-        accumulate=accumulate,
-        precision=precision,
-        trace=trace,
-        draws=draws,
-    )
+    given = strategy, seed, accumulate, precision, trace, draws, nonfinite, max_nonfinite
+    raise_problems([*_problems(*given)])
     window = None if trace is None else parse_window(trace, "trace")
     # So is the line, but for that of the planner, which takes ranks that are connected.
     chosen = [] if strategy == AUTO else build_strategies(parse_line(strategy))
@@ -268,18 +260,10 @@ def _in_order(
     return [*first, *transforms, *rest, *last]
 
 
-def _check_arguments(nonfinite: Any, max_nonfinite: Any, **given: Any) -> None:
-    """Raise ConfigError with a sentence for each argument that cannot be meant."""
-    problems = [*_problems(**given), *_problems_of_integer("max_nonfinite", max_nonfinite)]
-    if nonfinite not in ("skip", "stop", "ignore"):
-        problems.append(f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"')
-    raise_problems(problems)
-
-
 def _integer_from(variables: Mapping[str, str], name: str, default: int) -> Any:
     """Return a variable as an integer, or the default if it is not set.
 
-    Text that is no integer is returned as it is, for `_check_arguments`.
+    Text that is no integer is returned as it is, for `_problems`.
     """
     text = variables.get(name)
     if text is None:
@@ -288,8 +272,16 @@ def _integer_from(variables: Mapping[str, str], name: str, default: int) -> Any:
 
 
 def _problems(
-    strategy: Any, seed: Any, accumulate: Any, precision: Any, trace: Any, draws: Any
+    strategy: Any,
+    seed: Any,
+    accumulate: Any,
+    precision: Any,
+    trace: Any,
+    draws: Any,
+    nonfinite: Any,
+    max_nonfinite: Any,
 ) -> Iterator[str]:
+    """Yield a sentence for each argument that cannot be meant."""
     if not isinstance(strategy, str):
         yield f'strategy: {strategy!r} is no text such as "ddp" or "tensor=2,zero1"'
     yield from _problems_of_integer("seed", seed, 1 - LIMIT)
@@ -302,6 +294,9 @@ def _problems(
         yield f'trace: {trace!r} is no text such as "3@20"'
     if draws not in ("rank", "global"):
         yield f'draws: {draws!r} must be "rank" or "global"'
+    yield from _problems_of_integer("max_nonfinite", max_nonfinite)
+    if nonfinite not in ("skip", "stop", "ignore"):
+        yield f'nonfinite: {nonfinite!r} must be "skip", "stop" or "ignore"'
 
 
 def _problems_of_integer(name: str, value: Any, least: int = 1) -> Iterator[str]:
