@@ -216,20 +216,18 @@ def guard_absent_weights(guarded: GuardedModels, undo: ExitStack) -> None:
             is_own=True,
         )
 
-    for prefix, model in guarded.models.items():
-        for name, parameter in model.named_parameters():
-            if parameter.is_meta and type(parameter) is nn.Parameter:
-                marked: Any
-                for marked in (parameter, *given_up_params(parameter)):
-                    marked.__class__ = AbsentParameter  # the object stays, and all who hold it
-                    marked.absence = absence(f"{prefix}{name}")
-                    undo.callback(setattr, marked, "__class__", nn.Parameter)
-        for path, module in model.named_modules():
-            buffers = own_buffers(module)
-            for name, buffer in buffers.items():
-                if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
-                    full_name = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-                    buffers[name] = _as_absent(buffer, absence(full_name))
+    for name, parameter in guarded.parameters.items():
+        if parameter.is_meta and type(parameter) is nn.Parameter:
+            marked: Any
+            for marked in (parameter, *given_up_params(parameter)):
+                marked.__class__ = AbsentParameter  # the object stays, and all who hold it
+                marked.absence = absence(name)
+                undo.callback(setattr, marked, "__class__", nn.Parameter)
+    for path, module in guarded.modules():
+        buffers = own_buffers(module)
+        for name, buffer in buffers.items():
+            if buffer is not None and buffer.is_meta and type(buffer) is Tensor:
+                buffers[name] = _as_absent(buffer, absence(f"{path}{name}"))
 
 
 def removed_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -29,16 +29,13 @@ class ForwardWrites:
         # What calls that are under way have found gathered, by the path of the module.
         self._before: dict[str, dict[str, Tensor]] = {}
         self._hooks = undo.enter_context(ExitStack())
-        for prefix, model in guarded.models.items():
-            for path, module in model.named_modules():
-                if any(is_shard(p) and p.requires_grad for p in module.parameters()):
-                    name = f"{prefix}{path}." if path else prefix
-                    before = ModuleHook(partial(self._keep, name))
-                    self._hooks.callback(module.register_forward_pre_hook(before).remove)
-                    # torch's engine frees the weights in a hook of its own, after this one.
-                    after = ModuleHook(partial(self._compare, name))
-                    handle = module.register_forward_hook(after, prepend=True)
-                    self._hooks.callback(handle.remove)
+        for path, module in guarded.modules():
+            if any(is_shard(p) and p.requires_grad for p in module.parameters()):
+                before = ModuleHook(partial(self._keep, path))
+                self._hooks.callback(module.register_forward_pre_hook(before).remove)
+                # torch's engine frees the weights in a hook of its own, after this one.
+                after = ModuleHook(partial(self._compare, path))
+                self._hooks.callback(module.register_forward_hook(after, prepend=True).remove)
 
     def check(self) -> None:
         """End the watch. Raises: UsageError: a forward pass has written a weight."""

@@ -28,12 +28,10 @@ SAVE = "Use run.save(path), run.save_pretrained(directory) or run.weights(), on 
 
 def guard_state_requests(guarded: GuardedModels, undo: ExitStack) -> None:
     """Look at each `state_dict` of models, submodules and optimizers, until `undo` is closed."""
-    for prefix, model in guarded.models.items():
-        for name, module in model.named_modules():
-            if own_parameters(module) or own_buffers(module):
-                path = f"{prefix}{name}." if name else prefix
-                hook = ModuleHook(partial(_check_model_state, guarded, path))
-                undo.callback(module.register_state_dict_pre_hook(hook).remove)
+    for path, module in guarded.modules():
+        if own_parameters(module) or own_buffers(module):
+            hook = ModuleHook(partial(_check_model_state, guarded, path))
+            undo.callback(module.register_state_dict_pre_hook(hook).remove)
     for optimizer in guarded.optimizers:
         for register, call in (
             (optimizer.register_state_dict_pre_hook, "state_dict()"),
@@ -93,11 +91,10 @@ def cut_given_weights(guarded: GuardedModels, undo: ExitStack) -> None:
     """Make `load_state_dict` of the models and their submodules take full tensors, until `undo` is
     closed.
     """
-    for model in guarded.models.values():
-        for module in model.modules():
-            if own_parameters(module) or own_buffers(module):
-                hook = ModuleHook(partial(_cut_weights, guarded))
-                undo.callback(module.register_load_state_dict_pre_hook(hook).remove)
+    for _, module in guarded.modules():
+        if own_parameters(module) or own_buffers(module):
+            hook = ModuleHook(partial(_cut_weights, guarded))
+            undo.callback(module.register_load_state_dict_pre_hook(hook).remove)
 
 
 def _cut_weights(

@@ -6,7 +6,7 @@ many runs there are, and put back with the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -91,6 +91,12 @@ class GuardedModels:
             for name, parameter in self.parameters.items()
             if parameter.requires_grad and (remote or id(parameter) not in owned)
         }
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield all modules, each with its path in names of parameters, with a dot at the end."""
+        for prefix, model in self.models.items():
+            for name, module in model.named_modules():
+                yield f"{prefix}{name}." if name else prefix, module
 
     @property
     def under(self) -> str:

@@ -17,7 +17,6 @@ at them waits for the device.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from itertools import count
@@ -75,13 +74,10 @@ def guard_agreement(
 def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory) -> None:
     """Raise UsageError on all ranks if numbers, loaded values or batches differ. Collective."""
     phase = guarded.phase
-    own = json.dumps([group_settings(optimizer), batches.places, phase.loaded])
-    texts = guarded.mesh.all_gather_str(own)
-    groups, places, loaded_by_first = json.loads(texts[0])
-    for rank, text in enumerate(texts):
-        if text == texts[0]:
-            continue
-        other_groups, other_places, loaded_by_other = json.loads(text)
+    own = [group_settings(optimizer), batches.places, phase.loaded]
+    first, *others = guarded.mesh.all_gather_json(own)
+    groups, places, loaded_by_first = first
+    for rank, (other_groups, other_places, loaded_by_other) in enumerate(others, start=1):
         if other_groups != groups:
             raise UsageError(_describe(groups, rank, other_groups))
         if loaded_by_other != loaded_by_first:

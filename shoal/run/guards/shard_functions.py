@@ -60,13 +60,12 @@ def guard_shards(guarded: GuardedModels, undo: ExitStack) -> None:
     if not guarded.local_model.has_sharded_params:
         return
     _shards.add(guarded, undo)
-    for model in guarded.models.values():
-        for module in model.modules():
-            # It writes 0 for padded tokens where no class of its parameters answers for itself.
-            if isinstance(module, nn.TransformerEncoder):
-                before, after = (ModuleHook(end) for end in (_shards.pause, _shards.go_on))
-                undo.callback(module.register_forward_pre_hook(before).remove)
-                undo.callback(module.register_forward_hook(after, always_call=True).remove)
+    for _, module in guarded.modules():
+        # It writes 0 for padded tokens where no class of its parameters answers for itself.
+        if isinstance(module, nn.TransformerEncoder):
+            before, after = (ModuleHook(end) for end in (_shards.pause, _shards.go_on))
+            undo.callback(module.register_forward_pre_hook(before).remove)
+            undo.callback(module.register_forward_hook(after, always_call=True).remove)
 
 
 def _install(patch: ProcessWidePatch) -> Callable[[], None]:
