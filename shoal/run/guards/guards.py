@@ -130,14 +130,8 @@ class Guards:
 
     def check_equal_weights(self) -> None:
         """Raise UsageError if ranks that hold the same weights have other ones. Collective."""
-        guarded = self._guarded
-        if (
-            self.enabled
-            and self._compares_weights
-            and guarded is not None
-            and guarded.local_model.strategy_state.is_synchronous
-        ):
-            check_equal_weights(guarded)
+        if self.enabled and self._compares_weights and self._guarded is not None:
+            check_equal_weights(self._guarded)
 
     def accept_weights(self) -> None:
         """Take the present weights for those of the servers, which have been sent them."""

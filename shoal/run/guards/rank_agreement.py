@@ -123,7 +123,8 @@ def check_equal_weights(guarded: GuardedModels) -> None:
     Raises: UsageError: on every rank of the data axis, a weight differs.
     """
     model, data = guarded.local_model, guarded.mesh.data
-    if data.size == 1 or model.remote_optimizer is not None:
+    state = model.strategy_state
+    if data.size == 1 or state.remote_optimizer is not None or not state.is_synchronous:
         return
     held = replicated_tensors(model, (), guarded.mesh)
     differences = find_differences(held, data)
