@@ -236,11 +236,7 @@ class LoopLoss:
         if parts > 1 and prepared.local_model().remote_optimizer is not None:
             raise UsageError(LOOP_IN_SERVERS)
         # Each of them is summed over the ranks, so all ranks have as many.
-        most = (
-            -(-full.step.global_batch_size // prepared.mesh.data.size)
-            if full.step.sizes_known
-            else 1
-        )
+        most = -(-full.step.global_batch_size // prepared.mesh.data.size)
         microbatches = split_microbatches(full._replace(args=(batch,)), parts, most)
         for number, micro in enumerate(microbatches):
             self._microbatch = micro
