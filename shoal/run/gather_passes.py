@@ -248,12 +248,7 @@ class MicrobatchGathering:
 
     def _seeds(self) -> MicrobatchSeeds:
         """Return the seeds of a step: the same for all stages of a pipeline. Collective there."""
-        axis = self._pipeline
-        if axis.size == 1:
-            return MicrobatchSeeds(devices_of(self._models))
-        return MicrobatchSeeds(
-            devices_of(self._models), lambda seed: int(axis.broadcast_str(str(seed)))
-        )
+        return MicrobatchSeeds(devices_of(self._models), self._pipeline.broadcast_json)
 
     def _rows_of(
         self, gathered: list[GatheredRows], index: int
