@@ -259,34 +259,24 @@ def check_some_gradient(local_model: LocalModel) -> None:
     )
 
 
-def single_sample_error(error: Exception, batch: LocalBatch) -> UsageError | None:
-    """Return what to raise in place of torch's error of a BatchNorm that was given one sample.
-
-    None for another error, or where the whole batch is one sample.
-    """
-    text = "Expected more than 1 value per channel when training"
-    if text not in str(error) or (batch.step.sizes_known and batch.step.global_batch_size == 1):
-        return None
-    return UsageError(
-        f"a BatchNorm was given one sample, of which it can take no variance: {batch.num_samples} "
-        "samples of this batch came to this rank, and micro-batches divide them further. Use "
-        "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
-        "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
-        "pipeline=N,microbatches=M)."
-    )
-
-
 def error_of_step(error: Exception, batch: LocalBatch, in_parts: bool) -> Exception:
-    """Return what to raise in place of an error of a step: a better one, or itself with a note of
-    how many samples the user's code was given, if not all of them.
+    """Return what to raise in place of an error of a step: a better one of a BatchNorm that was
+    given one sample of several, or itself with a note of how many samples the user's code was
+    given, if not all of them.
 
     Args: in_parts: the function is called on parts of this rank's samples.
     """
-    if (better := single_sample_error(error, batch)) is not None:
-        return better
-    is_divided = in_parts or 0 < batch.num_samples < batch.step.global_batch_size
-    if is_divided and not isinstance(error, ShoalError):
-        rows, whole = batch.num_samples, batch.step.global_batch_size
+    rows, whole = batch.num_samples, batch.step.global_batch_size
+    is_single = batch.step.sizes_known and whole == 1
+    if "Expected more than 1 value per channel when training" in str(error) and not is_single:
+        return UsageError(
+            f"a BatchNorm was given one sample, of which it can take no variance: {rows} samples "
+            "of this batch came to this rank, and micro-batches divide them further. Use "
+            "sync_batchnorm=True, with the statistics of the whole batch; larger batches, and "
+            "drop_last=True where it is the last one; or fewer micro-batches (accumulate, "
+            "pipeline=N,microbatches=M)."
+        )
+    if (in_parts or 0 < rows < whole) and not isinstance(error, ShoalError):
         of_batch = "" if rows == whole else f" (of {whole} in the batch)"
         error.add_note(
             f"shoal: this rank calls compute_loss on {'parts of ' if in_parts else ''}its {rows} "
