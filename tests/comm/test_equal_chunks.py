@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm import equal_chunks
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def _exchanged(sent: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -33,9 +33,9 @@ def _every_rank_s_row(backend: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shoal", "shoal_gloo"])
-def test_each_rank_gets_every_rank_s_row(backend: str) -> None:
-    assert all(world.run(3, _every_rank_s_row, backend))
+def test_each_rank_gets_every_rank_s_row() -> None:
+    found = world.run(3, in_turn, _every_rank_s_row, ("gloo",), ("shoal",), ("shoal_gloo",))
+    assert found == [[True, True, True]] * 3
 
 
 def _with_a_gradient() -> bool:

@@ -12,6 +12,7 @@ from shoal.comm.parallel_dims import ParallelDims
 from shoal.errors import EnvironmentConflict, LaunchError
 from shoal.launch.environment import RankInfo, read
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def joined(**degrees: int) -> Mesh:
@@ -32,32 +33,20 @@ def who(axis: Axis) -> tuple[int, ...]:
     return tuple(found)
 
 
-def groups_of(**degrees: int) -> tuple[tuple[int, ...], ...]:
+def groups_of(degrees: dict[str, int]) -> tuple[tuple[int, ...], ...]:
     mesh = joined(**degrees)
     return tuple(who(axis) for axis in (mesh.pipeline, mesh.data, mesh.tensor))
 
 
 def test_every_axis_reaches_those_that_differ_in_nothing_else() -> None:
-    found = world.run(8, three_ways)
+    found = world.run(8, groups_of, {"pipeline": 2, "tensor": 2})
     assert found[0] == ((0, 4), (0, 2), (0, 1))
     assert found[7] == ((3, 7), (5, 7), (6, 7))
 
 
-def three_ways() -> tuple[tuple[int, ...], ...]:
-    return groups_of(pipeline=2, tensor=2)
-
-
-def two_of_four() -> tuple[tuple[int, ...], ...]:
-    return groups_of(tensor=2)
-
-
-def all_tensor() -> tuple[tuple[int, ...], ...]:
-    return groups_of(tensor=3)
-
-
 def test_what_no_strategy_spans_is_data() -> None:
-    assert world.run(4, two_of_four)[3] == ((3,), (1, 3), (2, 3))
-    assert world.run(3, all_tensor)[1] == ((1,), (1,), (0, 1, 2))
+    assert world.run(4, groups_of, {"tensor": 2})[3] == ((3,), (1, 3), (2, 3))
+    assert world.run(3, groups_of, {"tensor": 3})[1] == ((1,), (1,), (0, 1, 2))
 
 
 def groups_made() -> tuple[bool, int]:
@@ -70,7 +59,7 @@ def test_a_world_of_data_alone_makes_no_group() -> None:
     assert world.run(3, groups_made) == [(True, 0)] * 3
 
 
-def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
+def torch_mesh(degrees: dict[str, int]) -> tuple[dict[str, list[int]], bool]:
     mesh = joined(**degrees)
     root = mesh.device_mesh
     assert root is mesh.device_mesh
@@ -81,33 +70,18 @@ def torch_mesh(**degrees: int) -> tuple[dict[str, list[int]], bool]:
     )
 
 
-def all_dimensions() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(pipeline=2, tensor=2, dp_shard=1)
-
-
-def shard_alone() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh()
-
-
-def hybrid() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(tensor=2, dp_shard=2)
-
-
-def tensor_alone() -> tuple[dict[str, list[int]], bool]:
-    return torch_mesh(tensor=2)
-
-
 def test_torch_sees_one_mesh_of_the_same_lines() -> None:
-    assert world.run(8, all_dimensions)[5] == (
+    all_dimensions = {"pipeline": 2, "tensor": 2, "dp_shard": 1}
+    hybrid = {"tensor": 2, "dp_shard": 2}
+    found = world.run(8, in_turn, torch_mesh, (all_dimensions,), (hybrid,))
+    assert found[5][0] == (
         {"pipeline": [1, 5], "replicate": [5, 7], "shard": [5], "tensor": [4, 5]},
         True,
     )
-    assert world.run(8, hybrid)[3] == (
-        {"replicate": [3, 7], "shard": [1, 3], "tensor": [2, 3]},
-        True,
-    )
-    assert world.run(2, tensor_alone)[1] == ({"shard": [1], "tensor": [0, 1]}, True)
-    assert world.run(2, shard_alone)[1] == ({"shard": [0, 1]}, True)
+    assert found[3][1] == ({"replicate": [3, 7], "shard": [1, 3], "tensor": [2, 3]}, True)
+    tensor_alone, shard_alone = world.run(2, in_turn, torch_mesh, ({"tensor": 2},), ({},))[1]
+    assert tensor_alone == ({"shard": [1], "tensor": [0, 1]}, True)
+    assert shard_alone == ({"shard": [0, 1]}, True)
 
 
 def wrong_world() -> None:

@@ -13,6 +13,7 @@ from shoal.data.batch_shards import share_batch
 from shoal.data.tree_map import SampleList, mark_sample_lists, nothing_known
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 class Scenes:
@@ -100,7 +101,7 @@ def trained_on(loader: DataLoader, accumulate: int) -> list[float]:
 def test_two_samples_with_two_rows_each_are_no_columns(
     ranks: int, accumulate: int, batch_size: int
 ) -> None:
-    expected = world.run(1, trained, 1, batch_size)[0]
+    expected = trained(1, batch_size)
     for found in world.run(ranks, trained, accumulate, batch_size):
         for losses, right in zip(found, expected, strict=True):
             assert losses == pytest.approx(right, rel=1e-10)
@@ -141,9 +142,9 @@ def trained_on_boxes(accumulate: int, by_function: bool) -> list[float]:
 
 @pytest.mark.parametrize("by_function", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_images_with_two_boxes_each_are_no_columns(by_function: bool) -> None:
-    expected = world.run(1, trained_on_boxes, 1, True)[0]
-    for accumulate in (1, 2):
-        for found in world.run(2, trained_on_boxes, accumulate, by_function):
+    expected = trained_on_boxes(1, True)
+    for results in world.run(2, in_turn, trained_on_boxes, (1, by_function), (2, by_function)):
+        for found in results:
             assert found == pytest.approx(expected, rel=1e-10)
 
 

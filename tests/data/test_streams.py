@@ -18,6 +18,7 @@ import shoal
 from shoal.data.loader import shard_batches
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 # torch warns of more workers than processors.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -283,11 +284,11 @@ def trained_on_a_stream(workers: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_training_on_a_stream_gives_the_weights_of_one_device(workers: int) -> None:
-    expected = trained_on_a_stream(workers)
-    for found in world.run(3, trained_on_a_stream, workers):
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, expected, strict=True))
+def test_training_on_a_stream_gives_the_weights_of_one_device() -> None:
+    expected = in_turn(trained_on_a_stream, (0,), (2,))
+    for results in world.run(3, in_turn, trained_on_a_stream, (0,), (2,)):
+        for found, alone in zip(results, expected, strict=True):
+            assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(found, alone, strict=True))
 
 
 def trained_on_other_orders() -> None:

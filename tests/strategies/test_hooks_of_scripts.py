@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import StrategyRefused
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def halve(parameter: Tensor) -> None:
@@ -54,10 +55,6 @@ HOOKS: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-def refusals(cases: list[tuple[str, str, str]]) -> list[str]:
-    return [refusal(*case) for case in cases]
-
-
 def refusal(strategy: str, kind: str, when: str) -> str:
     run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
@@ -81,7 +78,7 @@ def test_hooks_that_need_the_gradient_of_the_whole_batch_are_refused_with_the_cu
         ("zero3", "mask", "after"),
         ("pipeline=2", "clamp", "before"),
     ]
-    for found in world.run(2, refusals, cases):
+    for found in world.run(2, in_turn, refusal, *cases):
         for text in found:
             assert "0.weight has a hook" in text or "1.weight has a hook" in text
             assert "run.clip_gradients(max_norm)" in text

@@ -14,6 +14,7 @@ import shoal
 from shoal.errors import UsageError
 from shoal.run.supervised import supervised
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def prepared(
@@ -45,10 +46,10 @@ def averaged(strategy: str) -> tuple[list[Tensor], list[Tensor]]:
     return [p.detach() for p in average.parameters()], by_hand
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "server"])
-def test_an_average_of_weights_by_torch_is_that_by_hand(strategy: str) -> None:
-    for found, expected in world.run(2, averaged, strategy):
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+def test_an_average_of_weights_by_torch_is_that_by_hand() -> None:
+    for by_ddp, by_server in world.run(2, in_turn, averaged, ("ddp",), ("server",)):
+        assert all(torch.equal(*pair) for pair in zip(*by_ddp, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(*by_server, strict=True))
 
 
 def copied_between_steps() -> tuple[Tensor, Tensor, Tensor]:
@@ -111,12 +112,9 @@ def compared_with_former_weights(strategy: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "tensor=2"])
-def test_a_shard_that_is_compared_with_a_whole_tensor_is_refused_with_the_cure(
-    strategy: str,
-) -> None:
-    for texts in world.run(2, compared_with_former_weights, strategy):
-        for text in texts:
+def test_a_shard_that_is_compared_with_a_whole_tensor_is_refused_with_the_cure() -> None:
+    for results in world.run(2, in_turn, compared_with_former_weights, ("zero3",), ("tensor=2",)):
+        for text in (*results[0], *results[1]):
             assert "that part was combined with a whole tensor" in text
             assert "run.weights()" in text
             assert "test_model_copies.py" in text

@@ -10,9 +10,10 @@ from torch.utils.data import DataLoader
 from unusual_samples import rows
 
 import shoal
-from shoal.errors import LaunchError, UsageError
+from shoal.errors import LaunchError, StrategyRefused, UsageError
 from shoal.run.supervised import supervised
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 class Twice(nn.Module):
@@ -68,13 +69,15 @@ def trained(strategy: str, kind: type[nn.Module]) -> tuple[dict[str, Tensor], Te
     return run.weights(), loss
 
 
-def agree(strategy: str, kind: type[nn.Module], ranks: int) -> None:
-    """Assert that weights and loss are those of one process."""
-    ((expected, loss),) = world.run(1, trained, "single", kind)
-    for weights, their_loss in world.run(ranks, trained, strategy, kind):
-        assert their_loss.dtype == loss.dtype
-        assert float(their_loss) == pytest.approx(float(loss), rel=1e-10)
-        assert_same(weights, expected)
+def agree(ranks: int, *calls: tuple[str, type[nn.Module]]) -> None:
+    """Assert that weights and losses are those of one process."""
+    expected = {kind: trained("single", kind) for _, kind in calls}
+    for results in world.run(ranks, in_turn, trained, *calls):
+        for (weights, their_loss), (strategy, kind) in zip(results, calls, strict=True):
+            alone, loss = expected[kind]
+            assert their_loss.dtype == loss.dtype, strategy
+            assert float(their_loss) == pytest.approx(float(loss), rel=1e-10), strategy
+            assert_same(weights, alone)
 
 
 @pytest.mark.parametrize(
@@ -124,29 +127,29 @@ def test_zero_refuses_a_unit_that_is_recomputed_twice_and_trains_another_model_a
         assert_same(weights, expected)
 
 
-@pytest.mark.parametrize("strategy", ["local=1", "ddp"])
-def test_what_is_sent_after_the_backward_pass_may_come_in_two_pieces(strategy: str) -> None:
-    agree(strategy, Twice, 2)
+def test_what_is_sent_after_the_backward_pass_may_come_in_two_pieces() -> None:
+    agree(2, ("local=1", Twice), ("ddp", Twice))
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [(Complex, 2), (Rows, 3)])
-def test_ddp_takes_complex_parameters_and_sparse_gradients(
-    kind: type[nn.Module], ranks: int
-) -> None:
-    agree("ddp", kind, ranks)
+def test_ddp_takes_complex_parameters_and_sparse_gradients() -> None:
+    agree(3, ("ddp", Complex), ("ddp", Rows))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kind", "words"),
-    [
-        ("ddp,compress=bf16", Complex, "wave is complex"),
-        ("server=1,compress=bf16", Complex, "bf16 sends real numbers, and wave is complex"),
-        ("server=1", Complex, "wave is complex128"),
-        ("ddp,allreduce=ring", Rows, "table has sparse=True"),
-    ],
-)
-def test_what_would_be_lost_on_the_way_is_refused(
-    strategy: str, kind: type[nn.Module], words: str
-) -> None:
-    with pytest.raises(LaunchError, match=words):
-        world.run(2, trained, strategy, kind)
+def refusal(strategy: str, kind: type[nn.Module]) -> str:
+    with pytest.raises(StrategyRefused) as error:
+        trained(strategy, kind)
+    return str(error.value)
+
+
+def test_what_would_be_lost_on_the_way_is_refused() -> None:
+    calls = (
+        ("ddp,compress=bf16", Complex),
+        ("server=1,compress=bf16", Complex),
+        ("server=1", Complex),
+        ("ddp,allreduce=ring", Rows),
+    )
+    for by_ddp, compressed, by_server, by_ring in world.run(2, in_turn, refusal, *calls):
+        assert "wave is complex" in by_ddp
+        assert "bf16 sends real numbers, and wave is complex" in compressed
+        assert "wave is complex128" in by_server
+        assert "table has sparse=True" in by_ring

@@ -20,6 +20,7 @@ from shoal.trace import chrome
 from shoal.trace.breakdown import COMPONENTS, Breakdown, compute_breakdown
 from shoal.trace.chrome import Trace
 from shoal.trace.recorder import BACKWARD, EXCHANGE, FORWARD, STEP
+from tests.harness.in_turn import in_turn
 
 
 def traced(directory: Path, ranks: int = 2, *args: object) -> tuple[Trace, Breakdown]:
@@ -119,8 +120,9 @@ def test_sums_of_slices_and_the_means_beside_them_are_seen_in_groups_of_their_ow
 
 
 def test_a_trace_changes_no_number(tmp_path: Path) -> None:
-    plain, seen = (world.run(2, run_traced, tmp_path, "ddp", window) for window in (None, "3@0"))
-    assert [losses for losses, _ in plain] == [losses for losses, _ in seen]
+    calls = [(tmp_path, "ddp", window) for window in (None, "3@0")]
+    for (plain, _), (seen, _) in world.run(2, in_turn, run_traced, *calls):
+        assert plain == seen
     assert chrome.read(tmp_path).steps == [1, 2, 3]
 
 

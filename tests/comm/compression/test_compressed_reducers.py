@@ -16,6 +16,7 @@ from shoal.comm.compression.topk import TopK
 from shoal.comm.deterministic import rank_order_mean
 from shoal.errors import ConfigError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 SHAPES = {"matrix": (30, 20), "bias": (7,), "conv": (8, 3, 5)}
 MEMBERS = [BucketEntry(name, torch.Size(shape)) for name, shape in SHAPES.items()]
@@ -66,11 +67,11 @@ def arrives_and_waits(name: str) -> tuple[float, bool]:
     return float((arrived - given).abs().max()), equal
 
 
-@pytest.mark.parametrize("name", WITH_MEMORY)
-def test_what_arrived_and_what_waits_are_the_sum_of_all_gradients(name: str) -> None:
-    for difference, equal in world.run(3, arrives_and_waits, name):
-        assert difference < 1e-13
-        assert equal
+def test_what_arrived_and_what_waits_are_the_sum_of_all_gradients() -> None:
+    for results in world.run(3, in_turn, arrives_and_waits, *zip(WITH_MEMORY, strict=True)):
+        for (difference, equal), name in zip(results, WITH_MEMORY, strict=True):
+            assert difference < 1e-13, name
+            assert equal, name
 
 
 def with_everything(kind: str) -> float:
@@ -81,9 +82,10 @@ def with_everything(kind: str) -> float:
     return float((flat - expected).abs().max())
 
 
-@pytest.mark.parametrize("kind", ["topk", "powersgd"])
-def test_nothing_left_out_is_the_exact_mean(kind: str) -> None:
-    assert max(world.run(3, with_everything, kind)) < 1e-14
+def test_nothing_left_out_is_the_exact_mean() -> None:
+    for by_topk, by_powersgd in world.run(3, in_turn, with_everything, ("topk",), ("powersgd",)):
+        assert by_topk < 1e-14
+        assert by_powersgd < 1e-14
 
 
 def of_low_rank() -> float:
@@ -107,15 +109,14 @@ def halved(name: str, dtype: torch.dtype) -> tuple[float, bool]:
     return float((flat.double() - expected).abs().max()), is_equal_everywhere(flat)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("bf16", 2**-7), ("fp16", 2**-10)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_two_bytes_are_rounded_twice_and_the_same_for_all(
-    name: str, largest: float, dtype: torch.dtype
-) -> None:
-    largest = max(largest, 2**-7) if dtype == torch.bfloat16 else largest
-    for difference, equal in world.run(3, halved, name, dtype):
-        assert 0 < difference < 4 * largest  # numbers are up to 4 in size
-        assert equal
+def test_two_bytes_are_rounded_twice_and_the_same_for_all() -> None:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+    calls = [(name, dtype) for name in ("bf16", "fp16") for dtype in dtypes]
+    for results in world.run(3, in_turn, halved, *calls):
+        for (difference, equal), call in zip(results, calls, strict=True):
+            largest = 2**-7 if "bf16" in call or torch.bfloat16 in call else 2**-10
+            assert 0 < difference < 4 * largest, call  # numbers are up to 4 in size
+            assert equal, call
 
 
 def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
@@ -137,9 +138,10 @@ def after_one_that_is_not_finite(name: str) -> tuple[bool, bool]:
     return bool(fine.isfinite().all()) and not bool(spoiled.isfinite().all()), same
 
 
-@pytest.mark.parametrize("name", WITH_MEMORY)
-def test_a_step_that_is_not_finite_on_one_rank_changes_no_memory(name: str) -> None:
-    assert world.run(3, after_one_that_is_not_finite, name) == [(True, True)] * 3
+def test_a_step_that_is_not_finite_on_one_rank_changes_no_memory() -> None:
+    calls = [(name,) for name in WITH_MEMORY]
+    found = world.run(3, in_turn, after_one_that_is_not_finite, *calls)
+    assert found == [[(True, True)] * len(calls)] * 3
 
 
 def unused() -> bool:

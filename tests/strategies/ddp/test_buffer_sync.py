@@ -1,6 +1,5 @@
 """Every step begins with the first rank's buffers, if a forward pass changes buffers."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from any_step import assert_same
@@ -11,6 +10,7 @@ from unusual_samples import rows
 import shoal
 from shoal.run.supervised import supervised
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 class Moving(nn.Module):
@@ -50,10 +50,8 @@ def trained(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize(
-    "strategy", ["ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "local=1"]
-)
-def test_they_are_shared_as_ddp_shares_them(strategy: str) -> None:
-    expected = world.run(2, trained, "ddp")[0]
-    for weights in world.run(2, trained, strategy):
+def test_they_are_shared_as_ddp_shares_them() -> None:
+    strategies = "ddp", "ddp,bucket_mb=0.0001", "ddp,compress=powersgd=100", "local=1"
+    (expected, *found), (_, *others) = world.run(2, in_turn, trained, *zip(strategies, strict=True))
+    for weights in (*found, *others):
         assert_same(weights, expected)

@@ -7,10 +7,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.errors import LaunchError
+from shoal.errors import StrategyRefused
 from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.verification import verify_job
+from tests.harness.in_turn import in_turn
 from tests.matrix.cases import EXPERIMENTS, images
 
 
@@ -36,20 +37,28 @@ def _said(strategy: str) -> list[str]:
 
 
 def test_the_header_says_which_algorithm_is_used_and_where_bits_may_differ() -> None:
-    first, *others = world.run(3, _said, "ddp,allreduce=ring")
-    assert "all-reduce: ring, over 3 ranks on 1 host" in first
-    assert any("last bit" in line for line in first)
-    assert others == [[], []]
-    assert not any("last bit" in line for line in world.run(3, _said, "ddp,allreduce=tree")[0])
+    calls = ("ddp,allreduce=ring",), ("ddp,allreduce=tree",)
+    (ring, tree), *others = world.run(3, in_turn, _said, *calls)
+    assert "all-reduce: ring, over 3 ranks on 1 host" in ring
+    assert any("last bit" in line for line in ring)
+    assert not any("last bit" in line for line in tree)
+    assert others == [[[], []]] * 2
 
 
-@pytest.mark.parametrize("line", ["tensor=2,ddp,allreduce=ring", "pipeline=2,ddp,allreduce=ring"])
-def test_an_algorithm_beside_another_cut_is_refused(line: str) -> None:
-    with pytest.raises(LaunchError, match="does not stand beside tensor, pipeline or compress"):
-        world.run(4, _mlp, line)
+def test_an_algorithm_beside_another_cut_is_refused() -> None:
+    calls = ("tensor=2,ddp,allreduce=ring",), ("pipeline=2,ddp,allreduce=ring",)
+    for texts in world.run(4, in_turn, _refusal, *calls):
+        for text in texts:
+            assert "does not stand beside tensor, pipeline or compress" in text
 
 
-def _mlp(strategy: str) -> None:
+def _refusal(strategy: str) -> str:
+    with pytest.raises(StrategyRefused) as error:
+        _train_mlp(strategy)
+    return str(error.value)
+
+
+def _train_mlp(strategy: str) -> None:
     run, model = shoal.init(strategy), nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     data = torch.utils.data.TensorDataset(torch.zeros(8, 8), torch.zeros(8, 8))
     _, _, loader = run.prepare(

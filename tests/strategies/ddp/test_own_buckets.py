@@ -19,6 +19,7 @@ from shoal.strategies.ddp.reduce_functions import RankOrderMean
 from shoal.strategies.single import single_device
 from shoal.testing import world
 from shoal.verification import verify_job
+from tests.harness.in_turn import in_turn
 from tests.matrix.cases import EXPERIMENTS
 
 SMALL_BUCKETS = "ddp,bucket_mb=0.001"
@@ -83,9 +84,8 @@ def _steps_by_hand(kind: str) -> None:
             assert gradient.stride() == parameter.stride(), name
 
 
-@pytest.mark.parametrize("kind", ["picky", "channels last"])
-def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit(kind: str) -> None:
-    world.run(3, _steps_by_hand, kind)
+def test_gradients_are_the_means_in_the_order_of_ranks_to_the_last_bit() -> None:
+    world.run(3, in_turn, _steps_by_hand, ("picky",), ("channels last",))
 
 
 def _uses_torchs_engine(strategy: str) -> bool:
@@ -97,11 +97,9 @@ def _uses_torchs_engine(strategy: str) -> bool:
     return any(type(found) is DistributedDataParallel for found in gc.get_objects())
 
 
-@pytest.mark.parametrize(("strategy", "engine"), [("ddp", False), (SMALL_BUCKETS, True)])
-def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass(
-    strategy: str, engine: bool
-) -> None:
-    assert world.run(2, _uses_torchs_engine, strategy) == [engine] * 2
+def test_only_what_is_larger_than_a_bucket_is_sent_beside_the_backward_pass() -> None:
+    found = world.run(2, in_turn, _uses_torchs_engine, ("ddp",), (SMALL_BUCKETS,))
+    assert found == [[False, True]] * 2
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,7 @@ def alike(one: RankResult, other: RankResult) -> None:
     if one.output is not None and other.output is not None and len(one.output) == len(other.output):
         torch.testing.assert_close(one.output, other.output, rtol=1e-9, atol=1e-11)
     assert set(one.weights) == set(other.weights)
-    for name, weight in one.weights.items():
-        torch.testing.assert_close(weight, other.weights[name], rtol=1e-9, atol=1e-11, msg=name)
+    torch.testing.assert_close(one.weights, other.weights, rtol=1e-9, atol=1e-11)
 
 
 def statistics(strategy: str, experiment: Experiment, prefix: str) -> dict[str, Tensor]:

@@ -109,8 +109,7 @@ def trained_all(
 
 @pytest.fixture(scope="module")
 def one_device() -> dict[str, dict[str, Any]]:
-    [found] = world.run(1, trained_all, "single")
-    return found
+    return trained_all("single")
 
 
 @pytest.mark.slow

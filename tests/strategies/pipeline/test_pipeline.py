@@ -10,6 +10,7 @@ from shoal.strategies import parse_line
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification.trajectory import Experiment
+from tests.harness.in_turn import in_turn
 from tests.matrix import cases
 
 
@@ -27,17 +28,16 @@ from tests.matrix import cases
     ],
 )
 def test_every_rank_sees_what_one_process_sees(name: str, strategy: str, ranks: int) -> None:
-    [one] = world.run(1, train, name, "single")
+    one = train(name, "single")
     for told in world.run(ranks, train, name, strategy):
         alike(one, told)
 
 
-@pytest.mark.parametrize("name", ["cnn with BatchNorm", "dropout"])
-def test_what_differs_by_design_says_so_before_the_first_step(name: str) -> None:
-    told = world.run(2, train, name, "pipeline=2,microbatches=2", 1)[0]
-    assert any(
-        line.startswith("note: ") and "one micro-batch at a time" in line for line in told.summary
-    )
+def test_what_differs_by_design_says_so_before_the_first_step() -> None:
+    calls = [(name, "pipeline=2,microbatches=2", 1) for name in ("cnn with BatchNorm", "dropout")]
+    for told in world.run(2, in_turn, train, *calls)[0]:
+        notes = [line for line in told.summary if line.startswith("note: ")]
+        assert any("one micro-batch at a time" in note for note in notes)
 
 
 def test_copies_of_a_tied_weight_stay_equal_and_the_header_says_where_the_cuts_are() -> None:
@@ -53,7 +53,7 @@ def test_copies_of_a_tied_weight_stay_equal_and_the_header_says_where_the_cuts_a
 
 
 def test_a_user_can_name_the_cuts() -> None:
-    [one] = world.run(1, train, "gpt", "single")
+    one = train("gpt", "single")
     strategy = "pipeline=2,schedule=zbv,cuts=blocks.0/blocks.1/head"
     first, second = world.run(2, train, "gpt", strategy)
     alike(one, first)
@@ -110,7 +110,7 @@ def test_hooks_that_change_what_modules_get_and_give_are_called() -> None:
 
 
 def test_bf16_trains_through_the_cuts() -> None:
-    [(losses, _)] = world.run(1, half, "single", "bf16", 1.0)
+    losses, _ = half("single", "bf16", 1.0)
     for found, _ in world.run(2, half, "pipeline=2", "bf16", 1.0):
         assert found == pytest.approx(losses, rel=0.05)
 
@@ -118,7 +118,7 @@ def test_bf16_trains_through_the_cuts() -> None:
 def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
     start = cases.mlp
     ranks = world.run(2, half, "pipeline=2,microbatches=2", "fp16", 1e6)
-    [(_, alone)] = world.run(1, half, "single", "fp16", 1e6)
+    _, alone = half("single", "fp16", 1e6)
     torch.manual_seed(0)
     fresh = start().state_dict()
     for _, weights in ranks:
@@ -126,28 +126,18 @@ def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
         assert all(torch.equal(weights[name], fresh[name]) for name in fresh)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "options", "message"),
-    [
-        (
-            "pipeline=2,schedule=interleaved,stages=9",
-            {},
-            "18 stages need 17 places between blocks of the model, and there are 3",
-        ),
-        ("pipeline=2,cuts=layers.9", {}, "no module of the model is called 'layers.9'"),
-        ("pipeline=2", {"compile": True}, "Use compile=False"),
-        (
-            "pipeline=2,cuts=first",
-            {"model_name": "twice"},
-            "norm has buffers and is called in stages of ranks [0, 1]",
-        ),
-    ],
-)
-def test_what_a_pipeline_cannot_do_is_refused_with_the_cure(
-    strategy: str, options: dict[str, object], message: str
-) -> None:
-    for found in world.run(2, refusal_with, strategy, options):
-        assert message in found
+def test_what_a_pipeline_cannot_do_is_refused_with_the_cure() -> None:
+    calls: list[tuple[str, dict[str, object]]] = [
+        ("pipeline=2,schedule=interleaved,stages=9", {}),
+        ("pipeline=2,cuts=layers.9", {}),
+        ("pipeline=2", {"compile": True}),
+        ("pipeline=2,cuts=first", {"model_name": "twice"}),
+    ]
+    for stages, cut, compiled, buffers in world.run(2, in_turn, refusal_with, *calls):
+        assert "18 stages need 17 places between blocks of the model, and there are 3" in stages
+        assert "no module of the model is called 'layers.9'" in cut
+        assert "Use compile=False" in compiled
+        assert "norm has buffers and is called in stages of ranks [0, 1]" in buffers
 
 
 def refusal_with(strategy: str, options: dict[str, object]) -> str:

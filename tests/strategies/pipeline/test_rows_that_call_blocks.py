@@ -85,10 +85,9 @@ def both() -> tuple[list[dict[str, Tensor]], list[str]]:
 
 @pytest.mark.slow
 def test_data_ranks_agree_on_stages_and_on_refusals() -> None:
-    [expected] = world.run(1, trained, "single")
+    expected = trained("single")
     for found, refusals in world.run(4, both):
         for results in found:
             assert results.keys() == expected.keys()
-            for name, value in expected.items():
-                torch.testing.assert_close(results[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(results, expected, rtol=1e-10, atol=1e-12)
         assert all("looks at a value" in text for text in refusals)

@@ -18,6 +18,7 @@ from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
+from tests.harness.in_turn import in_turn
 from tests.matrix.cases import WORDS, gpt_untied, token_loader
 
 HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
@@ -80,15 +81,15 @@ def late_hook(seen: str, strategy: str = "tensor=2") -> str:
 
 
 def test_a_hook_that_comes_later_on_a_layer_in_slices_is_refused() -> None:
-    for text in world.run(2, late_hook, "one.0"):
+    calls = ("one.0",), ("one.0", "tensor=2,whole=one.0")
+    for text, by_the_cure in world.run(2, in_turn, late_hook, *calls):
         assert text.startswith("a hook was registered on one.0 after run.prepare")
         assert text.endswith("tensor=2,whole=one.0.")
-    assert world.run(2, late_hook, "one.0", "tensor=2,whole=one.0") == ["", ""]
+        assert by_the_cure == ""
 
 
-@pytest.mark.parametrize("seen", ["four", "norm"])
-def test_a_hook_that_comes_later_where_outputs_are_whole_is_not(seen: str) -> None:
-    assert world.run(2, late_hook, seen) == ["", ""]
+def test_a_hook_that_comes_later_where_outputs_are_whole_is_not() -> None:
+    assert world.run(2, in_turn, late_hook, ("four",), ("norm",)) == [["", ""]] * 2
 
 
 class KeepsActivations(nn.Module):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import ConfigError, ShoalError, StrategyRefused
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 WIDTH = 16
 
@@ -59,8 +60,8 @@ def trained(
 
 @pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 def test_matrices_train_to_the_bits_of_float32_that_autocast_rounds(strategy: str) -> None:
-    expected, wide = world.run(2, trained, strategy, "matrices")[0]
-    weights, narrow = world.run(2, trained, f"{strategy},gather=bf16", "matrices")[0]
+    calls = (strategy, "matrices"), (f"{strategy},gather=bf16", "matrices")
+    (expected, wide), (weights, narrow) = world.run(2, in_turn, trained, *calls)[0]
     assert wide == {torch.float32}
     assert narrow == {torch.bfloat16}
     for name, weight in expected.items():
@@ -69,8 +70,8 @@ def test_matrices_train_to_the_bits_of_float32_that_autocast_rounds(strategy: st
 
 @pytest.mark.slow
 def test_norms_are_rounded_too_and_stay_near() -> None:
-    expected, _ = world.run(2, trained, "zero3", "with_norms")[0]
-    weights, _ = world.run(2, trained, "zero3,gather=bf16", "with_norms")[0]
+    calls = ("zero3", "with_norms"), ("zero3,gather=bf16", "with_norms")
+    (expected, _), (weights, _) = world.run(2, in_turn, trained, *calls)[0]
     apart = max((weights[name] - weight).abs().max() for name, weight in expected.items())
     assert 0 < apart < 2**-8
 

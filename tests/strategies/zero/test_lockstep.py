@@ -1,5 +1,6 @@
 """Ranks gather units in one order; samples that take different branches are refused."""
 
+import re
 from collections.abc import Callable
 from functools import partial
 
@@ -17,6 +18,7 @@ from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
+from tests.harness.in_turn import in_turn
 
 ROWS = 24
 
@@ -186,12 +188,18 @@ def test_ranks_that_compute_other_functions_are_refused() -> None:
         world.run(2, another_function_on_each_rank)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_ranks_whose_samples_take_different_branches_are_refused(strategy: str) -> None:
-    with pytest.raises(
-        LaunchError, match=r"come on another rank, .* one unit, unit=CLASS; .* or use ddp"
-    ):
-        world.run(2, one_step, strategy, Routed)
+def refused(strategy: str, make: Callable[[], nn.Module]) -> str:
+    with pytest.raises(StrategyRefused) as refusal:
+        one_step(strategy, make)
+    return str(refusal.value)
+
+
+def test_ranks_whose_samples_take_different_branches_are_refused() -> None:
+    calls = [(strategy, Routed) for strategy in ("zero1", "zero2", "zero3")]
+    words = r"come on another rank, .* one unit, unit=CLASS; .* or use ddp"
+    for refusals in world.run(2, in_turn, refused, *calls):
+        for said in refusals:
+            assert re.search(words, said), said
 
 
 @pytest.mark.parametrize(
@@ -216,12 +224,6 @@ class Borrowed(nn.Module):
         return output
 
 
-def refused() -> str:
-    with pytest.raises(StrategyRefused) as refusal:
-        one_step("zero3", Borrowed)
-    return str(refusal.value)
-
-
 def test_a_unit_inside_another_is_refused() -> None:
-    for said in world.run(2, refused):
+    for said in world.run(2, refused, "zero3", Borrowed):
         assert "blocks.1 runs inside blocks.0, and is no part of it. Name the class" in said

@@ -18,6 +18,7 @@ from shoal.run.supervised import supervised
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
 from shoal.verification import Experiment
+from tests.harness.in_turn import in_turn
 from tests.matrix.cases import image_loader, images
 
 
@@ -96,8 +97,8 @@ def held(strategy: str) -> tuple[int, int]:
 )
 def test_each_rank_holds_its_share_of_parameters_and_optimizer_states(strategy: str) -> None:
     whole = 64 * 24 + 24 + 24 * 16 + 16
-    assert world.run(4, held, strategy) == [(whole // 4, whole // 4)] * 4
-    assert world.run(4, held, f"{strategy},hybrid=2") == [(whole // 2, whole // 2)] * 4
+    shares = [(whole // 4, whole // 4), (whole // 2, whole // 2)]
+    assert world.run(4, in_turn, held, (strategy,), (f"{strategy},hybrid=2",)) == [shares] * 4
 
 
 def evaluated(
@@ -114,17 +115,11 @@ def evaluated(
     return sums, all(isinstance(p, DTensor) for p in model.parameters())
 
 
-@pytest.mark.parametrize("samples", [31, 12, 2])
-def test_an_evaluation_with_fewer_batches_on_a_rank_is_exact(
-    samples: int,
-) -> None:
-    expected, _ = evaluated("single", samples)
-    assert world.run(3, evaluated, "zero3", samples) == [(expected, True)] * 3
-
-
-def test_an_evaluation_of_what_stands_around_the_model_is_exact_too() -> None:
-    expected, _ = evaluated("single", 2)
-    assert world.run(3, evaluated, "zero3", 2, nn.Sequential) == [(expected, True)] * 3
+def test_an_evaluation_with_fewer_batches_on_a_rank_is_exact() -> None:
+    cases = (31,), (12,), (2,), (2, nn.Sequential)  # the last one of what stands around the model
+    expected = [(evaluated("single", samples)[0], True) for samples, *_ in cases]
+    calls = [("zero3", *case) for case in cases]
+    assert world.run(3, in_turn, evaluated, *calls) == [expected] * 3
 
 
 def saves(strategy: str, file: Path) -> dict[str, Tensor]:
@@ -233,14 +228,11 @@ def uses_outside(strategy: str, before: bool) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "before"), [("zero3", False), ("zero3", True), ("zero1", True)]
-)
-def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_cure(
-    strategy: str, before: bool
-) -> None:
-    for said in world.run(2, uses_outside, strategy, before):
-        assert f"{strategy}: a weight of one unit is used outside of that unit" in said
+def test_a_weight_that_is_used_outside_its_unit_is_refused_with_a_cure() -> None:
+    calls = ("zero3", False), ("zero3", True), ("zero1", True)
+    for refusals in world.run(2, in_turn, uses_outside, *calls):
+        for said, (strategy, _) in zip(refusals, calls, strict=True):
+            assert f"{strategy}: a weight of one unit is used outside of that unit" in said
 
 
 @pytest.mark.parametrize(
@@ -261,19 +253,12 @@ def refused(strategy: str, trainable: bool) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "trainable", "message"),
-    [
-        ("zero3,hybrid=3", True, "4 ranks do not make whole groups. Use a divisor of 4"),
-        ("zero1", False, "the model has no such parameter"),
-        ("zero3,unit=Blok", True, "unit=Blok: the model has no module of that class"),
-    ],
-)
-def test_what_cannot_be_sharded_is_refused_on_every_rank(
-    strategy: str, trainable: bool, message: str
-) -> None:
-    for said in world.run(4, refused, strategy, trainable):
-        assert message in said
+def test_what_cannot_be_sharded_is_refused_on_every_rank() -> None:
+    calls = ("zero3,hybrid=3", True), ("zero1", False), ("zero3,unit=Blok", True)
+    for groups, frozen, unit in world.run(4, in_turn, refused, *calls):
+        assert "4 ranks do not make whole groups. Use a divisor of 4" in groups
+        assert "the model has no such parameter" in frozen
+        assert "unit=Blok: the model has no module of that class" in unit
 
 
 class TwoDtypes(nn.Module):
