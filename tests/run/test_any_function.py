@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 import shoal
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 Result = dict[str, Tensor]
 
@@ -127,13 +128,13 @@ def more_values(accumulate: int) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_values_beside_the_loss_come_back_for_the_samples_of_a_rank(accumulate: int) -> None:
-    single = more_values(accumulate)
-    first, second = world.run(2, more_values, accumulate)
-    assert [hits for hits, _ in first] == [hits for hits, _ in second] == [h for h, _ in single]
-    assert [rows for _, rows in first] == [3, 3]
-    assert [rows for _, rows in second] == [2, 2]
+def test_values_beside_the_loss_come_back_for_the_samples_of_a_rank() -> None:
+    ranks = world.run(2, in_turn, more_values, (1,), (2,))
+    for accumulate, (first, second) in enumerate(zip(*ranks, strict=True), start=1):
+        hits = [hits for hits, _ in more_values(accumulate)]
+        assert [hits for hits, _ in first] == [hits for hits, _ in second] == hits
+        assert [rows for _, rows in first] == [3, 3]
+        assert [rows for _, rows in second] == [2, 2]
 
 
 def two_optimizers(strategy: str) -> None:
@@ -226,5 +227,6 @@ def notes_on_values(sums: bool) -> list[str]:
 
 
 def test_values_of_one_rank_beside_the_loss_are_told_once_and_summed_ones_are_not() -> None:
-    assert len(world.run(2, notes_on_values, False)[0]) == 1
-    assert world.run(2, notes_on_values, True)[0] == []
+    of_one_rank, summed = world.run(2, in_turn, notes_on_values, (False,), (True,))[0]
+    assert len(of_one_rank) == 1
+    assert summed == []

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import LaunchError, StrategyRefused, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 SAMPLES = 23  # the last batch is a short one
 
@@ -64,22 +65,20 @@ def assert_equal(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks"),
+    ("ranks", "strategies"),
     [
-        ("ddp", 3),
-        ("zero3,unit=Linear", 3),
-        pytest.param("tensor=2,zero1", 4, marks=pytest.mark.slow),
-        ("server=1", 2),
-        pytest.param("ddp,bucket_mb=0.001", 2, marks=pytest.mark.slow),
-        pytest.param("zero1", 2, marks=pytest.mark.slow),
-        pytest.param("zero2,hybrid=2", 4, marks=pytest.mark.slow),
-        pytest.param("recompute", 2, marks=pytest.mark.slow),
+        (3, ["ddp", "zero3,unit=Linear"]),
+        (2, ["server=1"]),
+        pytest.param(2, ["ddp,bucket_mb=0.001", "zero1", "recompute"], marks=pytest.mark.slow),
+        pytest.param(4, ["tensor=2,zero1", "zero2,hybrid=2"], marks=pytest.mark.slow),
     ],
 )
-def test_a_loss_of_the_loop_trains_as_on_one_device(strategy: str, ranks: int) -> None:
+def test_a_loss_of_the_loop_trains_as_on_one_device(ranks: int, strategies: list[str]) -> None:
     expected = train("single", "function")
-    for found in world.run(ranks, train, strategy, "loop"):
-        assert_equal(found, expected)
+    calls = [(strategy, "loop") for strategy in strategies]
+    for results in world.run(ranks, in_turn, train, *calls):
+        for found in results:
+            assert_equal(found, expected)
 
 
 def test_a_counted_loss_is_divided_by_the_count_of_all_ranks() -> None:
@@ -92,11 +91,12 @@ def train_in_parts(strategy: str) -> Any:
     return train(strategy, "parts", accumulate=3)
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("zero3", 3)])
-def test_microbatches_add_up_to_the_batch(strategy: str, ranks: int) -> None:
+def test_microbatches_add_up_to_the_batch() -> None:
     expected = train("single", "function")
-    for found in world.run(ranks, train_in_parts, strategy):
-        assert_equal(found, expected)
+    assert_equal(train_in_parts("single"), expected)
+    for by_ddp, by_zero3 in world.run(3, in_turn, train_in_parts, ("ddp",), ("zero3",)):
+        assert_equal(by_ddp, expected)
+        assert_equal(by_zero3, expected)
 
 
 def train_in_bf16(form: str) -> Any:
@@ -104,9 +104,8 @@ def train_in_bf16(form: str) -> Any:
 
 
 def test_mixed_precision_stands_around_the_models() -> None:
-    by_function, by_loop = (world.run(2, train_in_bf16, form) for form in ("function", "loop"))
     in_float32 = train("single", "function")
-    for found, expected in zip(by_loop, by_function, strict=True):
+    for expected, found in world.run(2, in_turn, train_in_bf16, ("function",), ("loop",)):
         assert_equal(found, expected, 1e-6)
         assert found[0] != pytest.approx(in_float32[0], rel=1e-6)
 
@@ -132,11 +131,12 @@ def train_on_own_batches(form: str) -> Any:
     return [], run.weights()
 
 
-@pytest.mark.parametrize("form", ["rows", "loop", "function"])
-def test_batches_of_ones_own_count_by_their_rows(form: str) -> None:
-    (expected,) = world.run(1, train_on_own_batches, form)
-    for found in world.run(2, train_on_own_batches, form):
-        assert_equal(found, expected)
+def test_batches_of_ones_own_count_by_their_rows() -> None:
+    forms = (("rows",), ("loop",), ("function",))
+    expected = in_turn(train_on_own_batches, *forms)
+    for results in world.run(2, in_turn, train_on_own_batches, *forms):
+        for found, alone in zip(results, expected, strict=True):
+            assert_equal(found, alone)
 
 
 def say_what_is_no_loss() -> dict[str, str]:
@@ -219,24 +219,22 @@ def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "settings", "form", "message"),
-    [
-        ("pipeline=2", {}, "loop", r"the loss must be a function.*run\.forward_backward"),
-        ("ddp", {"draws": "global"}, "loop", 'or use draws="rank"'),
-        ("ddp", {"accumulate": 2}, "loop", r"for x, y in run\.microbatches\(\(x, y\)\)"),
-        ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
-        ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
-        ("ddp", {}, "detached", "is it detached, made of numbers"),
-        ("zero3", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
-        ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
-    ],
-)
-def test_a_loop_that_would_train_otherwise_is_refused(
-    strategy: str, settings: dict[str, Any], form: str, message: str
-) -> None:
-    for text in world.run(2, refused_loop, strategy, settings, form):
-        assert re.search(message, text), text
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("pipeline=2", {}, "loop", r"the loss must be a function.*run\.forward_backward"),
+    ("ddp", {"draws": "global"}, "loop", 'or use draws="rank"'),
+    ("ddp", {"accumulate": 2}, "loop", r"for x, y in run\.microbatches\(\(x, y\)\)"),
+    ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
+    ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
+    ("ddp", {}, "detached", "is it detached, made of numbers"),
+    ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
+    ("zero3", {}, "bare", r"run\.backward\(loss\) instead of loss\.backward\(\)"),
+]
+
+
+def test_a_loop_that_would_train_otherwise_is_refused() -> None:
+    for texts in world.run(2, in_turn, refused_loop, *(row[:3] for row in REFUSED)):
+        for text, (*_, message) in zip(texts, REFUSED, strict=True):
+            assert re.search(message, text), text
 
 
 def test_without_rows_that_are_clear_they_are_asked_for() -> None:
@@ -297,11 +295,11 @@ def train_in_both_forms(strategy: str) -> Any:
     return losses, run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_both_forms_may_take_turns(strategy: str) -> None:
-    (expected,) = world.run(1, train_in_both_forms, "single")
-    for found in world.run(2, train_in_both_forms, strategy):
-        assert_equal(found, expected)
+def test_both_forms_may_take_turns() -> None:
+    expected = train_in_both_forms("single")
+    for by_ddp, by_zero3 in world.run(2, in_turn, train_in_both_forms, ("ddp",), ("zero3",)):
+        assert_equal(by_ddp, expected)
+        assert_equal(by_zero3, expected)
 
 
 def loop_after_function(strategy: str) -> str:
@@ -331,7 +329,7 @@ def fails_in_the_model(strategy: str) -> Any:
 
 
 def test_a_loop_may_go_on_after_an_error_in_a_model() -> None:
-    (expected,) = world.run(1, fails_in_the_model, "single")
+    expected = fails_in_the_model("single")
     for found in world.run(2, fails_in_the_model, "zero3"):
         assert_equal(found, expected)
 
@@ -361,14 +359,15 @@ def adapted_domains(sizes: tuple[int, int], at_once: bool) -> Any:
 
 
 def test_a_loss_of_two_batches_that_ranks_have_other_shares_of_is_refused() -> None:
-    for text in world.run(2, adapted_domains, (8, 5), True):
+    expected = adapted_domains((8, 5), True)
+    calls = ((8, 5), True), ((8, 5), False)
+    for text, by_turns in world.run(2, in_turn, adapted_domains, *calls):
         assert re.search("of which this rank has 4 of 8 and [32] of 5 samples", str(text))
-    (expected,) = world.run(1, adapted_domains, (8, 5), True)
-    assert_equal(world.run(2, adapted_domains, (8, 5), False)[0], expected)
+        assert_equal(by_turns, expected)
 
 
 def test_a_loss_of_two_batches_that_are_shared_out_alike_trains_as_on_one_device() -> None:
-    (expected,) = world.run(1, adapted_domains, (8, 6), True)
+    expected = adapted_domains((8, 6), True)
     for weights in world.run(2, adapted_domains, (8, 6), True):
         assert_equal(weights, expected)
 
@@ -385,7 +384,8 @@ def backward_in_evaluation_mode(strategy: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("strategy", "is_refused"), [("zero3", True), ("ddp", False)])
-def test_shards_take_no_loss_of_a_model_in_evaluation_mode(strategy: str, is_refused: bool) -> None:
-    for text in world.run(2, backward_in_evaluation_mode, strategy):
-        assert ("Call model.train() before the loop" in text) == is_refused
+def test_shards_take_no_loss_of_a_model_in_evaluation_mode() -> None:
+    calls = ("zero3",), ("ddp",)
+    for of_shards, of_ddp in world.run(2, in_turn, backward_in_evaluation_mode, *calls):
+        assert "Call model.train() before the loop" in of_shards
+        assert of_ddp == ""

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 class Running(nn.Module):
@@ -39,16 +40,12 @@ def notes(accumulate: int, by_function: bool = True) -> list[str]:
 
 
 def test_buffers_that_differ_between_ranks_are_named_once() -> None:
-    assert notes(1) == []
-    first, _ = world.run(2, notes, 1)
-    assert len(first) == 1
-    assert first[0].startswith("note: center: a forward pass writes these buffers")
-
-
-def test_those_that_a_loop_has_written_before_its_loss_are_named_too() -> None:
-    assert notes(1, by_function=False) == []
-    first, _ = world.run(2, notes, 1, False)
-    assert [line[:45] for line in first] == ["note: center: a forward pass writes these buf"]
+    """Also those that a loop has written before its loss."""
+    calls = (1, True), (1, False)
+    assert in_turn(notes, *calls) == [[], []]
+    for lines in world.run(2, in_turn, notes, *calls)[0]:
+        assert len(lines) == 1
+        assert lines[0].startswith("note: center: a forward pass writes these buffers")
 
 
 def test_buffers_that_micro_batches_write_are_named() -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 MODULE_GENERATOR = np.random.default_rng(0)
 
@@ -38,14 +39,15 @@ def evaluated(samples: int) -> tuple[list[str], float, float]:
 
 
 def test_an_evaluation_over_a_prepared_loader_is_told_of_its_rows_and_of_stand_ins() -> None:
-    for samples, counted in (12, 12), (13, 14):
-        notes, rows, right = world.run(2, evaluated, samples)[0]
+    results, _ = world.run(2, in_turn, evaluated, (12,), (13,))
+    counts = (12, 12), (13, 14)
+    for (notes, rows, right), (samples, counted) in zip(results, counts, strict=True):
         assert (rows, right) == (counted, samples)
         (note,) = notes
         assert "is of these alone" in note
         assert "run.evaluate(compute_sums, loader)" in note
         assert "loader.share.rows" in note
-    assert world.run(1, evaluated, 13) == [([], 13, 13)]
+    assert evaluated(13) == ([], 13, 13)
 
 
 def trained_on_short_batches() -> list[str]:
@@ -125,17 +127,14 @@ def drawn(kind: str, workers: int) -> dict[tuple[int, int], float]:
     }
 
 
-@pytest.mark.parametrize(
-    ("kind", "workers"),
-    [("NumPy", 2), ("old NumPy", 0), ("torch", 0), ("module", 2)],
-)
-def test_generators_of_a_data_set_give_each_sample_its_numbers_on_any_rank(
-    kind: str, workers: int
-) -> None:
-    first, second = world.run(2, drawn, kind, workers)
-    found = {**first, **second}
-    assert len(found) == len(set(found.values())) == 24
-    assert found == world.run(1, drawn, kind, 0)[0]
+def test_generators_of_a_data_set_give_each_sample_its_numbers_on_any_rank() -> None:
+    calls = ("NumPy", 2), ("old NumPy", 0), ("torch", 0), ("module", 2)
+    of_two_ranks = zip(*world.run(2, in_turn, drawn, *calls), strict=True)
+    (alone,) = world.run(1, in_turn, drawn, *((kind, 0) for kind, _ in calls))
+    for (first, second), expected in zip(of_two_ranks, alone, strict=True):
+        found = {**first, **second}
+        assert len(found) == len(set(found.values())) == 24
+        assert found == expected
 
 
 def forgets_the_loader() -> list[str]:

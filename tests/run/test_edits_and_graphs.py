@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def prepared(strategy: str, **options: Any) -> tuple[shoal.Run, nn.Module, Any]:
@@ -28,8 +29,7 @@ def batch(run: shoal.Run) -> Any:
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-14), name
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)
 
 
 def edited(strategy: str) -> dict[str, Tensor]:
@@ -47,8 +47,9 @@ def edited(strategy: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "pipeline=2"])
 def test_edits_that_need_one_gradient_alone_are_exact(strategy: str) -> None:
+    expected = edited("single")
     for found in world.run(2, edited, strategy):
-        same(found, edited("single"))
+        same(found, expected)
 
 
 def edited_by_another() -> str:
@@ -77,7 +78,7 @@ def kept_graph() -> bool:
 
 
 def test_a_graph_that_was_made_before_the_call_is_used_once() -> None:
-    assert world.run(1, kept_graph) == [True]
+    assert kept_graph()
 
 
 def penalised(strategy: str, in_the_loss: bool) -> dict[str, Tensor]:
@@ -111,8 +112,9 @@ def test_a_penalty_on_shards_is_refused_and_both_cures_train_it() -> None:
         assert "Use ddp" in error
         assert "weight_decay=2 * c of SGD" in error
     expected = penalised("single", in_the_loss=True)
-    same(world.run(2, penalised, "zero3", False)[0], expected)
-    same(world.run(2, penalised, "ddp", True)[1], expected)
+    for results in world.run(2, in_turn, penalised, ("zero3", False), ("ddp", True)):
+        for found in results:
+            same(found, expected)
 
 
 class Graph(nn.Module):

@@ -14,6 +14,7 @@ from shoal.errors import UsageError
 from shoal.run.supervised import supervised
 from shoal.strategies.loss_terms import Counted
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def test_a_missing_prepare_is_an_error_with_the_cure() -> None:
@@ -70,13 +71,7 @@ def two_calls(loss_fn: str, precision: str, with_loader: bool) -> list[Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "precision", "with_loader"),
-    [("mean", "fp32", True), ("mean", "fp16", False), ("weighed", "fp32", False)],
-)
-def test_a_second_call_before_the_step_adds_its_gradients(
-    loss_fn: str, precision: str, with_loader: bool
-) -> None:
+def gradient_alone(loss_fn: str) -> Tensor:
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     x, y = data().tensors
@@ -85,10 +80,17 @@ def test_a_second_call_before_the_step_adds_its_gradients(
         (term.value / term.count).backward()
     else:
         F.cross_entropy(model(x), y).backward()
-    tolerance = 1e-10 if precision == "fp32" else 1e-2
-    for once, twice in world.run(2, two_calls, loss_fn, precision, with_loader):
-        assert torch.allclose(once, model.weight.grad, rtol=tolerance, atol=tolerance / 10)
-        assert torch.allclose(twice, 2 * once, rtol=tolerance, atol=tolerance / 10)
+    return model.weight.grad
+
+
+def test_a_second_call_before_the_step_adds_its_gradients() -> None:
+    calls = ("mean", "fp32", True), ("mean", "fp16", False), ("weighed", "fp32", False)
+    for results in world.run(2, in_turn, two_calls, *calls):
+        for (once, twice), (loss_fn, precision, _) in zip(results, calls, strict=True):
+            tolerance = 1e-10 if precision == "fp32" else 1e-2
+            close = {"rtol": tolerance, "atol": tolerance / 10}
+            assert torch.allclose(once, gradient_alone(loss_fn), **close)
+            assert torch.allclose(twice, 2 * once, **close)
 
 
 def test_a_batch_of_ignored_samples_gives_zeros_and_no_nan() -> None:
@@ -129,10 +131,10 @@ def half_ignored() -> TensorDataset:
     return TensorDataset(x, torch.where(torch.arange(10) < 5, y, -100))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-@pytest.mark.parametrize("form", ["loop", "function"])
-def test_a_rank_whose_samples_are_all_ignored_adds_nothing(strategy: str, form: str) -> None:
-    expected = mean_of_tokens_times_their_count("single", form)
-    for found in world.run(2, mean_of_tokens_times_their_count, strategy, form):
-        for value, other in zip(expected, found, strict=True):
-            torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-10)
+def test_a_rank_whose_samples_are_all_ignored_adds_nothing() -> None:
+    expected = {f: mean_of_tokens_times_their_count("single", f) for f in ("loop", "function")}
+    calls = [(strategy, form) for strategy in ("ddp", "zero3") for form in expected]
+    for results in world.run(2, in_turn, mean_of_tokens_times_their_count, *calls):
+        for found, (_, form) in zip(results, calls, strict=True):
+            for value, other in zip(expected[form], found, strict=True):
+                torch.testing.assert_close(value, other, rtol=1e-10, atol=1e-10)

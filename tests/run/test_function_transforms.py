@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import StrategyRefused
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def penalised(strategy: str) -> dict[str, Tensor]:
@@ -30,12 +31,11 @@ def penalised(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "server=1"])
-def test_a_loss_with_a_gradient_of_each_sample_trains_as_on_one_device(strategy: str) -> None:
+def test_a_loss_with_a_gradient_of_each_sample_trains_as_on_one_device() -> None:
     expected = penalised("single")
-    for found in world.run(2, penalised, strategy):
-        for name, value in expected.items():
-            assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-12), name
+    for results in world.run(2, in_turn, penalised, ("ddp",), ("server=1",)):
+        for found in results:
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def refusal(strategy: str) -> str:
@@ -44,16 +44,9 @@ def refusal(strategy: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [
-        ("tensor=2", "does not go through the sum"),
-        ("pipeline=2", "other ranks hold layers"),
-        ("zero3", "Use ddp"),
-    ],
-)
-def test_where_a_model_is_divided_it_is_refused_by_its_true_reason(
-    strategy: str, words: str
-) -> None:
-    for message in world.run(2, refusal, strategy):
-        assert words in message
+def test_where_a_model_is_divided_it_is_refused_by_its_true_reason() -> None:
+    calls = ("tensor=2",), ("pipeline=2",), ("zero3",)
+    for of_slices, of_stages, of_shards in world.run(2, in_turn, refusal, *calls):
+        assert "does not go through the sum" in of_slices
+        assert "other ranks hold layers" in of_stages
+        assert "Use ddp" in of_shards

@@ -16,6 +16,7 @@ import shoal
 from shoal.errors import LaunchError, ShoalError
 from shoal.run.collective_calls import LoopPlace, place_in
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def error_of(loop: Callable[[], object]) -> str:
@@ -81,14 +82,14 @@ def saves_its_best(strategy: str) -> str:
     return error_of(loop)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "server=1"])
 def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for text in world.run(2, saves_its_best, strategy):
-        assert "rank 0 is in call 4 of run.backward (test_loop_position.py:" in text
-        assert "rank 1 is in run.save (test_loop_position.py:" in text
+    for texts in world.run(2, in_turn, saves_its_best, ("ddp",), ("server=1",)):
+        for text in texts:
+            assert "rank 0 is in call 4 of run.backward (test_loop_position.py:" in text
+            assert "rank 1 is in run.save (test_loop_position.py:" in text
 
 
 def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
@@ -116,12 +117,15 @@ def other_batches(strategy: str, batches: dict[int, set[int]], act: str) -> str:
     return error_of(loop)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "tensor=2"])
-def test_a_rank_that_leaves_out_a_batch_is_named_before_the_optimizer_steps(strategy: str) -> None:
-    for text in world.run(2, other_batches, strategy, {0: set(), 1: {2}}, "leave out"):
-        assert text.startswith("UsageError: rank 0 computes a step on the batch that ends at 32")
-        assert "and rank 1 on the one that ends at 40 of epoch 0 (test_loop_position.py:" in text
-        assert "run.gather(torch.tensor([value])).mean()" in text
+def test_a_rank_that_leaves_out_a_batch_is_named_before_the_optimizer_steps() -> None:
+    calls = [(strategy, {0: set(), 1: {2}}, "leave out") for strategy in ("ddp", "tensor=2")]
+    here = "UsageError: rank 0 computes a step on the batch that ends at 32"
+    there = "and rank 1 on the one that ends at 40 of epoch 0 (test_loop_position.py:"
+    for texts in world.run(2, in_turn, other_batches, *calls):
+        for text in texts:
+            assert text.startswith(here)
+            assert there in text
+            assert "run.gather(torch.tensor([value])).mean()" in text
 
 
 def test_ranks_that_have_left_out_as_many_batches_are_told_too() -> None:
@@ -129,13 +133,10 @@ def test_ranks_that_have_left_out_as_many_batches_are_told_too() -> None:
         assert "ranks 0 and 1 have computed steps on different batches" in text
 
 
-@pytest.mark.parametrize(
-    ("batches", "act"), [({0: {2, 5}, 1: {2, 5}}, "leave out"), ({0: {1, 2}, 1: {2, 3}}, "change")]
-)
-def test_batches_that_all_leave_out_and_samples_made_anew_are_no_other_batches(
-    batches: dict[int, set[int]], act: str
-) -> None:
-    assert world.run(2, other_batches, "ddp", batches, act) == ["", ""]
+def test_batches_that_all_leave_out_and_samples_made_anew_are_no_other_batches() -> None:
+    left_out = ("ddp", {0: {2, 5}, 1: {2, 5}}, "leave out")
+    changed = ("ddp", {0: {1, 2}, 1: {2, 3}}, "change")
+    assert world.run(2, in_turn, other_batches, left_out, changed) == [["", ""]] * 2
 
 
 class OwnWeights(Sampler[int]):
@@ -177,15 +178,16 @@ def weighted_by_losses(strategy: str, of_all: bool) -> tuple[str, list[Tensor]]:
     return "", [*run.weights().values()]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_sampler_that_draws_by_losses_of_a_rank_is_refused(strategy: str) -> None:
-    for text, _ in world.run(2, weighted_by_losses, strategy, False):
-        assert text.startswith("UsageError: the samplers of ranks 0 and 1 have drawn other samples")
-        assert "sampler.weights[run.gather(index)] = run.gather(losses" in text
+def test_a_sampler_that_draws_by_losses_of_a_rank_is_refused() -> None:
+    refused = "UsageError: the samplers of ranks 0 and 1 have drawn other samples"
+    for results in world.run(2, in_turn, weighted_by_losses, ("ddp", False), ("zero1", False)):
+        for text, _ in results:
+            assert text.startswith(refused)
+            assert "sampler.weights[run.gather(index)] = run.gather(losses" in text
 
 
 def test_a_sampler_that_draws_by_losses_of_all_samples_trains_as_on_one_device() -> None:
-    ((_, alone),) = world.run(1, weighted_by_losses, "ddp", True)
+    _, alone = weighted_by_losses("ddp", True)
     for text, weights in world.run(2, weighted_by_losses, "ddp", True):
         assert not text
         torch.testing.assert_close(weights, alone, rtol=1e-10, atol=1e-12)

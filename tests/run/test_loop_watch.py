@@ -18,6 +18,7 @@ from shoal.errors import UsageError
 from shoal.platform.torch_private.subclasses import has_dispatch_modes
 from shoal.run import loop_watch
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 Loop = Callable[[shoal.Run, nn.Module, Tensor, Tensor], tuple[Tensor, ...]]
 
@@ -513,11 +514,8 @@ def notes_on_tables(of_all: bool) -> list[str]:
     return [line for line in lines if "in which ranks differ" in line]
 
 
-def test_a_bank_of_a_rank_s_own_outputs_is_told_once() -> None:
-    notes, _ = world.run(2, notes_on_tables, False)
-    assert len(notes) == 1
-    assert "a tensor of shape (3, 15) at test_loop_watch.py:" in notes[0]
-
-
-def test_a_bank_of_the_outputs_of_all_ranks_is_not() -> None:
-    assert world.run(2, notes_on_tables, True)[0] == []
+def test_a_bank_of_a_rank_s_own_outputs_is_told_once_and_one_of_all_outputs_is_not() -> None:
+    of_own, of_all = world.run(2, in_turn, notes_on_tables, (False,), (True,))[0]
+    assert len(of_own) == 1
+    assert "a tensor of shape (3, 15) at test_loop_watch.py:" in of_own[0]
+    assert of_all == []

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.run.supervised import supervised
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 SCALE = 65536.0
 """Of the first step; an overflow halves it."""
@@ -43,23 +44,29 @@ def calls(strategy: str, plan: list[str]) -> tuple[list[bool], float]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "where"),
+    "cases",
     [
-        ("ddp", ["overflow", "clip"]),
-        ("zero3", ["good", "overflow"]),
-        ("ddp", ["good", "overflow", "good"]),
-        pytest.param("zero1", ["good", "overflow", "good"], marks=pytest.mark.slow),
-        pytest.param("zero2", ["overflow"], marks=pytest.mark.slow),
+        [
+            ("ddp", ["overflow", "clip"]),
+            ("zero3", ["good", "overflow"]),
+            ("ddp", ["good", "overflow", "good"]),
+        ],
+        pytest.param(
+            [("zero1", ["good", "overflow", "good"]), ("zero2", ["overflow"])],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_an_overflow_on_one_rank_skips_its_step_on_all_and_halves_the_scale(
-    strategy: str, where: list[str]
+    cases: list[tuple[str, list[str]]],
 ) -> None:
-    plan = [*where, "step", "drop", "good", "good", "step"]
-    assert world.run(2, calls, strategy, plan) == [([False, True], SCALE / 2)] * 2
+    rest = ["step", "drop", "good", "good", "step"]
+    plans = [(strategy, [*where, *rest]) for strategy, where in cases]
+    expected = [([False, True], SCALE / 2)] * len(cases)
+    assert world.run(2, in_turn, calls, *plans) == [expected] * 2
 
 
-@pytest.mark.parametrize("word", ["drop", "zero"])
-def test_gradients_that_were_dropped_take_their_overflow_along(word: str) -> None:
-    (one, other) = world.run(2, calls, "ddp", ["overflow", word, "good", "step"])
-    assert one[0] == other[0] == [True]
+def test_gradients_that_were_dropped_take_their_overflow_along() -> None:
+    plans = [("ddp", ["overflow", word, "good", "step"]) for word in ("drop", "zero")]
+    for results in world.run(2, in_turn, calls, *plans):
+        assert [moved for moved, _ in results] == [[True], [True]]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 IGNORED = -100
 
@@ -63,16 +64,17 @@ def refusal(strategy: str, settings: dict[str, Any], first_padding: int) -> tupl
     return step, ""
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3", "server=1"])
-def test_a_token_mean_that_a_model_returns_is_refused_with_each_ranks_count(strategy: str) -> None:
-    # 1 + 2 tokens of the first rank's rows count, and 3 + 4 of the second one's.
-    for step, text in world.run(2, refusal, strategy, {}, 0):
-        assert step == 0
-        assert "(cross_entropy): rank 0 by 3 for 2 samples, rank 1 by 7 for 2 samples" in text
+def test_a_token_mean_that_a_model_returns_is_refused_with_each_ranks_count() -> None:
+    calls = [(strategy, {}, 0) for strategy in ("ddp", "zero3", "server=1")]
+    for refusals in world.run(2, in_turn, refusal, *calls):
+        for step, text in refusals:
+            assert step == 0
+            # 1 + 2 tokens of the first rank's rows count, and 3 + 4 of the second one's.
+            assert "(cross_entropy): rank 0 by 3 for 2 samples, rank 1 by 7 for 2 samples" in text
 
 
 def test_micro_batches_of_one_process_are_compared() -> None:
-    ((step, text),) = world.run(1, refusal, "single", {"accumulate": 2}, 0)
+    step, text = refusal("single", {"accumulate": 2}, 0)
     assert step == 0
     assert re.search("rank 0, micro-batch 0 by 3 .* rank 0, micro-batch 1 by 7", text)
 
@@ -83,16 +85,13 @@ def test_padding_that_comes_late_is_seen_at_the_next_comparison() -> None:
         assert "rank 1 by 7" in text
 
 
-def test_without_guards_nothing_is_compared() -> None:
-    assert world.run(2, refusal, "ddp", {"guards": False}, 0) == [(8, "")] * 2
+def test_without_guards_and_over_equal_counts_a_token_mean_trains() -> None:
+    calls = ("ddp", {"guards": False}, 0), ("ddp", {}, 8)
+    assert world.run(2, in_turn, refusal, *calls) == [[(8, "")] * 2] * 2
 
 
 def test_one_process_trains_a_token_mean() -> None:
-    assert world.run(1, refusal, "single", {}, 0) == [(8, "")]
-
-
-def test_a_token_mean_over_equal_counts_trains() -> None:
-    assert world.run(2, refusal, "ddp", {}, 8) == [(8, "")] * 2
+    assert refusal("single", {}, 0) == (8, "")
 
 
 def train(form: str) -> dict[str, Tensor]:
@@ -118,17 +117,14 @@ def train(form: str) -> dict[str, Tensor]:
 
 
 def test_the_mean_of_the_ranks_means_is_trained_on_request() -> None:
-    expected = world.run(2, train, "function")[0]
-    for weights in world.run(2, train, "loop"):
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-12, atol=1e-14)
+    for expected, weights in world.run(2, in_turn, train, ("function",), ("loop",)):
+        torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_cure_that_the_refusal_names_trains_as_on_one_device() -> None:
-    (expected,) = world.run(1, train, "counted")
+    expected = train("counted")
     for weights in world.run(2, train, "counted"):
-        for name, weight in expected.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
 
 
 def sum_of_samples() -> str:
@@ -169,9 +165,9 @@ def test_a_mean_that_is_made_a_share_of_the_batch_is_refused_with_the_cure() -> 
         assert "run.backward(loss) without the two numbers" in text
 
 
-@pytest.mark.parametrize(("factor", "divisor"), [(6.0, 1.0), (6.0, 4.0), (0.5, 1.0), (1.0, 12.0)])
-def test_a_mean_with_another_weight_is_not(factor: float, divisor: float) -> None:
-    assert world.run(2, share_of_a_mean, factor, divisor) == ["", ""]
+def test_a_mean_with_another_weight_is_not() -> None:
+    weights = (6.0, 1.0), (6.0, 4.0), (0.5, 1.0), (1.0, 12.0)
+    assert world.run(2, in_turn, share_of_a_mean, *weights) == [[""] * 4] * 2
 
 
 def notes_on_micro_batches(divisor: float, terms: int) -> list[str]:
@@ -220,9 +216,9 @@ def weighs_by_its_losses(of_all: bool) -> str:
 
 
 def test_a_weight_that_each_rank_computes_from_its_own_losses_is_refused() -> None:
-    for text in world.run(2, weighs_by_its_losses, False):
-        assert "each rank multiplies a term (mean) by another number: rank 0 by" in text
-    assert world.run(2, weighs_by_its_losses, True) == ["", ""]
+    for of_own, of_all in world.run(2, in_turn, weighs_by_its_losses, (False,), (True,)):
+        assert "each rank multiplies a term (mean) by another number: rank 0 by" in of_own
+        assert of_all == ""
 
 
 def couples_gathered_rows() -> Tensor:
@@ -241,7 +237,7 @@ def couples_gathered_rows() -> Tensor:
 
 
 def test_a_sum_over_gathered_rows_is_the_same_on_every_rank() -> None:
-    (expected,) = world.run(1, couples_gathered_rows)
+    expected = couples_gathered_rows()
     for weight in world.run(2, couples_gathered_rows):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
 
@@ -282,21 +278,15 @@ def contrastive(strategy: str, settings: dict[str, Any], gathers: bool) -> str |
     return run.weights()["weight"]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "settings", "place"),
-    [
-        ("ddp", 2, {}, "rank 0"),
-        ("zero3", 2, {}, "rank 0"),
-        ("server=1", 2, {}, "rank 0"),
-        ("single", 1, {"accumulate": 2}, "rank 0, micro-batch 0"),
-    ],
-)
-def test_samples_that_are_compared_are_refused(
-    strategy: str, ranks: int, settings: dict[str, Any], place: str
-) -> None:
-    for text in world.run(ranks, contrastive, strategy, settings, False):
-        assert f"samples influence one another ({place})" in text
-        assert "run.gather(output)" in text
+def test_samples_that_are_compared_are_refused() -> None:
+    calls = [(strategy, {}, False) for strategy in ("ddp", "zero3", "server=1")]
+    for texts in world.run(2, in_turn, contrastive, *calls):
+        for text in texts:
+            assert "samples influence one another (rank 0)" in text
+            assert "run.gather(output)" in text
+    text = str(contrastive("single", {"accumulate": 2}, False))
+    assert "samples influence one another (rank 0, micro-batch 0)" in text
+    assert "run.gather(output)" in text
 
 
 def two_views() -> str:
@@ -322,7 +312,7 @@ def test_views_of_other_samples_are_refused_and_those_of_one_sample_are_not() ->
 
 
 def test_the_same_with_rows_of_all_ranks_trains_as_on_one_device() -> None:
-    (expected,) = world.run(1, contrastive, "single", {}, False)
+    expected = contrastive("single", {}, False)
     for weight in world.run(2, contrastive, "ddp", {}, True):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
 
@@ -351,6 +341,6 @@ def weights_of_gathered_rows(of_all: bool) -> str:
 
 
 def test_losses_of_all_rows_that_differ_on_ranks_are_refused() -> None:
-    for text in world.run(2, weights_of_gathered_rows, False):
-        assert "and it is not the same: rank 0 " in text
-    assert world.run(2, weights_of_gathered_rows, True) == ["", ""]
+    for of_own, of_all in world.run(2, in_turn, weights_of_gathered_rows, (False,), (True,)):
+        assert "and it is not the same: rank 0 " in of_own
+        assert of_all == ""

@@ -186,31 +186,17 @@ def test_a_model_that_does_not_is_no_matter_in_which_dimension_its_samples_lie()
     assert world.run(2, single) == [[""] * len(SINGLE)] * 2
 
 
-def in_transform() -> str:
-    return error_of("ddp", lambda: nn.Linear(5, 4), by_functional_call)
-
-
-def test_calls_inside_of_a_transform_of_functions_are_left_alone() -> None:
-    assert world.run(2, in_transform) == ["", ""]
+def linear() -> nn.Module:
+    return nn.Linear(5, 4)
 
 
 def each(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y, reduction="none")
 
 
-def above_median(losses: Tensor) -> Tensor:
+def above_median(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = each(model, x, y)
     return (losses * (losses > losses.median())).mean()
-
-
-def error_of_mask() -> str:
-    return error_of(
-        "ddp", lambda: nn.Linear(5, 4), lambda run, model, x, y: above_median(each(model, x, y))
-    )
-
-
-def test_a_mask_that_follows_from_other_samples_is_refused() -> None:
-    for text in world.run(2, error_of_mask):
-        assert "computed from other samples of this rank (test_models_of_loops.py:" in text
 
 
 def confident(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -218,9 +204,13 @@ def confident(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (losses * (losses.detach() < 1.4)).mean()
 
 
-def error_of_confident() -> str:
-    return error_of("ddp", lambda: nn.Linear(5, 4), confident)
+def test_a_mask_that_follows_from_other_samples_is_refused_and_one_of_the_sample_is_not() -> None:
+    for by_others, by_itself in world.run(
+        2, errors_of, "ddp", [(linear, above_median), (linear, confident)]
+    ):
+        assert "computed from other samples of this rank (test_models_of_loops.py:" in by_others
+        assert by_itself == ""
 
 
-def test_a_mask_that_follows_from_the_sample_itself_is_not() -> None:
-    assert world.run(2, error_of_confident) == ["", ""]
+def test_calls_inside_of_a_transform_of_functions_are_left_alone() -> None:
+    assert world.run(2, error_of, "ddp", linear, by_functional_call) == ["", ""]

@@ -80,8 +80,7 @@ def trained(strategies: list[str]) -> list[str]:
                 found.append(str(error))
                 continue
             expected = plain(kind)
-            for name, value in run.weights().items():
-                torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(run.weights(), expected, rtol=1e-10, atol=1e-12)
             found.append("exact")
     return found
 

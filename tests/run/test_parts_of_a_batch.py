@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 ROWS = torch.randn(8, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SEQUENCES = torch.randn(8, 9, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -36,13 +37,11 @@ def carried(strategy: str, accumulate: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("zero3", 2)])
-def test_states_with_their_samples_first_go_from_batch_to_batch_as_on_one_device(
-    strategy: str, accumulate: int
-) -> None:
+def test_states_with_their_samples_first_go_from_batch_to_batch_as_on_one_device() -> None:
     expected = carried("single", 1)
-    for losses in world.run(2, carried, strategy, accumulate):
-        assert losses == pytest.approx(expected, rel=1e-12)
+    for by_ddp, by_zero3 in world.run(2, in_turn, carried, ("ddp", 1), ("zero3", 2)):
+        assert by_ddp == pytest.approx(expected, rel=1e-12)
+        assert by_zero3 == pytest.approx(expected, rel=1e-12)
 
 
 def words_of_recurrent() -> tuple[str, list[str]]:
@@ -74,13 +73,9 @@ def hardest_rows(strategy: str, accumulate: int) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "accumulate", "ranks"), [("single", 6, 1), ("pipeline=2,microbatches=6", 1, 2)]
-)
-def test_a_loss_that_fails_on_a_part_is_refused_for_that_in_micro_batches(
-    strategy: str, accumulate: int, ranks: int
-) -> None:
-    for text in world.run(ranks, hardest_rows, strategy, accumulate):
+def test_a_loss_that_fails_on_a_part_is_refused_for_that_in_micro_batches() -> None:
+    of_stages = world.run(2, hardest_rows, "pipeline=2,microbatches=6", 1)
+    for text in (hardest_rows("single", 6), *of_stages):
         assert "it runs on 6 samples and fails on 1 of them" in text
         assert "selected index k out of range at test_parts_of_a_batch.py:" in text
         assert "run.gather(tensor)" in text

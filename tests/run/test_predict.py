@@ -12,11 +12,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 SAMPLES, BATCH = 23, 5  # five batches, the last of three samples
 LINES = [
-    *(("ddp", 7), ("zero3", 3), ("tensor=2", 2), ("pipeline=2", 2), ("server=1", 2)),
-    pytest.param("pipeline=2,zero1", 4, marks=pytest.mark.slow),
+    (7, ["ddp"]),
+    (3, ["zero3"]),
+    (2, ["tensor=2", "pipeline=2", "server=1"]),
+    pytest.param(4, ["pipeline=2,zero1"], marks=pytest.mark.slow),
 ]
 
 
@@ -55,19 +58,20 @@ def predicts(line: str) -> tuple[dict[str, Tensor], Tensor]:
     return named, bare
 
 
-@pytest.mark.parametrize(("line", "ranks"), LINES)
-def test_every_sample_comes_once_in_the_order_of_the_data_set(line: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "lines"), LINES)
+def test_every_sample_comes_once_in_the_order_of_the_data_set(ranks: int, lines: list[str]) -> None:
     x, y = samples().tensors
     model = net().eval()
     with torch.no_grad():
         scores = model(x)
-    for named, bare in world.run(ranks, predicts, line):
-        torch.testing.assert_close(named["scores"], scores, rtol=0, atol=1e-10)
-        assert torch.equal(named["best"], scores.argmax(1))
-        assert torch.equal(named["odd"], y % 2 == 1)
-        assert torch.equal(named["index"], y)
-        assert torch.equal(bare, y * 2)
-        assert named["scores"].device.type == "cpu"
+    for results in world.run(ranks, in_turn, predicts, *zip(lines, strict=True)):
+        for named, bare in results:
+            torch.testing.assert_close(named["scores"], scores, rtol=0, atol=1e-10)
+            assert torch.equal(named["best"], scores.argmax(1))
+            assert torch.equal(named["odd"], y % 2 == 1)
+            assert torch.equal(named["index"], y)
+            assert torch.equal(bare, y * 2)
+            assert named["scores"].device.type == "cpu"
 
 
 class Spread:
@@ -96,14 +100,15 @@ def measures(line: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return by_place, by_name
 
 
-@pytest.mark.parametrize(("line", "ranks"), [("ddp", 3), ("zero3", 2), ("pipeline=2", 2)])
-def test_metrics_see_every_sample_once(line: str, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "lines"), [(3, ["ddp"]), (2, ["zero3", "pipeline=2"])])
+def test_metrics_see_every_sample_once(ranks: int, lines: list[str]) -> None:
     x, y = samples().tensors
     with torch.no_grad():
         expected = (net().eval()(x).sum(1) * y).median()
-    for by_place, by_name in world.run(ranks, measures, line):
-        torch.testing.assert_close(by_place, {"spread": expected}, rtol=0, atol=1e-10)
-        assert by_place == by_name
+    for results in world.run(ranks, in_turn, measures, *zip(lines, strict=True)):
+        for by_place, by_name in results:
+            torch.testing.assert_close(by_place, {"spread": expected}, rtol=0, atol=1e-10)
+            assert by_place == by_name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import shoal
 from shoal.errors import CheckpointError, LaunchError, UsageError
 from shoal.run.run_checkpoints import put_together, take_apart
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def steps(
@@ -58,8 +59,8 @@ def steps(
 def test_a_script_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
     tmp_path: Path, strategy: str
 ) -> None:
-    whole = world.run(2, steps, strategy, tmp_path / "whole", 7, 100)[0]
-    first = world.run(2, steps, strategy, tmp_path / "parts", 5, 2)[0]
+    calls = (strategy, tmp_path / "whole", 7, 100), (strategy, tmp_path / "parts", 5, 2)
+    whole, first = world.run(2, in_turn, steps, *calls)[0]
     rest = world.run(2, steps, strategy, tmp_path / "parts", 7, 100)[0]
     assert [first[:4], rest] == [whole[:4], whole[4:]]
 

@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import CheckpointError, LaunchError, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
-STRATEGIES = ["ddp", "zero3", "tensor=2", "pipeline=2", "server=1"]
+STRATEGIES = ("ddp", "zero3", "tensor=2", "pipeline=2", "server=1")
 
 
 class Tied(nn.Module):
@@ -67,20 +68,20 @@ def saved(strategy: str, directory: Path) -> dict[str, Tensor]:
     return run.weights()
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_both_formats_and_the_models_own_hold_the_whole_weights(
-    tmp_path: Path, strategy: str
-) -> None:
-    found = world.run(2, saved, strategy, tmp_path)
-    expected = found[0]
-    for file in ("model.safetensors", "pretrained/m.safetensors"):
-        written = load_file(tmp_path / file)
-        assert written.keys() == expected.keys()
+def test_both_formats_and_the_models_own_hold_the_whole_weights(tmp_path: Path) -> None:
+    directories = [tmp_path / strategy for strategy in STRATEGIES]
+    for directory in directories:
+        directory.mkdir()
+    found, _ = world.run(2, in_turn, saved, *zip(STRATEGIES, directories, strict=True))
+    for expected, directory in zip(found, directories, strict=True):
+        for file in ("model.safetensors", "pretrained/m.safetensors"):
+            written = load_file(directory / file)
+            assert written.keys() == expected.keys()
+            assert all(torch.equal(written[name], value) for name, value in expected.items())
+        written = torch.load(directory / "model.pt", weights_only=True)
         assert all(torch.equal(written[name], value) for name, value in expected.items())
-    written = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert all(torch.equal(written[name], value) for name, value in expected.items())
-    Tied().load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert not list(tmp_path.glob("*.tmp"))
+        Tied().load_state_dict(load_file(directory / "model.safetensors"))
+        assert not list(directory.glob("*.tmp"))
 
 
 def test_a_dtype_that_the_format_lacks_is_named_and_nothing_is_written(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_batches_that_become_others_on_each_rank_are_refused_at_a_later_step() -
 
 
 def test_priorities_by_errors_of_all_samples_train_as_on_one_device() -> None:
-    ((_, expected),) = world.run(1, replay, True)
+    _, expected = replay(True)
     for text, losses in world.run(2, replay, True):
         assert not text
         assert torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=0)

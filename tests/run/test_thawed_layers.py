@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import StrategyRefused, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 QUIET: dict[str, Any] = {"announce": lambda _: None, "precision": "fp64"}
 
@@ -82,17 +83,13 @@ def one_model_in_phases(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, weights
 
 
-def all_in_phases(strategies: list[str]) -> list[Any]:
-    return [one_model_in_phases(strategy) for strategy in strategies]
-
-
 def test_local_steps_train_other_layers_from_phase_to_phase() -> None:
     losses, weights = one_model_in_phases("single")
-    for found in world.run(2, all_in_phases, ["ddp", "local=1", "recompute,ddp"]):
+    calls = ("ddp",), ("local=1",), ("recompute,ddp",)
+    for found in world.run(2, in_turn, one_model_in_phases, *calls):
         for their_losses, their_weights in found:
             assert their_losses[-1] == pytest.approx(losses[-1], rel=1e-10)
-            for name, value in weights.items():
-                assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
+            torch.testing.assert_close(their_weights, weights, rtol=1e-9, atol=1e-12)
 
 
 def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
@@ -141,20 +138,14 @@ def all_at_rest(strategies: list[str]) -> list[Any]:
     return [at_rest(strategy) for strategy in strategies]
 
 
-@pytest.mark.parametrize(
-    ("strategies", "ranks"),
-    [(["zero3", "tensor=2", "pipeline=2", "server=1"], 2), (["dataparallel"], 1)],
-)
-def test_layers_rest_at_a_rate_of_zero_which_is_the_cure_where_they_cannot_be_thawed(
-    strategies: list[str], ranks: int
-) -> None:
+def test_layers_rest_at_a_rate_of_zero_which_is_the_cure_where_they_cannot_be_thawed() -> None:
     _, losses, weights = at_rest("single")
-    for found in world.run(ranks, all_at_rest, strategies):
+    strategies = ["zero3", "tensor=2", "pipeline=2", "server=1"]
+    for found in (all_at_rest(["dataparallel"]), *world.run(2, all_at_rest, strategies)):
         for refusal, their_losses, their_weights in found:
             assert "a learning rate of 0 for those that rest" in refusal
             assert their_losses == pytest.approx(losses, rel=1e-10)
-            for name, value in weights.items():
-                assert torch.allclose(their_weights[name], value, rtol=1e-9, atol=1e-12), name
+            torch.testing.assert_close(their_weights, weights, rtol=1e-9, atol=1e-12)
 
 
 def phase(run: shoal.Run, net: nn.Module, optimizer: Any, batches: DataLoader) -> list[float]:
@@ -185,12 +176,8 @@ def in_two_runs(strategy: str, path: str) -> list[float]:
     return losses
 
 
-def all_in_two_runs(strategies: list[str], path: str) -> list[Any]:
-    return [in_two_runs(strategy, path) for strategy in strategies]
-
-
 def test_a_saved_phase_goes_on_with_thawed_layers_in_a_run_of_its_own(tmp_path: Path) -> None:
     losses = in_two_runs("single", str(tmp_path / "one.pt"))
-    strategies = ["zero3", "pipeline=2"]
-    for found in world.run(2, all_in_two_runs, strategies, str(tmp_path / "many.pt")):
-        assert found == [pytest.approx(losses, rel=1e-10)] * len(strategies)
+    calls = [(strategy, str(tmp_path / "many.pt")) for strategy in ("zero3", "pipeline=2")]
+    for found in world.run(2, in_turn, in_two_runs, *calls):
+        assert found == [pytest.approx(losses, rel=1e-10)] * len(calls)

@@ -14,6 +14,7 @@ import shoal
 from shoal.errors import LaunchError
 from shoal.run.startup_summary import LOGGER
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def test_only_rank_zero_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,9 +36,13 @@ def download(directory: Path, local: bool) -> str:
         return file.read_text()
 
 
-@pytest.mark.parametrize("local", [False, True])
-def test_the_others_find_what_rank_zero_has_made(tmp_path: Path, local: bool) -> None:
-    assert world.run(3, download, tmp_path, local) == ["whole"] * 3
+def test_the_others_find_what_rank_zero_has_made(tmp_path: Path) -> None:
+    calls = []
+    for local in (False, True):
+        directory = tmp_path / str(local)
+        directory.mkdir()
+        calls.append((directory, local))
+    assert world.run(3, in_turn, download, *calls) == [["whole", "whole"]] * 3
 
 
 def failing_download() -> None:
@@ -69,30 +74,32 @@ def clipped(
 
 
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "norm_type"),
+    ("ranks", "cases"),
     [
-        ("tensor=2", 2, 2.0),
-        ("pipeline=2", 2, 2.0),
-        ("ddp", 2, math.inf),
-        ("zero3", 4, math.inf),  # the last rank has no row of the last layer
-        pytest.param("tensor=2", 2, math.inf, marks=pytest.mark.slow),
-        pytest.param("pipeline=2", 4, math.inf, marks=pytest.mark.slow),
-        ("server=2,part_mb=0.0001", 2, math.inf),
+        (2, [("tensor=2", 2.0), ("pipeline=2", 2.0), ("ddp", math.inf)]),
+        (2, [("server=2,part_mb=0.0001", math.inf)]),
+        pytest.param(2, [("tensor=2", math.inf)], marks=pytest.mark.slow),
+        pytest.param(4, [("pipeline=2", math.inf)], marks=pytest.mark.slow),
     ],
 )
 def test_all_gradients_are_clipped_as_on_one_device(
-    strategy: str, ranks: int, norm_type: float
+    ranks: int, cases: list[tuple[str, float]]
 ) -> None:
-    expected = clipped("single", True, norm_type)
-    assert expected[1] == pytest.approx(1e-3, rel=1e-2)
-    for found in world.run(ranks, clipped, strategy, True, norm_type):
-        assert found == pytest.approx(expected, rel=1e-10)
+    expected = {norm_type: clipped("single", True, norm_type) for _, norm_type in cases}
+    calls = [(strategy, True, norm_type) for strategy, norm_type in cases]
+    for results in world.run(ranks, in_turn, clipped, *calls):
+        for found, (strategy, norm_type) in zip(results, cases, strict=True):
+            assert expected[norm_type][1] == pytest.approx(1e-3, rel=1e-2)
+            assert found == pytest.approx(expected[norm_type], rel=1e-10), strategy
 
 
-def test_torch_finds_the_largest_gradient_of_shards_of_which_one_is_empty() -> None:
+def test_shoal_and_torch_find_the_largest_gradient_of_shards_of_which_one_is_empty() -> None:
     expected = clipped("single", True, math.inf)
-    for found in world.run(4, clipped, "zero3", True, math.inf, True):
-        assert found == pytest.approx(expected, rel=1e-10)
+    # The last of four ranks has no row of the last layer.
+    calls = [("zero3", True, math.inf, by_torch) for by_torch in (False, True)]
+    for by_shoal, by_torch in world.run(4, in_turn, clipped, *calls):
+        assert by_shoal == pytest.approx(expected, rel=1e-10)
+        assert by_torch == pytest.approx(expected, rel=1e-10)
 
 
 def test_gradients_of_some_parameters_are_clipped_by_torch_or_refused() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
+from any_step import assert_same
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -16,6 +16,7 @@ from shoal.errors import UsageError
 from shoal.testing import world
 from shoal.trial import LossKind, try_loss
 from shoal.trial.loss_verdict import OBJECTIONS
+from tests.harness.in_turn import in_turn
 
 
 class TimeFirst(nn.Module):
@@ -72,8 +73,7 @@ def test_a_mean_over_samples_is_exact_with_time_first() -> None:
     _, expected = time_first("single", False)
     for error, weights in world.run(2, time_first, "ddp", False):
         assert error == ""
-        for name, value in expected.items():
-            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+        assert_same(weights, expected)
 
 
 class TwoTasks(nn.Module):
@@ -116,13 +116,12 @@ def two_tasks(strategy: str, computed: bool) -> tuple[str, dict[str, Tensor]]:
     return "", run.weights()
 
 
-@pytest.mark.parametrize("computed", [False, True])
-def test_an_output_without_samples_may_have_as_many_entries_as_there_are(computed: bool) -> None:
-    _, expected = two_tasks("single", computed)
-    for error, weights in world.run(2, two_tasks, "ddp", computed):
-        assert error == ""
-        for name, value in expected.items():
-            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max(), name
+def test_an_output_without_samples_may_have_as_many_entries_as_there_are() -> None:
+    expected = [two_tasks("single", computed)[1] for computed in (False, True)]
+    for results in world.run(2, in_turn, two_tasks, ("ddp", False), ("ddp", True)):
+        for (error, weights), alone in zip(results, expected, strict=True):
+            assert error == ""
+            assert_same(weights, alone)
 
 
 def student_of_itself() -> list[str]:
@@ -166,13 +165,14 @@ def attention(draws: str) -> tuple[list[str], dict[str, Tensor]]:
     return [line for line in lines if "random numbers" in line], run.weights()
 
 
-@pytest.mark.parametrize("draws", ["rank", "global"])
-def test_attention_without_dropout_draws_nothing_and_is_exact(draws: str) -> None:
-    _, expected = attention(draws)
-    for notes, weights in world.run(2, attention, draws):
-        assert notes == []
-        for name, value in expected.items():
-            assert (weights[name] - value).abs().max() <= 1e-10 * value.abs().max() + 1e-14, name
+def test_attention_without_dropout_draws_nothing_and_is_exact() -> None:
+    expected = [attention(draws)[1] for draws in ("rank", "global")]
+    for results in world.run(2, in_turn, attention, ("rank",), ("global",)):
+        for (notes, weights), alone in zip(results, expected, strict=True):
+            assert notes == []
+            for name, value in alone.items():
+                tolerance = 1e-10 * value.abs().max() + 1e-14
+                assert (weights[name] - value).abs().max() <= tolerance, name
 
 
 class TimeFirstLabels(nn.Module):

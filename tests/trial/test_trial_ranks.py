@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import LaunchError, UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def steps(strategy: str, padded: bool, with_trials: bool = True) -> tuple[str, list[float]]:
@@ -233,17 +234,11 @@ def weight_of_own_losses(strategy: str, is_read: bool, shape: tuple[int, ...] = 
     return [note for note in notes if "ranks differ in" in note]
 
 
-@pytest.mark.parametrize(
-    ("strategy", "shape"),
-    [pytest.param("ddp", (), marks=pytest.mark.slow), ("zero3", ()), ("ddp", (300_000,))],
-)
-def test_numbers_that_the_loop_computes_from_own_losses_get_a_note(
-    strategy: str, shape: tuple[int, ...]
-) -> None:
-    notes, _ = world.run(2, weight_of_own_losses, strategy, True, shape)
-    read, written = notes
-    assert "ranks differ in balance.k, with which compute_loss computes" in read
-    assert "ranks differ in balance.seen, and did not before the first step" in written
+def test_numbers_that_the_loop_computes_from_own_losses_get_a_note() -> None:
+    calls = ("zero3", True), ("ddp", True), ("ddp", True, (300_000,))
+    for read, written in world.run(2, in_turn, weight_of_own_losses, *calls)[0]:
+        assert "ranks differ in balance.k, with which compute_loss computes" in read
+        assert "ranks differ in balance.seen, and did not before the first step" in written
 
 
 def test_a_number_that_a_loss_writes_and_does_not_read_is_told_to_be_of_one_rank() -> None:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 
 def trained(act: str, strategy: str = "ddp") -> str:
@@ -38,12 +39,9 @@ def trained(act: str, strategy: str = "ddp") -> str:
     return ""
 
 
-def acts() -> list[str]:
-    return [trained(act) for act in ("seeded", "drawn anew", "own gradients")]
-
-
 def test_weights_that_ranks_draw_anew_or_step_by_gradients_of_own_rows_are_an_error() -> None:
-    for seeded, drawn, stepped in world.run(2, acts):
+    acts = ("seeded",), ("drawn anew",), ("own gradients",)
+    for seeded, drawn, stepped in world.run(2, in_turn, trained, *acts):
         assert seeded == ""
         assert re.search(r"2\.weight has other values on data rank 1 .*torch\.manual_seed", drawn)
         assert "0.weight has other values on data rank 1 than on data rank 0" in stepped

@@ -6,11 +6,13 @@ import copy
 from typing import Any
 
 import torch
+from any_step import assert_same
 from torch import Tensor, nn
 
 import shoal
 from shoal.errors import UsageError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 
 X = torch.arange(24.0, dtype=torch.float64).sin().reshape(6, 4)
 
@@ -44,22 +46,16 @@ def trained(strategy: str, by_all: bool) -> tuple[str, dict[str, Tensor]]:
 LAYOUTS = ["ddp", "zero3", "tensor=2", "pipeline=2"]
 
 
-def all_of(by_all: bool) -> list[tuple[str, dict[str, Tensor]]]:
-    return [trained(strategy, by_all) for strategy in LAYOUTS]
-
-
 def test_values_that_all_ranks_load_are_those_of_one_device() -> None:
     _, expected = trained("single", by_all=True)
-    for found in world.run(2, all_of, True):
+    for found in world.run(2, in_turn, trained, *((strategy, True) for strategy in LAYOUTS)):
         for strategy, (error, weights) in zip(LAYOUTS, found, strict=True):
             assert error == "", strategy
-            for name, value in expected.items():
-                apart = (weights[name] - value).abs().max()
-                assert apart <= 1e-10 * value.abs().max(), (strategy, name)
+            assert_same(weights, expected, strategy)
 
 
 def test_values_that_one_rank_loads_are_refused_by_all() -> None:
-    for found in world.run(2, all_of, False):
+    for found in world.run(2, in_turn, trained, *((strategy, False) for strategy in LAYOUTS)):
         for strategy, (error, _) in zip(LAYOUTS, found, strict=True):
             fact = "load_state_dict: rank 0 has loaded weights and rank 1 has not"
             assert error.startswith(fact), (strategy, error)
