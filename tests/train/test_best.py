@@ -50,10 +50,6 @@ class FailsToSave(tiny_jobs.Undrawn):
         self.checkpoints.write = fails  # type: ignore[method-assign]
 
 
-def fails_to_save(job: Job, accuracies: list[float], failing: int) -> None:
-    tiny_jobs.go(FailsToSave(job, accuracies, failing))
-
-
 @pytest.mark.parametrize(
     ("accuracies", "best", "beside"),
     [
@@ -71,7 +67,7 @@ def test_where_the_best_one_was_not_saved_the_best_that_was_is_kept(
     tmp_path: Path, beside: bool, accuracies: list[float], best: tuple[int, float]
 ) -> None:
     job = tiny(tmp_path / "run", MLP, EPOCHS, {"checkpoint.asynchronous": beside})
-    world.run(1, fails_to_save, job, accuracies, 12)
+    tiny_jobs.go(FailsToSave(job, accuracies, 12))
     checkpoints = tmp_path / "run/checkpoints"
     assert (checkpoints / "best").read_text() == f"step-{best[0]:08}\n"
     assert sorted(path.name for path in checkpoints.glob("step-*")) == [

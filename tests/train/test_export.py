@@ -29,7 +29,11 @@ DATA = str(tiny_jobs.DATA)
 def trained(
     folder: Path, strategy: str = "single", ranks: int = 1, *parts: dict[str, object]
 ) -> Path:
-    world.run(ranks, tiny_jobs.trains, tiny(folder / "run", *parts, strategy=strategy))
+    job = tiny(folder / "run", *parts, strategy=strategy)
+    if ranks == 1:
+        tiny_jobs.trains(job)
+    else:
+        world.run(ranks, tiny_jobs.trains, job)
     return folder / "run"
 
 

@@ -60,7 +60,10 @@ def records(out: Path) -> list[dict[str, Any]]:
 
 
 def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
-    world.run(ranks, train, out / str(ranks), recipe)
+    if ranks == 1:
+        train(out / "1", recipe)
+    else:
+        world.run(ranks, train, out / str(ranks), recipe)
     return records(out / str(ranks))
 
 
