@@ -21,7 +21,6 @@ LIMIT_S ?= 0
 EVERYDAY := -n auto --maxprocesses 8 --dist worksteal -m "not slow and not gpu"
 
 test: $(VENV)/.test  ## Run the everyday tests and `make lint` beside them: what continuous integration runs.
-	@$(BIN)/python -m compileall -q shoal tests  # hundreds of processes import them
 	$(BIN)/python -m tests.harness.run --beside "$(MAKE) -s lint" --goal-s $(GOAL_S) --limit-s $(LIMIT_S) $(EVERYDAY)
 
 # The oldest supported version: make test-torch TORCH=2.11.0. pip brings torchvision and torchao that suit it.
