@@ -130,10 +130,16 @@ class ConnectionLost(WireError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or the list of what is known when nothing is close."""
+    """Return "did you mean 'x'?", or the list of what is known when nothing is close.
+
+    Names that begin with the word come before those that are similar.
+    """
     names = sorted(known)
-    close = get_close_matches(word, names, n=1, cutoff=0.6)
-    return f"did you mean '{close[0]}'?" if close else f"known: {', '.join(names)}"
+    begin_so = [name for name in names if word and name.startswith(word)]
+    close = begin_so[:3] or get_close_matches(word, names, n=1, cutoff=0.6)
+    if not close:
+        return f"known: {', '.join(names)}"
+    return f"did you mean {' or '.join(repr(name) for name in close)}?"
 
 
 BAD_INPUT = (ConfigError, EnvironmentConflict, StrategyRefused, UsageError)

@@ -44,7 +44,10 @@ def report(planner: Planner, plans: Plans, command: Command, more: Sequence[str]
             )
     left_out = len(plans.fitting) + len(plans.slower) - len(shown)
     if left_out:
-        lines += [f"and {left_out} more that are slower or the same: --json has all", ""]
+        lines += [
+            f"and {left_out} more that are slower, or cost what a simpler one does: --json has all",
+            "",
+        ]
     inexact = [plan.strategy for plan in shown if not plan.step.is_exact]
     if inexact:
         lines += _wrapped(f"~ not the numbers of one device: {', '.join(inexact)}", "  ")
@@ -182,13 +185,28 @@ def _next(planner: Planner, plans: Plans, command: Command) -> Iterator[str]:
     best = plans.best
     if best is not None:
         if best is not plans.fitting[0]:
-            yield f"{best.strategy} is as fast as a prediction can tell, and simpler or exact:"
+            yield f"{best.strategy} is {_advantage(best, plans)}:"
+        if best.is_tight:
+            yield (
+                f"tight: {bytes_text(best.memory.total)} of {bytes_text(best.memory_limit)}, and "
+                "predictions of memory may be wrong by more; try it before a long run"
+            )
         yield from filter(None, [planner.workload.note])
         yield command.line(planner, best.strategy)
     elif plans.too_large:
         yield from does_not_fit(planner, plans.too_large[0], command)
     else:
         yield "no strategy runs this job on these ranks"
+
+
+def _advantage(best: Plan, plans: Plans) -> str:
+    """Return why the plan to use is not the one that is predicted to be the fastest."""
+    faster = [plan for plan in plans.fitting if plan.latest_s < best.latest_s]
+    if any(plan.is_tight for plan in faster) and not best.is_tight:
+        return "the fastest with room for what a prediction of memory may be wrong by"
+    if faster and not any(plan.step.is_exact for plan in faster):
+        return "the fastest with the numbers of one device"
+    return "as fast as a prediction can tell, and simpler"
 
 
 def does_not_fit(planner: Planner, nearest: Plan, command: Command) -> Iterator[str]:

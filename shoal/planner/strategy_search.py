@@ -39,6 +39,8 @@ IN_ONE_PROCESS = ("single", "dataparallel")
 """Ways that share out no batch among ranks. The second is there for comparison."""
 COMPARED = 24
 """Times that are known before plans are left out which cannot be better."""
+MEMORY_BAND = {"cpu": 0.03, "cuda": 0.08}
+"""Share by which predicted memory was off at most: benchmarks/plan. An allocator needs room too."""
 ALIKE = 0.05
 """Share by which times differ that a prediction tells apart."""
 
@@ -88,6 +90,12 @@ class Plan:
         return self.memory.total - self.memory_limit
 
     @property
+    def is_tight(self) -> bool:
+        """True if it may not fit, for the prediction of its memory may be too small."""
+        band = MEMORY_BAND[self.step.device]
+        return self.memory.total * (1 + band) > self.memory_limit
+
+    @property
     def seconds(self) -> float:
         return self.time.seconds if self.time is not None else float("inf")
 
@@ -125,10 +133,12 @@ class Plans:
     def best(self) -> Plan | None:
         """Return the plan to use: of those that are about as fast as the fastest, the simplest.
 
-        It computes the numbers of one device. Predictions do not tell times apart that are within
-        `ALIKE`, so fewer strategies decide, and then the shorter line.
+        It computes the numbers of one device, and has room to spare if any plan has. Predictions
+        do not tell times apart that are within `ALIKE`, so fewer strategies decide, and then the
+        shorter line.
         """
         exact = [plan for plan in self.fitting if plan.step.is_exact]
+        exact = [plan for plan in exact if not plan.is_tight] or exact
         alike = [plan for plan in exact if plan.latest_s <= exact[0].latest_s * (1 + ALIKE)]
         return min(alike, key=complexity, default=None)
 

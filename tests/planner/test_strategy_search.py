@@ -73,6 +73,26 @@ def test_plans_are_sorted_by_time_and_best_is_exact(workload: Workload) -> None:
     assert plans.best.latest_s <= 1.05 * min(p.latest_s for p in plans.fitting if p.step.is_exact)
 
 
+def test_the_best_has_room_for_what_its_memory_may_be_wrong_by_where_any_has(
+    workload: Workload,
+) -> None:
+    roomy = planner(workload, 2).search().best
+    assert roomy is not None
+    limit = roomy.memory.total * 1.01
+    narrow = planner(workload, 2, memory=limit)
+    plans = narrow.search()
+    assert plans.best is not None
+    assert plans.best.memory.total * 1.03 <= limit
+    assert plans.best.strategy != roomy.strategy
+    said = report(narrow, plans, Command())
+    assert f"{plans.best.strategy} is the fastest with room for what a prediction" in said
+
+    only = narrow.search([roomy.strategy])
+    assert only.best is not None
+    assert only.best.is_tight
+    assert "\ntight: " in report(narrow, only, Command())
+
+
 def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: Workload) -> None:
     used: set[str] = set()
     for line in candidate_lines(4):
