@@ -16,13 +16,15 @@ ranks, and neither do the losses.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.errors import CheckpointError, UsageError
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.run.run import Run
 from shoal.run.run_checkpoints import RunCheckpoints
 from shoal.run.startup_summary import spell_batch
@@ -37,6 +39,45 @@ except ModuleNotFoundError as error:
 
 STATE = "shoal"
 """The folder of a checkpoint with the state of the run, in Shoal's own format."""
+
+
+class LabelCount(Tensor):
+    """The number of labels of an optimizer step, which tells whether a loss has computed with it.
+
+    The Trainer gives it to each model whose `forward` takes further keywords. One that divides by
+    it returns a sum, one that does not a mean: the classifiers of transformers (5.24).
+
+    Attributes: is_read: a function other than a copy was given it, or one of its copies.
+    """
+
+    _plain: Tensor
+    _reads: list[Any]
+    _COPIES: ClassVar = (Tensor.to, Tensor.float, Tensor.double, Tensor.clone, Tensor.detach)
+
+    @classmethod
+    def of(cls, count: Tensor, reads: list[Any] | None = None) -> LabelCount:
+        """Return it for a tensor of one number. Args: reads: those of what it is a copy of."""
+        made = count.as_subclass(cls)
+        made._plain, made._reads = count, [] if reads is None else reads
+        return made
+
+    @property
+    def is_read(self) -> bool:
+        return bool(self._reads)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        args, kwargs = tree_map(
+            lambda leaf: leaf._plain if isinstance(leaf, cls) else leaf, (args, kwargs or {})
+        )
+        result = func(*args, **kwargs)
+        if func in cls._COPIES:
+            return cls.of(result, found[0]._reads)
+        if getattr(func, "__name__", "") not in ("__get__", "dim", "size"):  # not its values
+            for count in found:
+                count._reads.append(func)
+        return result
 
 
 class ShoalTrainer(Trainer):
@@ -100,13 +141,24 @@ class ShoalTrainer(Trainer):
         def compute_loss(**share: Tensor) -> Any:
             # Before the loss, which may take the labels out of the batch.
             count = None if labels is None else self._labels_of(share)
-            loss = self.compute_loss(model, share, num_items_in_batch=num_items_in_batch)
-            if count is None:
-                return loss / self.current_gradient_accumulation_steps
-            return counted(loss * labels, count)
+            items = num_items_in_batch
+            if count is not None:
+                items = LabelCount.of(torch.as_tensor(items))
+            loss = self.compute_loss(model, share, num_items_in_batch=items)
+            if count is not None and items.is_read:
+                return counted(loss * labels, count)
+            is_whole = self._is_sum_over_steps(items)
+            return loss if is_whole else loss / self.current_gradient_accumulation_steps
 
         loss: Tensor = self.run.forward_backward(compute_loss, **self.run.share(whole))
         return loss
+
+    def _is_sum_over_steps(self, num_items_in_batch: Any) -> bool:
+        """Return True if the Trainer adds up the losses of an optimizer step as they are."""
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        is_given = self.model_accepts_loss_kwargs and num_items_in_batch is not None
+        return bool(is_given or self.compute_loss_func is not None)
 
     def _labels_of(self, batch: dict[str, Any]) -> Tensor:
         """Return the number of labels that count in a batch."""

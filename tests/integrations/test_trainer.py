@@ -22,9 +22,9 @@ TOLERANCE = 1e-5
 
 
 @cache
-def expected(accumulation: int) -> dict[str, list[float]]:
+def expected(accumulation: int, job: str = "llama") -> dict[str, list[float]]:
     settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd", "save_strategy": "no"}
-    (found,) = world.run(1, trainer_job.train, "", Path("unused"), settings)
+    (found,) = world.run(1, trainer_job.train, "", Path("unused"), settings, None, job)
     return found
 
 
@@ -51,6 +51,18 @@ def test_a_job_of_the_trainer_has_the_losses_of_one_process(
     first, second = world.run(2, trainer_job.train, strategy, tmp_path, settings)
     assert_equal(first, expected(accumulation))
     assert not second["loss"] or second == first  # rank 0 alone may log
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulation"), [("ddp", 1), ("ddp", 2), ("zero3", 2), ("pipeline=2", 1)]
+)
+def test_a_classifier_that_takes_keywords_and_returns_a_mean_has_the_losses_of_one_process(
+    strategy: str, accumulation: int, tmp_path: Path
+) -> None:
+    settings = {"gradient_accumulation_steps": accumulation, "optim": "sgd"}
+    settings |= {"save_strategy": "no"}
+    first, _ = world.run(2, trainer_job.train, strategy, tmp_path, settings, None, "bert")
+    assert_equal(first, expected(accumulation, "bert"))
 
 
 def test_a_checkpoint_resumes_under_another_strategy_with_adamw_and_its_schedule(

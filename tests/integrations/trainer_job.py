@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
 
 import shoal
 from shoal.integrations.transformers import ShoalTrainer
@@ -34,12 +43,36 @@ def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads))
 
 
+def bert() -> BertForSequenceClassification:
+    """Return a classifier, whose `forward` takes further keywords and whose loss is a mean."""
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(vocab_size=VOCABULARY, num_attention_heads=4, **sizes, **dropout)
+    return BertForSequenceClassification(config)
+
+
+def classes() -> list[dict[str, torch.Tensor]]:
+    """Return 24 padded texts, each with a class."""
+    return [{**text, "labels": text["input_ids"].sum() % 2} for text in texts()]
+
+
+JOBS: dict[str, tuple[Callable[[], PreTrainedModel], Callable[[], Any]]] = {
+    "llama": (llama, texts),
+    "bert": (bert, classes),
+}
+
+
 def train(
-    strategy: str, folder: Path, settings: dict[str, Any], resume: str | None = None
+    strategy: str,
+    folder: Path,
+    settings: dict[str, Any],
+    resume: str | None = None,
+    job: str = "llama",
 ) -> dict[str, list[float]]:
     """Train two epochs; return the losses of steps and evaluations, as this rank has them.
 
-    Args: strategy: empty for transformers' own Trainer.
+    Args: strategy: empty for transformers' own Trainer. job: of JOBS.
     """
     run = shoal.init(strategy, announce=lambda _: None) if strategy else None
     args = TrainingArguments(
@@ -56,9 +89,10 @@ def train(
         disable_tqdm=True,
         **settings,
     )
-    data = texts()
+    make_model, make_data = JOBS[job]
+    data = make_data()
     kind = partial(ShoalTrainer, run=run) if strategy else Trainer
-    trainer = kind(model=llama(), args=args, train_dataset=data, eval_dataset=data[:10])
+    trainer = kind(model=make_model(), args=args, train_dataset=data, eval_dataset=data[:10])
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     return {
