@@ -80,7 +80,7 @@ def test_a_model_that_transformers_cannot_build_is_refused(
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        (None, (), "No such file or directory. Give a directory with config.json."),
+        (None, (), "No such file or directory. Give a directory with config.json, such as"),
         ("{", (), "is no JSON"),
         ("{}", (), "names no model, as in"),
         ('{"architectures": ["ViTForImageClassification"]}', (), "is no language model"),

@@ -218,7 +218,7 @@ class Walk(TorchFunctionMode):
             if name is not None and (tensor.is_meta or id(tensor) in self.units.given_up):
                 raise WalkRefusal(
                     f"pipeline: code around the blocks uses {name} in stage {self.stage}, unlike "
-                    "on the example, and another rank holds it. Use it in the first step too, or "
+                    "in the first step, and another rank holds it. Use it there too, or "
                     "cut elsewhere: cuts=NAME."
                 )
 
@@ -238,7 +238,7 @@ class Walk(TorchFunctionMode):
         if stage < self.at:
             raise WalkRefusal(
                 f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
-                "unlike on the example. What the function does must not follow from values. To "
+                "unlike in the first step. What the function does must not follow from values. To "
                 "generate text, save by run.save_pretrained or run.save, and do it in one process."
             )
         self._turns[name] += 1
