@@ -43,15 +43,15 @@ def guard_backward(guarded: GuardedModels, undo: ExitStack) -> None:
 
 def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        outside = [
-            guarded
-            for known in patch.refs
-            if (guarded := known()) is not None and not guarded.phase.in_passes
-        ]
+        known = [guarded for ref in patch.refs if (guarded := ref()) is not None]
+        outside = [guarded for guarded in known if not guarded.phase.in_passes]
         if not outside:
             return original(*args, **kwargs)
-        # A pass by given inputs ends at these.
-        if len(args) < LENGTH_WITH_INPUTS or not args[LENGTH_WITH_INPUTS - 1]:
+        # A pass by given inputs ends at these. One of another run's step is no end of this one's,
+        # which may have failed before, in a notebook say.
+        is_step = len(outside) < len(known)
+        has_inputs = len(args) >= LENGTH_WITH_INPUTS and args[LENGTH_WITH_INPUTS - 1]
+        if not (is_step or has_inputs):
             for guarded in outside:
                 _check_not_held(guarded)
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
