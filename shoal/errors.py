@@ -129,14 +129,19 @@ class ConnectionLost(WireError):
     """The peer closed the connection or died, or this end closed it."""
 
 
+MOST_NAMES = 3
+"""Names that a question offers at most."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return "did you mean 'x'?", or the list of what is known when nothing is close.
 
-    Names that begin with the word come before those that are similar.
+    A few names that begin with the word come before one that is similar.
     """
     names = sorted(known)
     begin_so = [name for name in names if word and name.startswith(word)]
-    close = begin_so[:3] or get_close_matches(word, names, n=1, cutoff=0.6)
+    is_clear = 0 < len(begin_so) <= MOST_NAMES
+    close = begin_so if is_clear else get_close_matches(word, names, n=1, cutoff=0.6)
     if not close:
         return f"known: {', '.join(names)}"
     return f"did you mean {' or '.join(repr(name) for name in close)}?"

@@ -39,6 +39,8 @@ _ONE_MACHINE = (
     "`shoal train` and `shoal launch` run on several machines, this verb on one: -n N counts its "
     "processes. `shoal plan --cluster FILE` plans for several"
 )
+_SERVERS = "servers are a strategy: --strategy server=2, or server=2,staleness=async"
+_RECORD = "only runs of `shoal train` can be recorded, for `shoal replay`"
 _RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
 _INSTEAD = {
     _MEETING: (
@@ -49,6 +51,8 @@ _INSTEAD = {
     _PRECISION: ("--mixed-precision", "--fp16", "--bf16"),
     _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
     _ONE_MACHINE: ("--slurm", "--nodes", "--ntasks-per-node", "--hosts", "--server-hosts"),
+    _SERVERS: ("--servers", "--num-servers", "--num-ps", "--staleness"),
+    _RECORD: ("--record",),
     _RESTARTS: ("--max-restarts",),
     _HOSTFILE: ("--hostfile",),
     _MANIFEST: ("--kubernetes",),
@@ -99,6 +103,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("-H", dest="hosts", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for sentence, flags in _INSTEAD.items():
         names = [name for each in flags for name in _spellings(each) if name not in own]
+        if not names:
+            continue
         parser.add_argument(
             *names,
             action=argument_types.OptionInstead,

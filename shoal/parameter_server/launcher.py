@@ -386,7 +386,8 @@ def report_servers(shards: Sequence[Mapping[str, Any]], together: bool) -> list[
     sent_mib = sum(shard["sent_bytes"] for shard in shards) / MIB
     lines = [
         f"servers: {len(shards)} shard{'s' if len(shards) > 1 else ''} received "
-        f"{received_mib:,.1f} MiB and sent {sent_mib:,.1f} MiB by sockets"
+        f"{received_mib:,.1f} MiB and sent {sent_mib:,.1f} MiB by sockets; on one machine, "
+        "workers and servers read each other's memory"
     ]
     refused = sum(shard["refused"] for shard in shards)
     if refused:

@@ -70,8 +70,8 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
     yield f"   ring  {seconds_text(exchange_s):>9}  {seconds_text(ring_s):>10}"
     yield ""
     yield (
-        f"enough: {enough} of {bytes_text(server)}/s take what {workers} workers of "
-        f"{bytes_text(worker)}/s can send; more buy nothing"
+        f"the exchange alone gains from up to {enough}: {workers} workers send "
+        f"{bytes_text(worker)}/s each, and a server takes {bytes_text(server)}/s"
     )
     hidden = server_count.hidden_from(size, worker, workers, compute_s, server)
     if hidden is None:
@@ -82,7 +82,7 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         "assumed: workers of one pace, links of one speed, each server on a host of its own; "
         "beside workers,"
     )
-    yield "servers move what a ring moves, and need cores besides: docs/plan.md"
+    yield "servers move at least what a ring moves, and need cores besides: docs/plan.md"
     few = range(1, min(enough, MOST_SERVERS * workers) + 1)
     yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in few})
 

@@ -40,9 +40,11 @@ MOST_CALLS = 16
 FIRST_LOSSES = 2
 """Losses for which the models are tried: those of a GAN take turns."""
 NOTE = (
-    "note: run.backward takes the mean over the samples of this rank. Beyond the loss's graph, "
-    "nothing has checked that it is: shoal verify SCRIPT -n {ranks} does. Dropout masks and noise "
-    "by torch are others on each data rank, from the same distribution."
+    "note: run.backward assumes that the loss is the mean over this rank's samples. It has looked "
+    "at the loss's graph alone: shoal verify SCRIPT -n {ranks} proves it."
+)
+DRAWS = (
+    " Dropout masks and noise by torch are others on each data rank, from the same distribution."
 )
 OWN_FIGURES = (
     "note: len(x), loss.item() * len(x), an accuracy: what the loop computes is of this rank's "
@@ -181,8 +183,10 @@ class LoopLoss:
         is_first = not self._is_noted
         if is_first:
             self._is_noted = True
-            prepared.announce(NOTE.format(ranks=max(2, prepared.mesh.size)))
-            if prepared.mesh.data.size > 1:
+            note, has_data_ranks = NOTE, prepared.mesh.data.size > 1
+            note += DRAWS if has_data_ranks else ""
+            prepared.announce(note.format(ranks=max(2, prepared.mesh.size)))
+            if has_data_ranks:
                 prepared.announce(self._own_figures())
         compute_loss = base.ComputedLoss(loss)
         if self._microbatch is not None:
@@ -323,6 +327,8 @@ class LoopLoss:
         """Return the note on figures that the loop computes of this rank's samples."""
         is_synchronous = self._prepared.local_model().strategy_state.is_synchronous
         returned = "the mean loss over all" if is_synchronous else "that of this rank too"
+        if self._prepared.settings.accumulate > 1:
+            returned = "the part of a micro-batch, and those of a batch add up to its mean loss"
         return OWN_FIGURES.format(ranks=self._prepared.mesh.data.size, returned=returned)
 
     def _after(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:

@@ -67,6 +67,8 @@ REFUSED = [
     ("train digits --nnodes 2", "--nnodes: one command starts the ranks of all machines"),
     ("train digits --bf16 --seed 1", "--bf16: in a script shoal.init(precision="),
     ("train digits --strategy pp=2 -n 1", "pipeline=2"),
+    ("train digits --servers 2", "--servers: servers are a strategy: --strategy server=2, or"),
+    ("launch -n 2 --record t.py", "--record: only runs of `shoal train` can be recorded"),
     ("verify t.py --slurm --nodes 2", "--slurm: `shoal train` and `shoal launch` run on several"),
     ("run t.py", "your own script is `shoal launch -n 2 train.py`"),
     ("t.py", "there is no verb 't.py'; a script is started by `shoal launch -n 2 t.py`"),

@@ -136,7 +136,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_servers_are_counted_by_the_closed_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("plan", "digits", "-n", "4", "--servers", *SMALL) == 0
     out = capsys.readouterr().out
-    assert "enough:" in out
+    assert "the exchange alone gains from up to" in out
     assert "ring" in out
     assert "assumed: workers of one pace" in out
     assert "NOT CALIBRATED" in out

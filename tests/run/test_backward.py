@@ -186,7 +186,7 @@ def test_an_accuracy_that_is_added_up_as_the_note_says_is_that_of_one_device(
 
 def test_what_is_no_loss_is_refused_and_the_note_comes_once() -> None:
     said = world.run(2, say_what_is_no_loss)[0]
-    assert said["notes"].count("note: run.backward takes") == 1
+    assert said["notes"].count("note: run.backward assumes") == 1
     assert said["notes"].count("note: len(x)") == 1
     assert "shoal verify SCRIPT -n 2" in said["notes"]
     assert "a tensor of shape (2,)" in said["vector"]

@@ -40,8 +40,8 @@ OTHER_RANKS_S = 5.0
 EXACT, BY_DESIGN, UNCHECKED, REFUSED = "exact", "by design", "unchecked", "refused"
 SILENT, FOREIGN, HANG = "SILENT", "FOREIGN", "HANG"
 DEFECTS = (SILENT, FOREIGN, HANG)
-UNCHECKED_NOTE = "nothing has checked that it is"
-"""Said of a loss that could not be compared on parts of a batch."""
+UNCHECKED_NOTES = ("nothing has checked that it is", "looked at the loss's graph alone")
+"""Said of a loss that could not be compared on parts of a batch, and of one of the loop."""
 
 
 class Layout(NamedTuple):
@@ -284,10 +284,11 @@ def judge(script: type[Script], expected: Result, outcomes: Sequence[Outcome]) -
     notes = [note for outcome in outcomes for note in outcome.notes if announces(note, script)]
     if notes:
         return Cell(BY_DESIGN, "\n".join(dict.fromkeys(notes)), worst[0])
-    unchecked = [note for outcome in outcomes for note in outcome.notes if UNCHECKED_NOTE in note]
+    told = [note for outcome in outcomes for note in outcome.notes]
+    unchecked = [note for note in told if any(words in note for words in UNCHECKED_NOTES)]
     if unchecked and {*script.needs} & {*"CG"}:
         return Cell(UNCHECKED, unchecked[0], worst[0])
-    others = "".join(f"; {note}" for outcome in outcomes for note in outcome.notes)
+    others = "".join(f"; {note}" for note in told)
     return Cell(SILENT, f"{worst[1]} differs by {worst[0]:.1e}{others}", worst[0])
 
 

@@ -129,6 +129,8 @@ def _coordinator_of(directory: Path) -> tuple[Address, Transport]:
     On the machine of its first rank both are in the folder of the key. On that of the command with
     `--hosts` the address is in the run directory, and the launcher has the secret.
     """
+    if not directory.is_dir():
+        raise UsageError(f"there is no directory {directory}. Give that of a run of `shoal train`.")
     folder = directory / POINTER
     with contextlib.suppress(OSError):
         address, job, encrypt = _read_address_file(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -110,6 +109,9 @@ def compare_runs(
         return ScriptReport(
             "exact", None, NO_CAUSE, count, len(ranks), largest, layers, notes=notes
         )
+    if len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
+        notes = [*notes, NO_GROUP]
+        return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
     first = found[0]
     at = [step for step in steps if step.step <= first.step]
     cause = _cause(first, found, at, ranks)
@@ -129,8 +131,6 @@ def _cause(
     if not ranks[0].is_synchronous:
         return OWN_STEPS
     cause = likely_cause(first, found, steps, len(ranks))
-    if len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
-        return replace(cause, sentence=NO_GROUP)
     if cause.kind not in OF_OTHER_SAMPLES:
         return cause
     draws = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")

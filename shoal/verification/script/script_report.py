@@ -90,7 +90,8 @@ class ScriptReport:
     Attributes:
         verdict: "exact": all within the tolerance. "differs by design": the first difference has
             a reason that no strategy can mend. "differs". "refused": Shoal did not accept the
-            script. "nothing compared": the script took no step.
+            script. "nothing compared": the script took no step, or starts no
+            process group, and its ranks differ.
         first: the first difference; None where there is none.
         cause: the likely cause of it.
         steps: steps compared.
