@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_850,
+    "shoal/cli": 2_860,
     "shoal/comm": 3_090,
     "shoal/config": 1_810,
     "shoal/costs": 1_990,
@@ -33,10 +33,10 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trace": 780,
     "shoal/train": 3_220,
     "shoal/trial": 3_020,
-    "shoal/verification": 3_640,
+    "shoal/verification": 3_650,
     "shoal/watchdog": 940,
     "shoal/weights": 580,
-    "tests": 67_020,
+    "tests": 67_030,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
