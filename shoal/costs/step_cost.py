@@ -119,6 +119,7 @@ class StepCost:
         passes: of all ranks of the pipeline, for one local batch.
         microbatches: of the pipeline.
         accumulate: local batches of a step.
+        is_loop_loss: the loop computes the loss, for `run.backward`.
         around_pass: what an engine does around each pass through a stage.
         gradients_stay: gradients have memory for the whole run, such as buckets.
         always_held: further bytes for the whole run, by rank of the pipeline.
@@ -145,6 +146,7 @@ class StepCost:
     passes: PassTable = ONE_RANK
     microbatches: int = 1
     accumulate: int = 1
+    is_loop_loss: bool = False
     around_pass: Overheads = ()
     gradients_stay: bool = False
     always_held: Mapping[int, float] = field(default_factory=dict)
@@ -254,6 +256,7 @@ def one_rank(
     global_batch: int,
     segment_time: SegmentTime,
     accumulate: int = 1,
+    is_loop_loss: bool = False,
     known: dict[Any, Any] | None = None,
 ) -> StepCost:
     """Return the step of a rank that holds everything, from which all strategies start."""
@@ -282,6 +285,7 @@ def one_rank(
         tuple(segments),
         segment_time,
         accumulate=accumulate,
+        is_loop_loss=is_loop_loss,
         known={} if known is None else known,
     )
 

@@ -84,7 +84,7 @@ def _architecture(path: Path) -> str:
     except OSError as error:
         raise UsageError(
             f"hf:{path}: {error.strerror}. Give a directory with config.json, such as "
-            f"AutoConfig.from_pretrained(NAME).save_pretrained(DIRECTORY) writes."
+            "AutoConfig.from_pretrained(NAME).save_pretrained(DIRECTORY) writes."
         ) from error
     except ValueError as error:
         raise UsageError(f"hf:{path}: is no JSON: {error}") from error

@@ -25,7 +25,6 @@ from shoal.costs.step_tasks import SegmentTimer, StepTime, least_seconds, step_t
 from shoal.costs.work import ModelWork
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.strategies import DATA, STRATEGIES, build_strategies, parse_line, precheck
-from shoal.strategies.loss_terms import LOOP_IN_PIPELINE, LOOP_IN_SERVERS
 from shoal.strategies.options import mesh_sizes
 
 TURNS_BAND = 0.56
@@ -243,8 +242,6 @@ class Planner:
                 f"tensor={layout.tensor}: tensor groups lie inside one host, and a host has "
                 f"{self.cluster.ranks_per_host} ranks."
             )
-        if work.is_loop_loss and layout.pipeline > 1:
-            raise StrategyRefused(LOOP_IN_PIPELINE)
         done = str(layout)
         if done not in self._steps:
             self._steps[done] = one_rank(
@@ -254,6 +251,7 @@ class Planner:
                 work.global_batch,
                 self.timer,
                 work.accumulate,
+                work.is_loop_loss,
                 work.known,
             )
         step = self._steps[done]
@@ -262,8 +260,6 @@ class Planner:
             if done not in self._steps:  # many lines begin alike
                 self._steps[done] = strategy.cost(step)
             step = self._steps[done]
-        if work.is_loop_loss and work.accumulate > 1 and step.servers:
-            raise StrategyRefused(LOOP_IN_SERVERS)
         return step
 
 

@@ -38,6 +38,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import BatchNormBase, hooks_of
 from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, PipelineTraits, Strategy
 from shoal.strategies.full_model import free_other_params
+from shoal.strategies.loss_terms import LOOP_IN_PIPELINE
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.agreement import (
     agreed,
@@ -112,10 +113,12 @@ class Pipeline(PipelineOptions, Strategy):
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of stages: `pipeline/cost.py`.
 
-        Raises: StrategyRefused: the model has too few units.
+        Raises: StrategyRefused: the model has too few units, or the loop computes the loss.
         """
         if step.layout.pipeline == 1:
             return step
+        if step.is_loop_loss:
+            raise StrategyRefused(LOOP_IN_PIPELINE)
         microbatches = self.microbatches or _default_microbatches(
             self.schedule, self.ranks, step.local_batch
         )

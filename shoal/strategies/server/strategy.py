@@ -37,6 +37,7 @@ from shoal.parameter_server.worker.socket_network import connect_to_servers
 from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.grad_checks import check_real_parameters
+from shoal.strategies.loss_terms import LOOP_IN_SERVERS
 from shoal.strategies.options import WHOLE_PARAMETERS, ServerOptions
 from shoal.strategies.server.worker_engine import WorkerEngine
 
@@ -105,8 +106,10 @@ class Server(ServerOptions, Strategy):
         gradients of all workers, so each partition costs it workers x bytes.
 
         Raises: StrategyRefused: replicas, and stale or compressed pushes, whose time is not
-            modelled.
+            modelled; micro-batches of a loop that computes the loss.
         """
+        if step.is_loop_loss and step.accumulate > 1:
+            raise StrategyRefused(LOOP_IN_SERVERS)
         if self.staleness != "0" or self.compress != "none" or self.replicas > 1:
             raise StrategyRefused(
                 "replicas, staleness and compress of servers: their cost in time is not modelled."
