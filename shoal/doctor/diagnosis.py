@@ -9,6 +9,7 @@ from typing import Any
 
 from shoal.doctor import machine_info
 from shoal.platform.optional_packages import EXTRAS
+from shoal.platform.quantity_text import bytes_text
 from shoal.platform.torch_versions import NEWEST, OLDEST, minor_version, untested
 
 PIP_TORCH = f'pip install "torch>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"'
@@ -114,7 +115,7 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     shared_bytes = machine["shared_memory_bytes"]
     if shared_bytes is not None and shared_bytes < LITTLE_SHARED_MEMORY_BYTES:
         fact = (
-            f"/dev/shm has {_size(shared_bytes)}, too little for data-loader workers, "
+            f"/dev/shm has {bytes_text(shared_bytes)}, too little for data-loader workers, "
             "which would die of SIGBUS"
         )
         problems.append(
@@ -234,18 +235,13 @@ def _text(key: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or "none"
     if isinstance(value, dict):
-        return f"{value['name']} ({_size(value['memory_bytes'])}, capability {value['capability']})"
+        size = bytes_text(value["memory_bytes"])
+        return f"{value['name']} ({size}, capability {value['capability']})"
     if key.endswith("_bytes"):
-        return _size(value)
+        return bytes_text(value)
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value} s" if key.endswith("_s") else str(value)
-
-
-def _size(size_bytes: int) -> str:
-    return (
-        f"{size_bytes / 2**30:.1f} GiB" if size_bytes >= 2**30 else f"{size_bytes / 2**20:.0f} MiB"
-    )
 
 
 def _table(title: str, rows: list[tuple[str, str]]) -> str:

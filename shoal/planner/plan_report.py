@@ -8,7 +8,6 @@ from textwrap import wrap
 from typing import Any
 
 from shoal.costs.machine import Machine
-from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.smallest_change import Command, smallest_changes
 from shoal.planner.strategy_search import (
     FEW_WORDS,
@@ -18,6 +17,7 @@ from shoal.planner.strategy_search import (
     Plans,
     complexity,
 )
+from shoal.platform.quantity_text import bytes_text, seconds_text
 from shoal.strategies import parse_line
 
 WIDTH = 100

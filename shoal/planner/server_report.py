@@ -9,9 +9,9 @@ from math import ceil, inf
 from shoal.costs import goodput, server_count
 from shoal.costs.cluster import Cluster
 from shoal.planner.plan_report import machine_text
-from shoal.planner.quantity_text import bytes_text, seconds_text
 from shoal.planner.smallest_change import Command, start_options
 from shoal.planner.strategy_search import Planner
+from shoal.platform.quantity_text import bytes_text, seconds_text
 from shoal.strategies.options import ServerOptions
 
 MIB = 2**20

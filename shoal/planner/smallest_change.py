@@ -10,8 +10,8 @@ from shoal.costs.cluster import Cluster
 from shoal.costs.memory_peak import peak
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.planner.find_machine import one_machine
-from shoal.planner.quantity_text import bytes_text
 from shoal.planner.strategy_search import Planner, short_lines
+from shoal.platform.quantity_text import bytes_text
 from shoal.strategies import parse_line
 
 NAMED_HOSTS = 8

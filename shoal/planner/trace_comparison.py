@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from shoal.costs.machine import Machine
-from shoal.planner.quantity_text import seconds_text
 from shoal.planner.strategy_search import Plan
+from shoal.platform.quantity_text import seconds_text
 from shoal.trace.breakdown import Spans, compute_breakdown
 from shoal.trace.recorder import EXCHANGE, STEP
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.platform.files import atomic_write
+from shoal.platform.quantity_text import bytes_text
 from shoal.trace.breakdown import Collectives, Spans, group_collectives, wait_of
 from shoal.trace.recorder import BLOCKED, EXCHANGE, KINDS, STEP, Span
 
@@ -193,7 +194,7 @@ class _RankEvents:
         args: dict[str, Any] = {}
         name = span.name
         if span.kind == EXCHANGE:
-            name = f"{span.name} {human_size(span.size_bytes)}"
+            name = f"{span.name} {bytes_text(span.size_bytes)}"
             args = {"bytes": span.size_bytes, "waits_for": list(span.ranks)}
         if span.kind == BLOCKED:
             name = f"wait: {span.name}"
@@ -252,12 +253,3 @@ def assign_lanes(spans: Sequence[Span]) -> dict[int, int]:
         ends_ns[lane] = max(span.end_ns, span.start_ns + 1)
         lanes[id(span)] = lane
     return lanes
-
-
-def human_size(size_bytes: int) -> str:
-    """Return `512 B`, `4.0 KiB`, `25.0 MiB`."""
-    if size_bytes < 2**10:
-        return f"{size_bytes} B"
-    if size_bytes < 2**20:
-        return f"{size_bytes / 2**10:.1f} KiB"
-    return f"{size_bytes / 2**20:.1f} MiB"

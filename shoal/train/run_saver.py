@@ -36,8 +36,8 @@ from shoal.config.job import CheckpointConfig, Job
 from shoal.costs.cluster import read_time
 from shoal.costs.goodput import daly_steps
 from shoal.errors import CheckpointError, CleanupFailed, ConfigError
-from shoal.planner.quantity_text import seconds_text
 from shoal.platform.ownership import untrusted_reason
+from shoal.platform.quantity_text import seconds_text
 from shoal.train.run_directory import check_shared, fast_directory, last_saved, name_fast_directory
 
 if TYPE_CHECKING:

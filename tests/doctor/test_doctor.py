@@ -115,7 +115,7 @@ def test_without_torch_there_are_no_ranks_and_the_cure_is_named(report):
             "`import transformers` fails",
             "in the version that its error asks for",
         ),
-        ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64 MiB", "--shm-size"),
+        ("machine", {"shared_memory_bytes": 64 * 2**20}, "/dev/shm has 64.0 MiB", "--shm-size"),
         ("machine", {"open_files": 256}, "256 files", "ulimit -n"),
         ("launch", {"conflict": "RANK is set, WORLD_SIZE is not."}, "WORLD_SIZE", "unset"),
     ],

@@ -22,6 +22,7 @@ from shoal.parameter_server.coordinator.coordinator import Address
 from shoal.parameter_server.coordinator.coordinator_server import COORDINATOR
 from shoal.parameter_server.transport.key import KEY_FILE, derived_key, read_key
 from shoal.parameter_server.transport.settings import Transport
+from shoal.platform.quantity_text import bytes_text
 
 ADDRESS_FILE = "servers.json"
 POINTER = "servers"
@@ -186,7 +187,7 @@ def _state_text(server: Mapping[str, Any]) -> str:
 
 def table(servers: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of `shoal servers list`: one line for each server."""
-    head = ("shard", "role", "pid", "host", "partitions", "MiB", "steps", "")
+    head = ("shard", "role", "pid", "host", "partitions", "size", "steps", "")
     rows = [
         (
             str(server["shard"]),
@@ -194,7 +195,7 @@ def table(servers: Sequence[Mapping[str, Any]]) -> str:
             str(server.get("pid", "?")),
             server.get("host", "?"),
             str(server.get("partitions", "?")),
-            f"{server['bytes'] / 2**20:,.1f}" if "bytes" in server else "?",
+            bytes_text(server["bytes"]) if "bytes" in server else "?",
             str(server.get("clock", "?")),
             _state_text(server),
         )
