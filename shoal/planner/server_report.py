@@ -50,6 +50,11 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         f"{planner.workload.model.name}: {bytes_text(size)} of gradients, {workers} workers that "
         f"compute {seconds_text(compute_s)} a step"
     )
+    enough = server_count.saturation(workers, worker, server)
+    ring_s = server_count.ring_beside(size, link, workers, parts, compute_s)
+    few = range(1, min(enough, MOST_SERVERS * workers) + 1)
+    yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in few})
+    yield ""
     yield (
         f"links of {bytes_text(link)}/s each way, a worker's share {bytes_text(worker)}/s; a "
         f"server sums and steps {bytes_text(planner.machine.server_rate)}/s"
@@ -60,12 +65,10 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         yield machine_text(planner.machine)
     yield ""
     yield "servers   exchange      a step"
-    enough = server_count.saturation(workers, worker, server)
     counts = {1, 2, 3, ceil(workers / 4), ceil(workers / 2), workers, ceil(1.5 * workers), enough}
     for servers in sorted(counts):
         exchange = seconds_text(step_s(servers, 0.0))
         yield f"{servers:7}  {exchange:>9}  {seconds_text(step_s(servers)):>10}"
-    ring_s = server_count.ring_beside(size, link, workers, parts, compute_s)
     exchange_s = server_count.ring_beside(size, link, workers, parts)
     yield f"   ring  {seconds_text(exchange_s):>9}  {seconds_text(ring_s):>10}"
     yield ""
@@ -83,28 +86,27 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         "beside workers,"
     )
     yield "servers move at least what a ring moves, and need cores besides: docs/plan.md"
-    few = range(1, min(enough, MOST_SERVERS * workers) + 1)
-    yield from _advice(cluster, command, ring_s, {n: step_s(n) for n in few})
 
 
 def _advice(
     cluster: Cluster, command: Command, ring_s: float, step_s: Mapping[int, float]
 ) -> Iterator[str]:
-    """Yield the command to use.
+    """Yield the answer: how many servers, with the command to use.
 
     Args: step_s: seconds of a step, by the number of servers.
     """
     fastest_s = min(step_s.values())
     if cluster.ranks == 1 or ALIKE * fastest_s >= ring_s:
         ring = _command(command, start_options(cluster), "ddp")
-        yield f"so no servers: a ring is as fast, or faster: {ring}"
+        yield f"no servers: a ring is as fast, or faster: {ring}"
         return
-    beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)
-    yield f"a ring is beaten from {beaten} on"
     count = next(n for n, seconds in step_s.items() if seconds <= ALIKE * fastest_s)
     named = ",".join(f"{host.name}:{host.ranks}" for host in cluster.hosts)
     hosts = ["--hosts", named if len(cluster.hosts) > 1 else "WORKERS", "--server-hosts", "SERVERS"]
-    yield f"so, with {count} more hosts: {_command(command, hosts, f'server={count}')}"
+    beaten = next(n for n, seconds in step_s.items() if seconds < ring_s)
+    servers = f"{count} server" + "s" * (count > 1)
+    line = _command(command, hosts, f"server={count}")
+    yield f"{servers}, on hosts of their own (a ring is beaten from {beaten} on): {line}"
 
 
 def _command(command: Command, ranks: list[str], strategy: str) -> str:
