@@ -18,6 +18,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shoal.config.fields import describe
 from shoal.config.yaml_subset import plain_value
 from shoal.errors import ConfigError, did_you_mean
 from shoal.strategies import foreign_words, options
@@ -322,7 +323,7 @@ def _instantiate(
         if type(values[key]) is int and abs(values[key]) >= 1 << 63:
             problems.append(f"{key} must be a whole number below 2^63; it is {text}")
         elif type(values[key]) is not types[key]:
-            problems.append(f"{key} must be of type {types[key].__name__}; it is '{text}'")
+            problems.append(f"{key} must be {describe(types[key])}; it is '{text}'")
     if len(problems) > num_problems:
         return None
     try:

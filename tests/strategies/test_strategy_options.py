@@ -34,7 +34,7 @@ BAD = [
         "compression 'zip' is not known; known: bf16, fp16, none, onebit, powersgd, topk",
     ),
     ("ddp,compress=powersgd=0", "powersgd needs the rank of its matrices"),
-    ("ddp,unused=maybe", "unused must be of type bool; it is 'maybe'"),
+    ("ddp,unused=maybe", "unused must be true or false; it is 'maybe'"),
     ("zero1,hybrid=-2", "hybrid=-2: must not be negative"),
     ("zero3,allreduce=ring", "option 'allreduce' is not known"),
     ("server=0", "at least one server"),
