@@ -95,8 +95,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
 
 def _row(name: str, value: Any) -> tuple[str, str]:
     if isinstance(value, Mapping):
-        step = f"  (step {value['step']})" if "step" in value else ""
-        return f"{name} validation", "  ".join(measures(value)) + step
+        notes = [f"step {value['step']}"] if "step" in value else []
+        notes += [f"by {'top1' if 'top1' in value else 'loss'}"] if name == "best" else []
+        behind = f"  ({', '.join(notes)})" if notes else ""
+        return f"{name} validation", "  ".join(measures(value)) + behind
     label = {"time_s": "time", "samples_per_s": "samples/s"}.get(name, name)
     return label, number(name, value) if isinstance(value, (int, float)) else str(value)
 

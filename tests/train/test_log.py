@@ -184,7 +184,7 @@ def test_the_closing_table_shows_what_was_reached(tmp_path, capfd):
     )
     assert capfd.readouterr().out.splitlines() == [
         "final validation  loss 0.0712  top1 97.50 %  top5 100.00 %  (step 345)",
-        "best validation   loss 0.0712  top1 98.06 %  top5 100.00 %  (step 300)",
+        "best validation   loss 0.0712  top1 98.06 %  top5 100.00 %  (step 300, by top1)",
         "epochs            15",
         "steps             12,345",
         "time              1:02:05",

@@ -111,7 +111,7 @@ def test_on_a_terminal_results_and_words_in_between_stay(tmp_path):
     lines = [line.rstrip() for line in plain(on_a_terminal(100))]
     assert "epoch 2/2  step 20/20  validation  loss 0.2000  top1 98.00 %  top5 99.50 %" in lines
     assert lines.count("a word in between") == 2
-    assert "best validation  loss 0.2000  top1 98.00 %  (step 20)" in lines
+    assert "best validation  loss 0.2000  top1 98.00 %  (step 20, by top1)" in lines
 
 
 def test_the_cursor_is_never_left_hidden():
