@@ -215,10 +215,14 @@ def _names_by_value(values: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _collapse_layer_numbers(names: list[str]) -> str:
-    """Return `blocks.0.mlp.up ... blocks.11.mlp.up` as `blocks.*.mlp.up (12)`."""
+    """Return `blocks.0.mlp.up ... blocks.11.mlp.up` as `blocks.*.mlp.up (12)`.
+
+    Names that are numbers alone, as of the layers of an nn.Sequential, stay as they are.
+    """
     names_by_pattern: dict[str, list[str]] = {}
     for name in names:
-        pattern = ".".join("*" if word.isdecimal() else word for word in name.split("."))
+        words = ["*" if word.isdecimal() else word for word in name.split(".")]
+        pattern = name if {*words} == {"*"} else ".".join(words)
         names_by_pattern.setdefault(pattern, []).append(name)
     return ", ".join(
         f"{pattern} ({len(matches)})" if len(matches) > 1 else matches[0]

@@ -54,6 +54,12 @@ def test_blocks_of_a_gpt_are_cut_between_heads_hidden_units_and_words() -> None:
     assert styles(Encoder())["layers.layers.1.self_attn"] == "heads"
 
 
+def test_layers_of_a_sequence_are_named_by_their_numbers() -> None:
+    layers = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 8), nn.ReLU()]
+    lines = describe(tensor_plan(nn.Sequential(*layers, nn.Linear(8, 4)), TensorParallel(2)))
+    assert "tensor=2: column: 0, 3" in lines
+
+
 class AttentionWithNorm(nn.Module):
     """Attention with a norm of each head's queries, whose gradient a rank would have in part."""
 
