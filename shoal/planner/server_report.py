@@ -85,7 +85,7 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         "assumed: workers of one pace, links of one speed, each server on a host of its own; "
         "beside workers,"
     )
-    yield "servers move at least what a ring moves, and need cores besides: docs/plan.md"
+    yield "servers are never faster than a ring, and need cores: docs/strategies/server.md"
 
 
 def _advice(
