@@ -28,8 +28,8 @@ from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.platform.script_line import caller, script_frame
 from shoal.strategies.base import LocalBatch
+from shoal.trial.reached import tensors_of
 from shoal.trial.replaced_rows import ReplacedRows, mixes_rows
-from shoal.trial.untouched import tensors_of
 
 EARLY_STEPS = 4
 """Steps before which the loop is watched; later ones are 8, 16, 32, ..."""

@@ -30,7 +30,7 @@ from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
 from shoal.trial.called_models import ModelCall, calls_behind, try_calls
 from shoal.trial.loss_verdict import percent
-from shoal.trial.reached_numbers import ReachedNumber, reached_numbers
+from shoal.trial.reached import ReachedNumber, reached_numbers
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import DeferredWeights, empty_bytes

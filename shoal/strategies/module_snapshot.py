@@ -100,7 +100,7 @@ class _ModuleSnapshot:
         for key in [key for key in current if key not in self.attributes]:
             del current[key]
         for container, contents in self.containers:
-            _refill(container, contents)
+            refill(container, contents)
         for tensor, values in self._changed_tensors():
             with torch.no_grad():
                 tensor.copy_(values)
@@ -136,19 +136,20 @@ def _values(contents: Any) -> list[Any]:
     return list(contents.values()) if isinstance(contents, dict) else list(contents)
 
 
-def _refill(container: Any, contents: Any) -> None:
-    """Give a container its former contents, if they are not the same objects still."""
+def refill(container: Any, contents: Any) -> bool:
+    """Give a container its former contents; return False if they are the same objects still."""
     before, now = _values(contents), _values(container)
     is_unchanged = len(before) == len(now) and all(
         one is other for one, other in zip(before, now, strict=True)
     )
     if is_unchanged and (not isinstance(contents, dict) or list(contents) == list(container)):
-        return
+        return False
     container.clear()
     if isinstance(container, (dict, set)):
         container.update(contents)
     else:
         container.extend(contents)
+    return True
 
 
 def uncompiled() -> AbstractContextManager[Any]:

@@ -20,7 +20,7 @@ from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_functions import Float64Functions
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
-from shoal.trial.reached_numbers import ReachedNumber
+from shoal.trial.reached import ReachedNumber
 from shoal.trial.untouched import Untouched
 
 MAX_ROWS = 16

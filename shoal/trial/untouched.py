@@ -5,79 +5,51 @@ with Untouched(models, compute_loss) as state:
     state.restore()          each pass begins where the training step would
     compute_loss(...)
 
-Counters, meters, lists, tensors and generators of the script are found through the function: its
-closure, the globals that it names, the object that it is a method of, and what these hold, a few
-levels deep.
+Counters, meters, lists, tensors and generators of the script are found through the function
+(`reached.py`).
 """
 
 from __future__ import annotations
 
 import io
-import operator
 import random
-import sysconfig
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
-from pathlib import Path
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
-from shoal.data.own_generators import (
-    GENERATOR_KINDS,
-    generator_state,
-    restore_generator,
-)
+from shoal.data.own_generators import GENERATOR_KINDS, generator_state, restore_generator
 from shoal.data.seeds import GeneratorStates, preserve_rng_state
 from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.module_state import BatchNormBase, DropoutBase
 from shoal.platform.torch_private.tensor_state import gradient_hooks, version
-from shoal.strategies.module_snapshot import ModelSnapshot, trial_running, uncompiled
+from shoal.strategies.module_snapshot import (
+    CONTAINERS,
+    ModelSnapshot,
+    refill,
+    trial_running,
+    uncompiled,
+)
 from shoal.strategies.pipeline.absent import AbsentTensor
 from shoal.trial.loss_verdict import CannotTry
-
-DEPTH = 4
-LARGEST_COPY = 1 << 22
-"""Numbers of the largest tensor that is copied. Larger ones are data sets and weights."""
-LARGEST_WALK = 1000
-"""Entries of the longest container whose entries are looked at."""
-_LIBRARIES = (
-    *(sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["purelib"]),
-    str(Path(__file__).parents[1]),
-)
-"""Folders whose functions keep no state of a script, Shoal's own among them."""
-_OF_MACHINERY = ("torch", "shoal")
-"""Packages whose objects, but for modules and tensors, belong to no script: a run, a scheduler."""
-LEFT_ALONE = (
-    *(type, ModuleType, str, bytes, int, float, complex, type(None)),
-    *(Optimizer, DataLoader, Dataset, torch.dtype, torch.device, io.IOBase),
-)
-"""Classes of objects that hold no state of a loss, or whose state others keep."""
-
+from shoal.trial.reached import LARGEST_COPY, Place, is_of_library, reached, variables_of
 
 EVALUATED = (BatchNormBase, DropoutBase, nn.RNNBase, nn.MultiheadAttention)
 """Classes of layers that a trial evaluates."""
 
 
 class SavedObjects:
-    """Objects and what they held at the time of `save`; `restore` may be called many times.
+    """Objects and what they held at the time of `save`; `restore` may be called many times."""
 
-    Args: keeps: False to find objects alone.
-    """
-
-    def __init__(self, keeps: bool = True) -> None:
-        self._keeps = keeps
+    def __init__(self) -> None:
         self._restores: list[Callable[[], bool | None]] = []
-        # Kept alive, so that an id stays the id of one object.
         self._seen: dict[int, Any] = {}
 
     def skip(self, values: Iterable[Any]) -> None:
@@ -97,46 +69,37 @@ class SavedObjects:
             changes = [restore() for restore in self._restores]
         return any(changes)
 
-    def save(self, value: Any, depth: int = DEPTH) -> None:
-        """Save an object, and what it holds down to `depth` levels.
+    def save(self, value: Any) -> None:
+        """Save an object, and what it holds.
 
         Raises: CannotTry: an iterator, which cannot be turned back.
         """
-        if depth < 0 or isinstance(value, LEFT_ALONE) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
+        for place in reached(value, self._seen):
+            self._save_one(place.value)
+
+    def _save_one(self, value: Any) -> None:
         if isinstance(value, Tensor):
             self._save_tensor(value)
         elif isinstance(value, np.ndarray):
-            self._save_array(value)
+            if value.size <= LARGEST_COPY and value.flags.writeable:
+                self._restores.append(partial(np.copyto, value, value.copy()))
         elif isinstance(value, GENERATOR_KINDS):
-            self._save_generator(value)
-        elif isinstance(value, nn.Module):
-            for module in value.modules():
-                self._seen[id(module)] = module
-                self._save_dict(vars(module), depth=2)
-        elif isinstance(value, (FunctionType, MethodType, partial)):
-            self._save_function(value, depth)
-        elif isinstance(value, (dict, list, set, deque)):
-            self._save_container(value, depth)
-        elif isinstance(value, tuple):
-            self._save_each(value, depth)
-        elif is_of_machinery(value):
-            return
+            self._restores.append(partial(restore_generator, value, generator_state(value)))
+        elif isinstance(value, FunctionType):
+            if not is_of_library(value.__code__):
+                self._restores += [partial(_put_back, place) for place in variables_of(value)]
+        elif isinstance(value, CONTAINERS):
+            self._restores.append(partial(refill, value, value.copy()))
         elif hasattr(value, "__next__"):
-            self._save_iterator(value)
+            raise CannotTry(f"a {type(value).__name__}, which cannot be read again")
         elif hasattr(value, "__dict__"):
-            self._save_dict(vars(value), depth)
-
-    def _save_iterator(self, iterator: Any) -> None:
-        if self._keeps:
-            raise CannotTry(f"a {type(iterator).__name__}, which cannot be read again")
+            self._restores.append(partial(refill, vars(value), dict(vars(value))))
 
     def _save_tensor(self, tensor: Tensor) -> None:
         # An absent tensor, which a hook may have kept, has no memory.
         if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
             return
-        if tensor.numel() > LARGEST_COPY or not self._keeps:
+        if tensor.numel() > LARGEST_COPY:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
@@ -150,123 +113,13 @@ class SavedObjects:
 
         self._restores.append(restore)
 
-    def _save_array(self, array: np.ndarray) -> None:
-        if array.size <= LARGEST_COPY and array.flags.writeable and self._keeps:
-            values = array.copy()
-            self._restores.append(partial(np.copyto, array, values))
 
-    def _save_generator(self, generator: Any) -> None:
-        state = generator_state(generator)
-        self._restores.append(partial(restore_generator, generator, state))
-
-    def _save_container(self, value: Any, depth: int) -> None:
-        if isinstance(value, dict):
-            self._save_dict(value, depth)
-            return
-        entries = list(value)
-
-        def restore() -> bool:
-            if len(value) == len(entries) and all(map(operator.is_, value, entries)):
-                return False
-            if isinstance(value, list):
-                value[:] = entries
-            else:
-                value.clear()
-                value.update(entries) if isinstance(value, set) else value.extend(entries)
-            return True
-
-        self._restores.append(restore)
-        self._save_each(entries, depth)
-
-    def _save_dict(self, value: dict[Any, Any], depth: int) -> None:
-        entries = dict(value)
-
-        def restore() -> bool:
-            added = [key for key in value if key not in entries]
-            changed = [key for key in entries if key not in value or value[key] is not entries[key]]
-            for key in added:
-                del value[key]
-            for key in changed:
-                value[key] = entries[key]
-            return bool(added or changed)
-
-        self._restores.append(restore)
-        self._save_each(list(entries.values()), depth)
-
-    def _save_each(self, entries: Any, depth: int) -> None:
-        if len(entries) <= LARGEST_WALK:
-            for entry in entries:
-                self.save(entry, depth - 1)
-
-    def _save_function(self, value: Any, depth: int) -> None:
-        if isinstance(value, partial):
-            self._save_each((value.func, *value.args, *value.keywords.values()), depth + 1)
-        elif isinstance(value, MethodType):
-            self.save(value.__self__, depth)
-            self.save(value.__func__, depth)
-        elif not is_of_library(value.__code__):
-            self._save_each((value.__defaults__ or ()), depth)
-            self._save_each([*(value.__kwdefaults__ or {}).values()], depth)
-            for cell in value.__closure__ or ():
-                self._save_cell(cell, depth)
-            self._save_globals(value, depth)
-        elif hasattr(value, "__wrapped__"):  # a function of the script, with one of ours around it
-            self.save(value.__wrapped__, depth)
-
-    def _save_cell(self, cell: CellType, depth: int) -> None:
-        if id(cell) in self._seen:
-            return
-        self._seen[id(cell)] = cell
-        try:
-            contents = cell.cell_contents
-        except ValueError:  # Not assigned yet.
-            return
-        self._save_place(lambda: cell.cell_contents, partial(setattr, cell, "cell_contents"))
-        self.save(contents, depth - 1)
-
-    def _save_place(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-        """Save what stands at a place that is read and written so."""
-        entry = read()
-
-        def restore() -> bool:
-            has_changed = read() is not entry
-            if has_changed:
-                write(entry)
-            return has_changed
-
-        self._restores.append(restore)
-
-    def _save_globals(self, function: FunctionType, depth: int) -> None:
-        table = function.__globals__
-        for name in sorted(set(global_names(function.__code__))):
-            if name in table:
-                self._save_place(partial(table.get, name), partial(table.__setitem__, name))
-                self.save(table[name], depth - 1)
-
-
-def global_names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and the functions inside of it may look up as globals."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from global_names(constant)
-
-
-def tensors_of(function: Any) -> list[Tensor]:
-    """Return the tensors that a function of a script can reach, as `SavedObjects` finds them."""
-    objects = SavedObjects(keeps=False)
-    objects.save(function)
-    return objects.tensors()
-
-
-def is_of_machinery(value: Any) -> bool:
-    """Return True for an object of torch or Shoal, which holds no state of a script."""
-    return type(value).__module__.split(".")[0] in _OF_MACHINERY
-
-
-def is_of_library(code: CodeType) -> bool:
-    """Return True for a function that keeps no state of a script."""
-    return code.co_filename.startswith(_LIBRARIES) or "site-packages" in code.co_filename
+def _put_back(place: Place) -> bool:
+    """Put a variable back; return True if it had changed."""
+    has_changed = place.read() is not place.value
+    if has_changed and place.write is not None:
+        place.write(place.value)
+    return has_changed
 
 
 def devices_of(models: Iterable[nn.Module]) -> set[torch.device]:
@@ -335,27 +188,26 @@ class Untouched:
         self._script.skip(self._layers.tensors())
         self._script.save(self._function)
         self._generators = GeneratorStates(devices_of(self._models))
-        self._parameters = [p for model in self._models for p in model.parameters()]
-        self._grads = [parameter.grad for parameter in self._parameters]
-        self._hooks = [dict(gradient_hooks(parameter)) for parameter in self._parameters]
-        self._tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        self._gradients = [(p, p.grad) for model in self._models for p in model.parameters()]
         self._stack.enter_context(trial_running())
         self._stack.enter_context(uncompiled())
         self._stack.enter_context(redirect_stdout(io.StringIO()))
         self._stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-        for parameter in self._parameters:
-            gradient_hooks(parameter).clear()
+        backends: tuple[Any, ...] = torch.backends.cuda.matmul, torch.backends.cudnn
+        for backend in backends:
+            self._stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
+            backend.allow_tf32 = False
+        for parameter, _ in self._gradients:
+            hooks = gradient_hooks(parameter)
+            self._stack.callback(hooks.update, dict(hooks))
+            hooks.clear()
         self._prepare_modules()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._seed = None
         self._put_back()
-        for parameter, hooks in zip(self._parameters, self._hooks, strict=True):
-            gradient_hooks(parameter).update(hooks)
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = self._tf32
         self._stack.close()
 
     def restore(self, script: bool = True) -> None:
@@ -387,6 +239,6 @@ class Untouched:
         if self._seed is not None:
             random.seed(self._seed)
             np.random.seed(self._seed)
-        for parameter, grad in zip(self._parameters, self._grads, strict=True):
-            if parameter.grad is not grad:
-                parameter.grad = grad
+        for parameter, gradient in self._gradients:
+            if parameter.grad is not gradient:
+                parameter.grad = gradient

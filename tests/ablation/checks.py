@@ -92,7 +92,7 @@ CHECKS = {
         scripts="LatePadding",
     ),
     "values of own samples": Check(
-        (f"{TRIAL}.reached_numbers",),
+        (),
         "what a loss keeps of a rank's samples, or reads of what the loop has kept",
         all_of(
             replaced(f"{TRIAL}.judge_loss:LossJudge.memory", lambda *_: 0.0),
