@@ -23,7 +23,6 @@ from torch import Tensor
 from shoal.verification.script.script_report import Phase, ScriptCause, ScriptDifference
 from shoal.verification.script.step_comparison import StepComparison
 
-NO_CAUSE = ScriptCause("none", "")
 SAME_SAMPLES = (
     "all ranks compute the same outputs of the same samples and send nothing on the way, so they "
     "take the step that one of them would take alone: give the loader a sampler that knows the "

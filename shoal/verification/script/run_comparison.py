@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
-from shoal.verification.script.likely_cause import NO_CAUSE, likely_cause
+from shoal.verification.script.likely_cause import likely_cause
 from shoal.verification.script.loader_batches import axes_of_batches, repeat_samples
 from shoal.verification.script.run_record import RankRecord, read_run
 from shoal.verification.script.script_report import (
@@ -14,6 +14,7 @@ from shoal.verification.script.script_report import (
     ScriptCause,
     ScriptDifference,
     ScriptReport,
+    ScriptVerdict,
 )
 from shoal.verification.script.step_comparison import EXACT, RecordedRun, StepComparison
 from shoal.verification.script.written_files import compare_files
@@ -95,31 +96,28 @@ def compare_runs(
     if not ranks[0].by_shoal:
         for record, axes in zip(ranks, axes_of_batches(candidate.folder, ranks), strict=True):
             record.axes = axes
-    notes = _notes(reference, candidate)
+    count = min(reference.steps, candidate.steps)
+    plain = ScriptReport("nothing compared", len(ranks), notes=_notes(reference, candidate))
     refusals = [r.refusal for r in (*reference.ranks, *ranks) if r.refusal is not None]
     if refusals:
-        return ScriptReport("refused", None, NO_CAUSE, 0, len(ranks), None, notes=refusals[:1])
-    count = min(reference.steps, candidate.steps)
+        return replace(plain, verdict="refused", notes=refusals[:1])
     if count == 0:
-        return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
+        return plain
     found, steps = _until_difference(reference, candidate, count, tolerance)
+    if found and len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
+        return replace(plain, notes=[*plain.notes, NO_GROUP])
     largest = max((error for step in steps for error in step.errors.values()), default=None)
-    layers = list(_layers(steps[-1]))
+    report = replace(
+        plain, verdict="exact", steps=count, largest=largest, layers=list(_layers(steps[-1]))
+    )
     if not found:
-        return ScriptReport(
-            "exact", None, NO_CAUSE, count, len(ranks), largest, layers, notes=notes
-        )
-    if len(ranks) > 1 and not (ranks[0].by_shoal or ranks[0].has_group):
-        notes = [*notes, NO_GROUP]
-        return ScriptReport("nothing compared", None, NO_CAUSE, 0, len(ranks), None, notes=notes)
+        return report
     first = found[0]
     at = [step for step in steps if step.step <= first.step]
     cause = _cause(first, found, at, ranks)
-    verdict: Literal["differs", "differs by design"] = (
-        "differs by design" if cause.kind in BY_DESIGN else "differs"
-    )
+    verdict: ScriptVerdict = "differs by design" if cause.kind in BY_DESIGN else "differs"
     others = found[1 : 1 + MAX_OTHERS]
-    return ScriptReport(verdict, first, cause, count, len(ranks), largest, layers, others, notes)
+    return replace(report, verdict=verdict, first=first, cause=cause, others=others)
 
 
 def _cause(

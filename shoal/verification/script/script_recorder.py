@@ -33,6 +33,7 @@ from shoal.launch.rank import script
 from shoal.run import Run
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.optimizer_binding import group_settings, params_of
+from shoal.run.preparation import Draws
 from shoal.run.step import TrainingStep
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.full_values import ShoalValues, digests, whole
@@ -269,21 +270,24 @@ class RecordingPlan:
     """All that a process needs to know to record its part of a run.
 
     Attributes:
+        script, arguments: the file, and its words on the command line.
         folder: of the record.
         steps: the script ends after so many optimizer steps.
         like: the record of the run on many ranks, whose batches and weights this one process
             gets; None for that run itself.
-        without_dropout: dropout is off under Shoal too, not only in other scripts.
+        draws: as for `shoal.init`; with "rank" dropout is off under Shoal too.
     """
 
+    script: str
+    arguments: tuple[str, ...]
     folder: str
     steps: int
+    draws: Draws
     like: str | None = None
-    without_dropout: bool = False
 
 
-def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
-    """Run a script as `python path` would, and write the record of this rank."""
+def record_script(plan: RecordingPlan) -> None:
+    """Run a script as `python script` would, and write the record of this rank."""
     hide_gpu()
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     record = RankRecord(rank, world)
@@ -292,14 +296,12 @@ def record_script(path: str, arguments: list[str], plan: RecordingPlan) -> None:
         stack.enter_context(Float64Everywhere())
         WrittenFiles(writer.folder / "files").start(stack)
         recorder = _recorder(writer, record, plan, stack)
-        turn_dropout_off(
-            stack, record, lambda: recorder.draws.is_paused and not plan.without_dropout
-        )
+        turn_dropout_off(stack, record, lambda: recorder.draws.is_paused and plan.draws == "global")
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         recorder.start()
         stack.callback(recorder.stop)
         try:
-            script(path, arguments)
+            script(plan.script, [*plan.arguments])
         except EnoughSteps:
             pass
         except (StrategyRefused, UsageError) as refusal:

@@ -30,6 +30,7 @@ CauseClass = Literal[
     "own steps",  # each rank steps by itself for a while
     "none",
 ]
+ScriptVerdict = Literal["exact", "differs by design", "differs", "refused", "nothing compared"]
 BY_DESIGN = ("batch statistics", "random numbers", "buffer", "own steps")
 
 
@@ -83,6 +84,9 @@ class ScriptCause:
     parameters: tuple[str, ...] = ()
 
 
+NO_CAUSE = ScriptCause("none", "")
+
+
 @dataclass(frozen=True)
 class ScriptReport:
     """The result of running a script on many ranks and in one process.
@@ -92,10 +96,10 @@ class ScriptReport:
             a reason that no strategy can mend. "differs". "refused": Shoal did not accept the
             script. "nothing compared": the script took no step, or starts no
             process group, and its ranks differ.
+        ranks: of the run on many.
+        steps: steps compared.
         first: the first difference; None where there is none.
         cause: the likely cause of it.
-        steps: steps compared.
-        ranks: of the run on many.
         largest: the largest relative error of all, also within the tolerance.
         layers: for the step of the first difference, or the last: (module, forward error, error
             of its parameters' gradients), in the order of execution; None where not compared.
@@ -103,12 +107,12 @@ class ScriptReport:
         notes: lines for the user.
     """
 
-    verdict: Literal["exact", "differs by design", "differs", "refused", "nothing compared"]
-    first: ScriptDifference | None
-    cause: ScriptCause
-    steps: int
+    verdict: ScriptVerdict
     ranks: int
-    largest: float | None
+    steps: int = 0
+    first: ScriptDifference | None = None
+    cause: ScriptCause = NO_CAUSE
+    largest: float | None = None
     layers: list[tuple[str, float | None, float | None]] = field(default_factory=list)
     others: list[ScriptDifference] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -120,22 +124,17 @@ class ScriptReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return values for JSON. An error that is infinite or NaN is None."""
-        first = None
-        if self.first is not None:
-            first = {**vars(self.first), "error": finite(self.first.error), "what": self.first.what}
+        first = self.first
         return {
-            "verdict": self.verdict,
-            "first": first,
+            **vars(self),
+            "first": first and {**vars(first), "error": finite(first.error), "what": first.what},
             "cause": vars(self.cause),
-            "steps": self.steps,
-            "ranks": self.ranks,
             "largest": finite(self.largest),
             "layers": [
                 {"module": name, "forward": finite(forward), "gradient": finite(gradient)}
                 for name, forward, gradient in self.layers
             ],
             "others": [{"what": o.what, "error": finite(o.error)} for o in self.others],
-            "notes": self.notes,
         }
 
     def __str__(self) -> str:

@@ -6,16 +6,16 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shoal.errors import UsageError
 from shoal.launch import preload
 from shoal.launch.start import start
+from shoal.run.preparation import Draws
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.precheck import check
 from shoal.testing.world import World
-from shoal.verification.script.likely_cause import NO_CAUSE
 from shoal.verification.script.loader_batches import axes_of_batches
 from shoal.verification.script.run_comparison import compare_runs
 from shoal.verification.script.run_record import RankRecord, read_run
@@ -70,84 +70,48 @@ def verify_script(
     """
     _check(Path(script), ranks, steps)
     variables: dict[str, str] = {}
-    draws = "global"
+    draws: Draws = "global"
     if strategy is not None:
         line = parse_line(strategy)
         build_strategies(line)  # its errors are raised here, once, and not in every rank
         if refusals := check(line, ranks):
-            return ScriptReport("refused", None, NO_CAUSE, 0, ranks, None, notes=refusals[:1])
+            return ScriptReport("refused", ranks, notes=refusals[:1])
         variables["SHOAL_STRATEGY"] = strategy
         draws = draws_of(line)
     folders: AbstractContextManager[str] = nullcontext(str(keep))
     if keep is None:
         folders = tempfile.TemporaryDirectory(prefix="shoal-proof-")
     with folders as folder:
-        recording = _Recording(Path(script), arguments, Path(folder), steps, draws)
-        many = recording.candidate(ranks, variables)
-        if any(record.refusal is not None for record in many):
-            return compare_runs(recording.many, recording.many)
-        _check_record(Path(script), recording.many, many, strategy)
-        recording.reference()
-        return compare_runs(recording.one, recording.many, tolerance)
-
-
-@dataclass
-class _Recording:
-    """The runs of a comparison."""
-
-    script: Path
-    arguments: Sequence[str]
-    folder: Path
-    steps: int
-    draws: str
-
-    @property
-    def one(self) -> Path:
-        return self.folder / "reference"
-
-    @property
-    def many(self) -> Path:
-        return self.folder / "candidate"
-
-    def candidate(self, ranks: int, variables: Mapping[str, str]) -> list[RankRecord]:
-        """Run on many ranks; again with draws of each rank where those of one are refused."""
-        self._run(ranks, self._plan(self.many), variables)
-        records = read_run(self.many)
+        one, many = Path(folder, "reference"), Path(folder, "candidate")
+        plan = RecordingPlan(str(script), tuple(arguments), str(many), steps, draws)
+        records = _recorded(plan, ranks, variables)
         refusals = [record.refusal or "" for record in records]
         if any(refusal.startswith('draws="global"') for refusal in refusals):
-            self.draws = "rank"
-            self._run(ranks, self._plan(self.many), variables)
-            records = read_run(self.many)
-        return records
+            plan = replace(plan, draws="rank")
+            records = _recorded(plan, ranks, variables)
+        if any(record.refusal is not None for record in records):
+            return compare_runs(many, many)
+        _check_record(Path(script), many, records, strategy)
+        alone = replace(plan, folder=str(one), like=str(many))
+        _recorded(alone, 1, {"SHOAL_STRATEGY": "single"})
+        return compare_runs(one, many, tolerance)
 
-    def reference(self) -> None:
-        """Run alone."""
-        plan = replace(self._plan(self.one), like=str(self.many))
-        self._run(1, plan, {"SHOAL_STRATEGY": "single"})
 
-    def _plan(self, folder: Path) -> RecordingPlan:
-        return RecordingPlan(str(folder), self.steps, without_dropout=self.draws == "rank")
-
-    def _run(self, ranks: int, plan: RecordingPlan, variables: Mapping[str, str]) -> None:
-        for rank in Path(plan.folder).glob("rank-*"):
-            shutil.rmtree(rank)  # of an earlier record in the same folder
-        settings = {
-            "OMP_NUM_THREADS": "1",
-            "SHOAL_DRAWS": self.draws,
-            "SHOAL_PRECISION": "fp64",
-            "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
-            **variables,
-        }
-        processes = start(
-            record_script,
-            (str(self.script), list(self.arguments), plan),
-            ranks,
-            settings,
-            "lines",
-            preload=preload.TRAINING,
-        )
-        with World(processes, TIMEOUT_S) as world:
-            world.results()
+def _recorded(plan: RecordingPlan, ranks: int, variables: Mapping[str, str]) -> list[RankRecord]:
+    """Run the script of a plan on so many ranks, and return their records."""
+    for rank in Path(plan.folder).glob("rank-*"):
+        shutil.rmtree(rank)  # of an earlier record in the same folder
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "SHOAL_DRAWS": plan.draws,
+        "SHOAL_PRECISION": "fp64",
+        "TORCHDYNAMO_DISABLE": "1",  # compiled modules call no hooks
+        **variables,
+    }
+    processes = start(record_script, (plan,), ranks, settings, "lines", preload=preload.TRAINING)
+    with World(processes, TIMEOUT_S) as world:
+        world.results()
+    return read_run(Path(plan.folder))
 
 
 def _check(script: Path, ranks: int, steps: int) -> None:
