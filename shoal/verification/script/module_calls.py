@@ -15,16 +15,15 @@ Ranks draw other numbers than one device, so what is computed from them differs 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from shoal.data.seeds import HostGenerators
 from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
@@ -75,10 +74,8 @@ class DrawWatch:
             self.is_paused, self._state = False, _state()
 
 
-def _state() -> tuple[bytes, object, bytes, int]:
-    _, words, position, *_ = np.random.get_state()
-    numpy_words = np.asarray(words).tobytes()
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy_words, int(position)
+def _state() -> tuple[bytes, HostGenerators]:
+    return torch.get_rng_state().numpy().tobytes(), HostGenerators.now()
 
 
 class ModuleCalls:

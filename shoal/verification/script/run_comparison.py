@@ -39,15 +39,13 @@ SAME_DRAWS = (
 OF_OTHER_SAMPLES = ("wrong output", "loss", "wrong gradient", "weights of samples")
 """Causes that are found as well where the model was given other samples."""
 OTHER_DRAWS = (
-    "the loop draws random numbers by {generator} for its samples, and the ranks draw others than "
-    "one device. A defect in what is computed from them does not show beside that: draw them in "
-    "the data set's __getitem__, or by torch inside of compute_loss, and compare again."
-)
-OWN_DRAWS = (
     "random numbers are drawn {place}, and the ranks draw others than one device. A defect in what "
-    "is computed from them does not show beside that: leave them out, or give the loss as a "
-    "function to run.forward_backward, which is compared with the numbers of one device. Compare "
-    "again."
+    "is computed from them does not show beside that: {cure}, and compare again."
+)
+CURE_IN_LOOP = "draw them in the data set's __getitem__, or by torch inside of compute_loss"
+CURE_IN_MODEL = (
+    "leave them out, or give the loss as a function to run.forward_backward, which is compared "
+    "with the numbers of one device"
 )
 MAX_OTHERS = 20  # differences beside the first one in a report
 
@@ -131,11 +129,11 @@ def _cause(
     cause = likely_cause(first, found, steps, len(ranks))
     if cause.kind not in OF_OTHER_SAMPLES:
         return cause
-    draws = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")
-    if draws:
-        return ScriptCause("random numbers", OTHER_DRAWS.format(generator=draws))
-    place = _place_of_draws(first, ranks)
-    return ScriptCause("random numbers", OWN_DRAWS.format(place=place)) if place else cause
+    generator = next((record.draws_of_loop for record in ranks if record.draws_of_loop), "")
+    place = f"by the loop for its samples, by {generator}" if generator else ""
+    place, cure = place or _place_of_draws(first, ranks), CURE_IN_LOOP if place else CURE_IN_MODEL
+    text = OTHER_DRAWS.format(place=place, cure=cure)
+    return ScriptCause("random numbers", text) if place else cause
 
 
 def _place_of_draws(first: ScriptDifference, ranks: list[RankRecord]) -> str:

@@ -126,7 +126,7 @@ class StepComparison:
         for index, output in known:
             call, key = self.calls[index], f"{index}/{output}"
             found += self._beyond(
-                f"forward/{key}", worst[key], "forward", call.module, None, call.line
+                f"forward/{key}", worst[key], "forward", None, call.line, call.module
             )
         return found
 
@@ -143,7 +143,7 @@ class StepComparison:
         distance = worst if by_shoal else abs(given - expected)
         error = distance / max(abs(expected), 1e-12)
         line = self.index.lines.get("backward", "")
-        return self._beyond("loss", error, "loss", None, None, line)
+        return self._beyond("loss", error, "loss", None, line)
 
     def _backward(self) -> list[ScriptDifference]:
         expected = self._gradients(self.expected.below("gradient"), self.reference)
@@ -152,22 +152,18 @@ class StepComparison:
             return []
         errors = self._errors("gradient", expected, given)
         found = []
-        for name in sorted(errors, key=lambda name: -self._order(name)):
-            module = name.rpartition(".")[0]
-            line = self._line_of(module) or self.index.lines.get("backward", "")
-            found += self._beyond(f"gradient/{name}", errors[name], "backward", module, name, line)
+        for name in sorted(errors, key=self._order, reverse=True):
+            line = self._line_of(name) or self.index.lines.get("backward", "")
+            found += self._beyond(f"gradient/{name}", errors[name], "backward", name, line)
         return found
 
     def _update(self) -> list[ScriptDifference]:
         expected, given = self.expected.below("weight"), self.given.below("weight")
-        if not given:
-            return []
-        errors = self._errors("weight", expected, given)
+        errors = self._errors("weight", expected, given) if given else {}
         line = self.index.lines.get("step", "")
         found = []
         for name in sorted(errors, key=self._order):
-            module = name.rpartition(".")[0]
-            found += self._beyond(f"weight/{name}", errors[name], "update", module, name, line)
+            found += self._beyond(f"weight/{name}", errors[name], "update", name, line)
         return found
 
     def _buffers(self) -> list[ScriptDifference]:
@@ -181,9 +177,7 @@ class StepComparison:
                 key = f"buffer/{name}"
                 if self.errors.get(key, -1.0) >= error:
                     continue
-                module = name.rpartition(".")[0]
-                line = self._line_of(module)
-                found += self._beyond(key, error, "buffers", module, name, line)
+                found += self._beyond(key, error, "buffers", name, self._line_of(name))
         return found
 
     def _errors(self, kind: str, expected: Tensors, given: Tensors) -> dict[str, float]:
@@ -237,8 +231,9 @@ class StepComparison:
                 return self._last_call[module]
         return -1
 
-    def _line_of(self, module: str) -> str:
-        index = self._last_call.get(module)
+    def _line_of(self, name: str) -> str:
+        """Return the line that called the module of a parameter or buffer last; "" for none."""
+        index = self._last_call.get(name.rpartition(".")[0])
         return "" if index is None else self.calls[index].line
 
     def _beyond(
@@ -246,12 +241,18 @@ class StepComparison:
         key: str,
         error: float,
         phase: Phase,
-        module: str | None,
         parameter: str | None,
         line: str,
+        module: str | None = None,
     ) -> list[ScriptDifference]:
+        """Note an error; return it as a difference where it is beyond the tolerance.
+
+        Args: module: that of the parameter, where it is not given.
+        """
         error = math.inf if math.isnan(error) else error
         self.errors[key] = max(error, self.errors.get(key, 0.0))
         if error <= self._tolerance:
             return []
+        if parameter is not None:
+            module = parameter.rpartition(".")[0]
         return [ScriptDifference(self.step, phase, module, parameter, error, self._tolerance, line)]
