@@ -6,7 +6,7 @@ from torch import nn
 
 from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.joined_ranks import _versions
-from shoal.verification.script.likely_cause import common_factor, in_words, ratios, row_factors
+from shoal.verification.script.likely_cause import common_factor, in_words, row_factors
 from shoal.verification.script.model_names import ModelNames, plain_name
 
 
@@ -49,9 +49,9 @@ def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
 def test_one_factor_is_told_from_several_and_from_another_direction() -> None:
     one = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0])}
     halved = {name: value / 2 for name, value in one.items()}
-    assert common_factor(ratios(one, halved).values(), 1e-6) == pytest.approx(0.5)
+    assert common_factor(one, halved, 1e-6) == pytest.approx(0.5)
     for other in ({"b": one["b"] * 2}, {"a": torch.tensor([2.0, 1.0])}):
-        assert common_factor(ratios(one, {**one, **other}).values(), 1e-6) is None
+        assert common_factor(one, {**one, **other}, 1e-6) is None
 
 
 def test_rows_have_factors_of_their_own() -> None:
@@ -59,6 +59,9 @@ def test_rows_have_factors_of_their_own() -> None:
     many = one * torch.tensor([[0.9], [1.0], [1.1]])
     assert row_factors(one, many, 1e-6) == pytest.approx([0.9, 1.1])
     assert row_factors(one, many.flip(1), 1e-6) is None
+    many[1] = 1.0  # a row that has a gradient on many ranks alone
+    assert row_factors(one, many, 1e-6) == pytest.approx([0.9, float("inf"), 1.1])
+    assert row_factors(one * torch.tensor([[1.0], [1.0], [0.0]]), many * 0, 1e-6) == [0.0]
 
 
 def test_factors_are_written_as_people_write_them() -> None:

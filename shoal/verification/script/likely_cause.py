@@ -6,20 +6,20 @@ rows of the outputs weighted otherwise   weights of samples: a mean of means
 one layer on, all before it wrong        that layer's backward pass
 gradients right, weights wrong           the update
 
-g = gradient on one process, h = gradient on many ranks, of one parameter
-factor   <h, g> / <g, g>             1/2: it was divided once too often, by 2 ranks
-rest     |h - factor g| / |h|        0: h is a multiple of g; else another direction
+g = gradients on one process, h = gradients on many ranks
+factor   <h, g> / <g, g>             1/2: they were divided once too often, by 2 ranks
+rest     h - factor g                0: h is a multiple of g; else another direction
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
-from typing import NamedTuple
 
 from torch import Tensor
 
+from shoal.verification.differences import differences
 from shoal.verification.script.script_report import Phase, ScriptCause, ScriptDifference
 from shoal.verification.script.step_comparison import StepComparison
 
@@ -117,11 +117,16 @@ def _backward(
     first: ScriptDifference, wrong: tuple[str, ...], step: StepComparison, ranks: int
 ) -> ScriptCause:
     """Return the cause of wrong gradients. Args: wrong: names of their parameters."""
-    known = ratios(step.expected.below("gradient"), step.given.below("gradient"))
-    if cause := _of_parameters(wrong, step, known):
+    given = step.given.below("gradient")
+    known = {
+        name: gradient
+        for name, gradient in step.expected.below("gradient").items()
+        if name in given and given[name].shape == gradient.shape
+    }
+    if cause := _of_parameters(wrong, step, len(known)):
         return cause
     are_known = all(name in known for name in wrong)
-    factor = common_factor(known.values(), step.direction) if are_known else None
+    factor = common_factor(known, given, step.direction) if are_known else None
     if factor is not None and len(wrong) > 1:
         where = (
             "divided once too often" if factor < 1 else "not divided, or added up once too often"
@@ -136,7 +141,8 @@ def _backward(
     if cause := _weights_of_rows(step):
         return cause
     is_part = len(wrong) < len(known)
-    factor = common_factor([known[n] for n in wrong], step.direction) if are_known else None
+    if are_known:
+        factor = common_factor({name: known[name] for name in wrong}, given, step.direction)
     if is_part and factor is not None:
         return ScriptCause(
             "scale",
@@ -157,9 +163,12 @@ def _backward(
 
 
 def _of_parameters(
-    wrong: tuple[str, ...], step: StepComparison, known: Mapping[str, GradientRatio]
+    wrong: tuple[str, ...], step: StepComparison, compared: int
 ) -> ScriptCause | None:
-    """Return the cause that some wrong parameters show by themselves; None if none does."""
+    """Return the cause that some wrong parameters show by themselves; None if none does.
+
+    Args: compared: parameters that both runs have a gradient of.
+    """
     unknown = tuple(name for name in wrong if name not in step.index.gradients)
     if unknown and step.index.gradients:
         return ScriptCause(
@@ -177,7 +186,7 @@ def _of_parameters(
     apart = tuple(filter(step.apart().__contains__, wrong))
     if not apart:
         return None
-    is_all = len(apart) >= len(known)
+    is_all = len(apart) >= compared
     return ScriptCause(
         "missing reduction",
         f"the gradients of {'all parameters' if is_all else _listed(apart)} differ between the "
@@ -258,51 +267,25 @@ def _listed(names: tuple[str, ...]) -> str:
     return f"{names[0]}, {names[1]} and {len(names) - 2} more"
 
 
-class GradientRatio(NamedTuple):
-    """The gradient of a parameter on many ranks as a multiple of that on one process."""
+def common_factor(
+    expected: Mapping[str, Tensor], given: Mapping[str, Tensor], tolerance: float
+) -> float | None:
+    """Return the one factor of all tensors; None where they have several, or no multiple.
 
-    factor: float
-    rest: float
-    size: float
-    """Norm of the gradient on one process."""
-
-
-def ratio(expected: Tensor, given: Tensor) -> GradientRatio:
-    """Return the ratio of two tensors of one shape."""
-    g, h = expected.double().flatten(), given.double().flatten()
-    square = float(g @ g)
-    if square == 0.0:
-        return GradientRatio(1.0, 0.0 if not h.any() else 1.0, 0.0)
-    factor = float(h @ g) / square
-    size = float(h.norm())
-    rest = float((h - factor * g).norm()) / size if size else 0.0
-    return GradientRatio(factor, rest, square**0.5)
-
-
-def ratios(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, GradientRatio]:
-    """Return the ratios of all tensors that both have in one shape.
-
-    Tensors that are zero but for rounding have no direction, and are left out.
+    Args:
+        expected, given: tensors of the same names and shapes.
+        tolerance: how far a tensor may lie from the multiple, relative to its largest entry.
     """
-    found = {
-        name: ratio(tensor, given[name])
-        for name, tensor in expected.items()
-        if name in given and given[name].shape == tensor.shape
-    }
-    largest = max((value.size for value in found.values()), default=0.0)
-    return {name: value for name, value in found.items() if value.size > 1e-8 * largest}
-
-
-def common_factor(values: Collection[GradientRatio], tolerance: float) -> float | None:
-    """Return the one factor of all gradients; None where they have several, or no multiple."""
-    if not values or not all(value.rest <= tolerance for value in values):
+    square = sum(float(g.double().square().sum()) for g in expected.values())
+    if not square:
         return None
-    first = next(iter(values)).factor
-    allowed = 2 * tolerance * max(abs(first), 1e-12)
-    return first if all(abs(value.factor - first) <= allowed for value in values) else None
+    factor = sum(float((g.double() * given[n]).sum()) for n, g in expected.items()) / square
+    multiples = {name: factor * g for name, g in expected.items()}
+    worst = max(differences(multiples, given).values())
+    return factor if worst <= tolerance else None
 
 
-def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> Sequence[float] | None:
+def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> list[float] | None:
     """Return a factor for each row of a gradient of outputs; None where rows are no multiples.
 
     Rows without any gradient are left out; those that have one on many ranks alone have an infinite
@@ -310,9 +293,14 @@ def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> Sequence[f
     """
     if expected.dim() < 1 or expected.shape != given.shape:
         return []
-    rows = [(g, h) for g, h in zip(expected, given, strict=True) if g.any() or h.any()]
-    known = [ratio(g, h) if g.any() else GradientRatio(math.inf, 0.0, 0.0) for g, h in rows]
-    return [row.factor for row in known] if all(row.rest <= tolerance for row in known) else None
+    g, h = (tensor.double().reshape(len(tensor), -1) for tensor in (expected, given))
+    factors = (g * h).sum(1) / g.square().sum(1)
+    rests = (h - factors[:, None] * g).norm(dim=1) / h.norm(dim=1)
+    is_added = h.any(1) & ~g.any(1)
+    if bool((rests > tolerance).any()):
+        return None
+    factors = factors.masked_fill(is_added, math.inf)
+    return [float(factor) for factor in factors[g.any(1) | is_added]]
 
 
 def in_words(factor: float, ranks: int) -> str:
