@@ -11,7 +11,7 @@ One process says which shape comes of it; a tensor that cannot have that shape i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import gcd, inf, isnan
 
@@ -133,11 +133,24 @@ def _in_order(joined: Tensor, group: Pieces, dim: int, like: Tensor) -> Tensor:
     if len(parts) < 2 or _distance(joined, like) <= SAME_ORDER * float(like.norm()):
         return joined
     outer = gcd(*(part.shape[dim] for part in parts))
+    return _nearest(joined, parts, dim, range(2, outer + 1), like)
+
+
+def _nearest(
+    joined: Tensor, parts: list[Tensor], dim: int, counts: Iterable[int], like: Tensor
+) -> Tensor:
+    """Return parts in the order that comes nearest to one process: as they are, or block by block.
+
+    Args:
+        joined: the parts as they are.
+        counts: numbers of blocks, each part having a share of each: times, or matrices.
+    """
     orders = [joined]
-    for count in (n for n in range(2, outer + 1) if outer % n == 0):
-        split = [part.unflatten(dim, (count, -1)) for part in parts]
-        order = torch.cat(split, dim + 1).flatten(dim, dim + 1)
-        orders += [order] if order.shape == like.shape else []
+    for count in counts:
+        if not any(part.shape[dim] % count for part in parts):
+            blocks = zip(*(part.chunk(count, dim) for part in parts), strict=True)
+            order = torch.cat([*chain.from_iterable(blocks)], dim)
+            orders += [order] if order.shape == like.shape else []
     return min(orders, key=lambda order: _distance(order, like))
 
 
@@ -177,21 +190,8 @@ def _columns(parts: list[Tensor], like: Tensor) -> Tensor | None:
         if sum(part.shape[dim] for part in parts) == like.shape[dim]:
             whole = _along(dim, parts)
             if whole is not None and whole.shape == like.shape:
-                fused = [_fused(parts, dim, count) for count in FUSED]
-                orders = [whole, *(order for order in fused if order is not None)]
-                return min(orders, key=lambda order: _distance(order, like))
+                return _nearest(whole, parts, dim, FUSED, like)
     return None
-
-
-def _fused(parts: list[Tensor], dim: int, count: int) -> Tensor | None:
-    """Return slices of `count` matrices in one, joined matrix by matrix; None if they do not fit.
-
-    A rank has its slice of each matrix, one after the other.
-    """
-    if any(part.shape[dim] % count for part in parts):
-        return None
-    slices = [part.chunk(count, dim) for part in parts]
-    return torch.cat([mine[i] for i in range(count) for mine in slices], dim)
 
 
 def _distance(tensor: Tensor, like: Tensor) -> float:
