@@ -87,31 +87,27 @@ class Divisor(NamedTuple):
     """A way from a loss to the output of a model.
 
     Attributes:
-        operation: the reduction at its beginning.
+        operation: the reduction at its beginning; "" before one.
         value: product of all that it is divided by.
-        is_sum: it adds up samples and divides by nothing that is as large as their number.
+        adds: it adds up samples.
+        divides: it divides by something that is as large as their number.
         factor: product of the single numbers that the reduction is multiplied by.
         elements: numbers that the reduction adds up; 0 where it takes a mean.
         outer: product of the numbers that the reduction is divided by.
     """
 
-    operation: str
-    value: float
-    is_sum: bool
+    operation: str = ""
+    value: float = 1.0
+    adds: bool = False
+    divides: bool = False
     factor: float = 1.0
     elements: int = 0
     outer: float = 1.0
 
-
-class _Path(NamedTuple):
-    node: Any
-    operation: str
-    value: float
-    adds: bool
-    divides: bool
-    factor: float = 1.0
-    elements: int = 0
-    outer: float = 1.0
+    @property
+    def is_sum(self) -> bool:
+        """True for a sum over samples."""
+        return self.adds and not self.divides
 
 
 def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> list[Divisor]:
@@ -127,20 +123,17 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
     if isinstance(loss, Counted):
         means = [term.value for term in loss.terms if term.count is None]
     found: list[Divisor] = []
-    paths = [_Path(mean.grad_fn, "", 1.0, adds=False, divides=False) for mean in means]
+    paths = [(mean.grad_fn, Divisor()) for mean in means]
     for _ in range(MOST_NODES):
         if not paths or len(found) == MOST_TERMS:
             break
-        path = paths.pop()
-        if _leads_on(path.node, outputs):
-            paths += _next(path, rows)
-        elif path.operation and not is_of_all_ranks(path.node):
-            used = islice(nodes_behind([path.node], is_of_all_ranks), MOST_NODES)
-            is_own = path.adds and any(node in outputs for node in used)
-            elements = path.elements if is_own else 0
-            is_sum = is_own and not path.divides
-            given = path.operation, path.value, is_sum, path.factor, elements, path.outer
-            found.append(Divisor(*given))
+        node, way = paths.pop()
+        if _leads_on(node, outputs):
+            paths += _next(node, way, rows)
+        elif way.operation and not is_of_all_ranks(node):
+            used = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
+            is_own = way.adds and any(node in outputs for node in used)
+            found.append(way if is_own else way._replace(adds=False, elements=0))
     return found
 
 
@@ -167,13 +160,14 @@ def chooses_rows(node: Any, samples: int) -> bool:
     return dim == 0 and (sizes[0] == samples or (len(sizes) == 1 and sizes[0] % samples == 0))
 
 
-def _next(path: _Path, rows: int) -> list[_Path]:
-    """Return the paths behind a node that has one or several inputs."""
-    node, name = path.node, _kind(path.node)
-    divisor = _divisor(node, name)
-    reduction = saved_value(node, "reduction")
+def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
+    """Return the ways behind a node that has one or several inputs, each with its next node."""
+    name, reduction = _kind(node), saved_value(node, "reduction")
     adds = name == "Sum" or reduction == SUM
-    is_reduction = name in ("Sum", "Mean") or reduction in (MEAN, SUM)
+    divisor, begun = _divisor(node, name), bool(way.operation)
+    if name in ("Sum", "Mean") or reduction in (MEAN, SUM):
+        elements = way.elements if begun or not adds else _elements(node)
+        way = way._replace(operation=way.operation or WORDS.get(name, name), elements=elements)
     behind = []
     for index, (other, _) in enumerate(node.next_functions):
         if other is None:
@@ -182,22 +176,17 @@ def _next(path: _Path, rows: int) -> list[_Path]:
         factor = 1.0  # also for 0, and for several numbers
         if name == "Mul":
             factor = _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
-        behind.append(
-            _Path(
-                other,
-                path.operation or (WORDS.get(name, name) if is_reduction else ""),
-                path.value * here,
-                path.adds or adds,
-                # A weight of the loss is no divisor, but 1 / len(x) is.
-                path.divides or max(abs(here), 1 / abs(factor)) >= rows,
-                # Behind a reduction over samples, a number may belong to one of them.
-                path.factor
-                * _slope_of_means(node, index, rows)
-                * (1.0 if path.operation else factor * _slope(node, index)),
-                _elements(node) if adds and not path.operation else path.elements,
-                path.outer if path.operation or is_reduction else path.outer * here,
-            )
+        # Behind a reduction over samples, a number may belong to one of them.
+        own = 1.0 if begun else factor * _slope(node, index)
+        after = way._replace(
+            value=way.value * here,
+            adds=way.adds or adds,
+            # A weight of the loss is no divisor, but 1 / len(x) is.
+            divides=way.divides or max(abs(here), 1 / abs(factor)) >= rows,
+            factor=way.factor * _slope_of_means(node, index, rows) * own,
+            outer=way.outer if way.operation else way.outer * here,
         )
+        behind.append((other, after))
     return behind
 
 
