@@ -6,7 +6,7 @@ leaves out padding is a mean until the first padded sample comes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import islice
 from typing import Any
@@ -42,7 +42,9 @@ def take_rows(value: Any, rows: Tensor, num_samples: int, dims: Sequence[int] = 
         return type(value)(value[row] for row in rows.tolist())
     if isinstance(value, _WITHOUT_ROWS):
         return value
-    return map_nest(value, lambda item: take_rows(item, rows, num_samples, dims))
+    if items_of(value) is None:
+        raise CannotTry(f"a {type(value).__name__}, which cannot be cut into parts")
+    return tree_map(value, lambda item: take_rows(item, rows, num_samples, dims))
 
 
 def choose_rows(batch: Any, num_samples: int, most: int) -> Tensor:
@@ -64,16 +66,6 @@ def choose_rows(batch: Any, num_samples: int, most: int) -> Tensor:
     for step in range(most):
         chosen.setdefault(step * num_samples // most)
     return torch.tensor(sorted(list(chosen)[:most]))
-
-
-def map_nest(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a container of the same class with `function` applied to its items.
-
-    Raises: CannotTry: it is no container that is known.
-    """
-    if items_of(value) is None:
-        raise CannotTry(f"a {type(value).__name__}, which cannot be cut into parts")
-    return tree_map(value, function)
 
 
 def _rows_of_array(value: Any, rows: Tensor, num_samples: int, dims: Sequence[int]) -> Any:

@@ -172,7 +172,7 @@ class LossJudge:
                 after.append(
                     self._pass(lambda: self._loss.whole(self._all), self._all, fresh=False)
                 )
-        except (_FailedError, CannotTry):
+        except CannotTry:
             return 0.0
         difference = distance_of_repeat(*after)
         return difference if difference > TOLERANCE else 0.0
@@ -190,7 +190,7 @@ class LossJudge:
                 whole = self._measure_again()
                 if distance_of_repeat(whole, self._pass(changed, self._all)) > TOLERANCE:
                     names.append(name)
-            except (_FailedError, CannotTry):
+            except CannotTry:
                 continue
         return tuple(names)
 
@@ -318,7 +318,7 @@ class LossJudge:
         return measured
 
 
-class _FailedError(Exception):
+class _FailedError(CannotTry):
     """The user's function raised an error."""
 
     def __init__(self, error: Exception, num_rows: int) -> None:

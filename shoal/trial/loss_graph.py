@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import islice
 from math import isclose
 from typing import Any
@@ -29,7 +28,6 @@ from shoal.comm.row_collectives import is_of_all_ranks
 from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.platform.autograd_graph import nodes_behind
-from shoal.platform.torch_private.tensor_state import gradient_hooks
 from shoal.strategies.loss_terms import Counted
 from shoal.trial.loss_divisors import (
     DIVIDED,
@@ -40,6 +38,7 @@ from shoal.trial.loss_divisors import (
     is_divided_by,
     objection,
 )
+from shoal.trial.untouched import without_hooks
 
 MOST_NODES = 10_000
 """Nodes of a graph that are looked at."""
@@ -99,7 +98,7 @@ def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
 
     Views of a sample may lie apart, as `torch.cat` puts them, or side by side.
     """
-    with torch.enable_grad(), _without_hooks(outputs):
+    with torch.enable_grad(), without_hooks(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
         for views_are_apart in (True, False):
             masks = [_is_of_first_half(t, samples, views_are_apart) for t in outputs]
@@ -134,20 +133,6 @@ def _is_across(
             largest = max(largest, float(one.abs().max()))
             across = max(across, float(one[~mask].abs().max()))
     return across > SMALLEST * largest
-
-
-@contextmanager
-def _without_hooks(outputs: Sequence[Tensor]) -> Iterator[None]:
-    """Keep the hooks of strategies and users from gradients that are none of a step."""
-    tables = [gradient_hooks(output) for output in outputs]
-    saved = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, saved, strict=True):
-            table.update(hooks)
 
 
 MOST_OUTPUTS = 8

@@ -158,6 +158,16 @@ def leaving_no_trace(models: Sequence[nn.Module], function: Any, batch: Any) -> 
                 tensor.detach().copy_(values)
 
 
+@contextmanager
+def without_hooks(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Keep the hooks of strategies and users from gradients that are none of a step."""
+    with ExitStack() as stack:
+        for table in map(gradient_hooks, tensors):
+            stack.callback(table.update, dict(table))
+            table.clear()
+        yield
+
+
 class Untouched:
     """Save all that a call of `function` may change; put it back on `restore` and at the end.
 
@@ -198,10 +208,7 @@ class Untouched:
         for backend in backends:
             self._stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = False
-        for parameter, _ in self._gradients:
-            hooks = gradient_hooks(parameter)
-            self._stack.callback(hooks.update, dict(hooks))
-            hooks.clear()
+        self._stack.enter_context(without_hooks([p for p, _ in self._gradients]))
         self._prepare_modules()
         return self
 
