@@ -11,14 +11,13 @@ in this process, and what can be found is put back (`untouched.py`).
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import select
 import signal
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import astuple, replace
 
 import torch
 
@@ -68,8 +67,7 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
             verdict = LossVerdict(LossKind.NOT_JUDGED, reason=text)
-        row = (verdict.kind.value, *astuple(verdict)[1:])
-        data = memoryview(json.dumps(row).encode())
+        data = memoryview(pickle.dumps(verdict))
         while data:
             data = data[os.write(sending, data) :]
         status = 0
@@ -78,18 +76,17 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
 
 
 def _received(receiving: int) -> LossVerdict:
-    text, ready = b"", [receiving]
+    data, ready = b"", [receiving]
     while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
-        data = os.read(receiving, 1 << 16) if ready else b""
-        if not data:
+        part = os.read(receiving, 1 << 16) if ready else b""
+        if not part:
             break
-        text += data
+        data += part
     try:
-        kind, difference, sizes, *others, own = json.loads(text)
-    except ValueError:
+        verdict: LossVerdict = pickle.loads(data)
+    except (EOFError, pickle.UnpicklingError):
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
         reason = f"its trial in a process of its own {what}"
         return LossVerdict(LossKind.NOT_JUDGED, reason=reason)
-    verdict = LossVerdict(LossKind(kind), difference, tuple(sizes), *others)
-    return replace(verdict, own_numbers=tuple(own))
+    return verdict
