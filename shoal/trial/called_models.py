@@ -72,7 +72,7 @@ def try_calls(
         numbers = [i for i in call.used if not outputs[i].dim()]
         for chosen in filter(None, [rows, *([i] for i in numbers)]):
             sizes = {i: outputs[i].numel() / num_samples for i in chosen if outputs[i].dim()}
-            function = _Outputs(call, chosen, sizes)
+            function = _mean_of_outputs(call, chosen, sizes)
             given = call.args, dict(call.kwargs), torch.arange(num_samples)
             verdict = try_loss(function, given, {}, num_samples, models, parameters)
             # What fails on parts may do so for another reason: where others differ, it mixes too.
@@ -90,24 +90,23 @@ def _is_of_samples(call: ModelCall, samples: int) -> bool:
     return bool(tensors) and all(samples in tensor.shape[:2] for tensor in tensors)
 
 
-class _Outputs:
-    """A mean over samples of a function of each one's outputs.
+def _mean_of_outputs(call: ModelCall, chosen: Sequence[int], sizes: Mapping[int, float]) -> Any:
+    """Return a function of (args, kwargs, rows): a mean over samples of each one's outputs.
 
     Args:
         chosen: numbers of the outputs.
         sizes: how many numbers a sample has in each; without those that are numbers themselves.
     """
 
-    def __init__(self, call: ModelCall, chosen: Sequence[int], sizes: Mapping[int, float]) -> None:
-        self._model, self._chosen, self._sizes = call.model, chosen, sizes
-
-    def __call__(self, args: Any, kwargs: Any, rows: Tensor) -> Any:
-        outputs = [*tensors_in(self._model(*args, **kwargs))]
+    def compute(args: Any, kwargs: Any, rows: Tensor) -> Any:
+        outputs = [*tensors_in(call.model(*args, **kwargs))]
         total: Any = 0
-        for index in self._chosen:
-            output, size = outputs[index], self._sizes.get(index)
+        for index in chosen:
+            output, size = outputs[index], sizes.get(index)
             if size is not None and output.numel() != size * len(rows):
                 raise CannotTry("outputs that are padded to the longest")
             # Unlike the mean of outputs, that of this is nothing that a norm keeps constant.
             total = total + (output if size is None else torch.asinh(output + 1).mean())
         return total
+
+    return compute

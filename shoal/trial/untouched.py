@@ -79,7 +79,8 @@ class SavedObjects:
 
     def _save_one(self, value: Any) -> None:
         if isinstance(value, Tensor):
-            self._save_tensor(value)
+            if value.numel() <= LARGEST_COPY:
+                self.save_tensor(value)
         elif isinstance(value, np.ndarray):
             if value.size <= LARGEST_COPY and value.flags.writeable:
                 self._restores.append(partial(np.copyto, value, value.copy()))
@@ -95,11 +96,10 @@ class SavedObjects:
         elif hasattr(value, "__dict__"):
             self._restores.append(partial(refill, vars(value), dict(vars(value))))
 
-    def _save_tensor(self, tensor: Tensor) -> None:
+    def save_tensor(self, tensor: Tensor) -> None:
+        """Save the values of a tensor, if it has any of its own."""
         # An absent tensor, which a hook may have kept, has no memory.
         if isinstance(tensor, (DTensor, AbsentTensor)) or tensor.is_inference():
-            return
-        if tensor.numel() > LARGEST_COPY:
             return
         values, before = tensor.detach().clone(), version(tensor)
 
@@ -134,14 +134,11 @@ def leaving_no_trace(models: Sequence[nn.Module], function: Any, batch: Any) -> 
 
     Yields False if the script cannot be put back, as one that reads from an iterator.
     """
-    given = [
-        (tensor, tensor.detach().clone(), version(tensor))
-        for tensor in tensors_in(batch)
-        if not tensor.is_inference()
-    ]
     snapshots = [ModelSnapshot(model) for model in models]
     objects, can_repeat = SavedObjects(), True
     objects.skip(module for model in models for module in model.modules())
+    for tensor in tensors_in(batch):
+        objects.save_tensor(tensor)
     try:
         objects.save(function)
     except CannotTry:
@@ -153,9 +150,6 @@ def leaving_no_trace(models: Sequence[nn.Module], function: Any, batch: Any) -> 
         objects.restore()
         for state in reversed(snapshots):
             state.restore()
-        for tensor, values, before in given:
-            if version(tensor) != before:
-                tensor.detach().copy_(values)
 
 
 @contextmanager
