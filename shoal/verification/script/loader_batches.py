@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -95,38 +95,26 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     )
 
 
-def _have_same_inputs(ranks: Sequence[RankRecord]) -> bool:
-    """Return True if the model of each rank is given the same in all common steps."""
-    numbers = range(1, min(len(record.steps) for record in ranks) + 1)
-    given = [inputs(ranks[0], number) for number in numbers]
-    return bool(given[0]) and all(
-        equal(inputs(record, number), given[number - 1])
-        for record in ranks[1:]
-        for number in numbers
-    )
-
-
 def repeat_samples(folder: Path, ranks: Sequence[RankRecord]) -> bool:
     """Return True if all ranks compute the same outputs of the same samples, each on its own.
 
     Ranks of a tensor group compute the same samples too, but send messages while they do.
     """
-    if len(ranks) < 2 or not all(record.steps for record in ranks):
+    steps = min(len(record.steps) for record in ranks)
+    if len(ranks) < 2 or not steps or not inputs(ranks[0]):
         return False
     if any(step.collectives != 0 for record in ranks for step in record.steps):
         return False
-    if not _have_same_inputs(ranks):
-        return False
-    outputs = [_outputs(folder, record) for record in ranks]
-    return bool(outputs[0]) and all(
-        names == outputs[0].keys() and all(other[n].equal(outputs[0][n]) for n in names)
-        for other in outputs[1:]
-        for names in [other.keys()]
+    first = recorded(folder, ranks[0].rank, "step-1").below("forward")
+    return bool(first) and all(
+        _are_the_same(first, recorded(folder, record.rank, "step-1").below("forward"))
+        and all(equal(inputs(record, n), inputs(ranks[0], n)) for n in range(1, steps + 1))
+        for record in ranks[1:]
     )
 
 
-def _outputs(folder: Path, record: RankRecord) -> dict[str, Tensor]:
-    return recorded(folder, record.rank, "step-1").below("forward")
+def _are_the_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and equal([*one.values()], [*other.values()])
 
 
 class LoaderLoops:
