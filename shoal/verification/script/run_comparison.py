@@ -154,13 +154,16 @@ def _until_difference(
 
     A buffer that differs is no reason to stop: it may be one that no step reads.
     """
-    ranks = candidate.ranks
+    ranks, first = candidate.ranks, StepComparison(reference, candidate, 1, tolerance)
     if not ranks[0].by_shoal and repeat_samples(candidate.folder, ranks):
         line = ranks[0].steps[0].calls[-1].line
         repeated = ScriptDifference(1, "batches", None, None, 1 - 1 / len(ranks), 0.0, line)
-        return [repeated], [StepComparison(reference, candidate, 1, tolerance)]
-    if found := _at_start(candidate.ranks, tolerance):
-        return found, [StepComparison(reference, candidate, 1, tolerance)]
+        return [repeated], [first]
+    if apart := first.apart("start"):
+        return [
+            ScriptDifference(1, "start", name.rpartition(".")[0], name, error, tolerance)
+            for name, error in apart.items()
+        ], [first]
     steps: list[StepComparison] = []
     buffers: list[ScriptDifference] = []
     for number in range(1, count + 1):
@@ -186,23 +189,6 @@ def _files(
         for name, error in compare_files(one, many).items()
         if not error <= tolerance
     ]
-
-
-def _at_start(ranks: list[RankRecord], tolerance: float) -> list[ScriptDifference]:
-    """Return the weights that differ between the ranks before the first step."""
-    first = ranks[0].steps[0].digests
-    found: dict[str, ScriptDifference] = {}
-    for record in ranks[1:]:
-        for key, values in record.steps[0].digests.items():
-            if not key.startswith("start/") or key not in first:
-                continue
-            error = max(abs(a - b) for a, b in zip(values, first[key], strict=True))
-            error /= max(abs(first[key][0]), 1e-300)
-            name = key.removeprefix("start/")
-            if not error <= tolerance:
-                module = name.rpartition(".")[0]
-                found[name] = ScriptDifference(1, "start", module, name, error, tolerance)
-    return list(found.values())
 
 
 def _layers(step: StepComparison) -> Iterator[tuple[str, float | None, float | None]]:

@@ -26,8 +26,6 @@ from torch import Tensor
 
 from shoal.errors import RecordError
 
-FORMAT = 3
-
 
 @dataclass
 class CallRecord:
@@ -112,6 +110,11 @@ class RankRecord:
         alone = (self.rank, self.world) if name == "data" and not self.axes else (0, 1)
         return self.axes.get(name, alone)
 
+    def note(self, text: str) -> None:
+        """Add a line for the user, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
 
 class RecordWriter:
     """Writes one rank's record.
@@ -131,8 +134,7 @@ class RecordWriter:
 
     def index(self, record: RankRecord) -> None:
         """Write the index; the last file of a record."""
-        text = json.dumps({"format": FORMAT, **asdict(record)})
-        (self.folder / "index.json").write_text(text)
+        (self.folder / "index.json").write_text(json.dumps(asdict(record)))
 
 
 def read_run(folder: Path) -> list[RankRecord]:
@@ -153,8 +155,6 @@ def read_run(folder: Path) -> list[RankRecord]:
 
 def _read_rank(file: Path) -> RankRecord:
     values: dict[str, Any] = json.loads(file.read_text())
-    if values.pop("format", None) != FORMAT:
-        raise RecordError(f"{file} was written by another version of Shoal. Record the run again.")
     values["axes"] = {name: (place, size) for name, (place, size) in values["axes"].items()}
     values["steps"] = [
         StepRecord(**{**step, "calls": [CallRecord(**call) for call in step["calls"]]})

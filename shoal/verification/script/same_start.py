@@ -54,7 +54,7 @@ class SameStart:
                         differ.append(name)
                         own.copy_(value)
         if differ:
-            self._note(
+            self._record.note(
                 f"one process began with other weights than the ranks ({differ[0]} and "
                 f"{len(differ) - 1} more), and was given theirs: the script's seed depends on "
                 "the number of processes."
@@ -68,15 +68,11 @@ class SameStart:
         for group, settings in zip(optimizer.param_groups, step.settings, strict=False):
             rate = settings.get("lr")
             if rate is not None and float(group["lr"]) != rate:
-                self._note(
+                self._record.note(
                     f"the learning rate depends on the number of processes: {rate:g} on many, "
                     f"{float(group['lr']):g} on one, which was given that of many."
                 )
                 group["lr"] = rate
-
-    def _note(self, text: str) -> None:
-        if text not in self._record.notes:
-            self._record.notes.append(text)
 
 
 def turn_dropout_off(stack: ExitStack, record: RankRecord, stays_on: Callable[[], bool]) -> None:
@@ -90,7 +86,9 @@ def turn_dropout_off(stack: ExitStack, record: RankRecord, stays_on: Callable[[]
     def rate(p: float) -> float:
         if p <= 0 or stays_on():
             return p
-        _tell(record)
+        if not record.draws:
+            record.note(_NOTE)
+            record.draws = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()
         return 0.0
 
     def dropout(
@@ -113,9 +111,3 @@ def turn_dropout_off(stack: ExitStack, record: RankRecord, stays_on: Callable[[]
     for name in _FUNCTIONS:
         watch(stack, torch.nn.functional, name, dropout)
     watch(stack, torch.nn.functional, "scaled_dot_product_attention", attention)
-
-
-def _tell(record: RankRecord) -> None:
-    if _NOTE not in record.notes:
-        record.notes.append(_NOTE)
-        record.draws = hashlib.sha256(bytes(torch.get_rng_state().tolist())).hexdigest()

@@ -204,13 +204,10 @@ class StepComparison:
                 apart[name] = max(apart.get(name, 0.0), distance / size)
         return apart
 
-    def apart(self) -> dict[str, float]:
-        """Return how far gradients of ranks lie apart, where that is beyond the tolerance."""
-        return {
-            name: error
-            for name, error in self._apart("gradient").items()
-            if not error <= self._tolerance
-        }
+    def apart(self, kind: str = "gradient") -> dict[str, float]:
+        """Return how far values of ranks lie apart, where that is beyond the tolerance."""
+        apart = self._apart(kind)
+        return {name: error for name, error in apart.items() if not error <= self._tolerance}
 
     def depends_on_rows(self, buffer: str) -> bool:
         """Return True if a buffer differs between ranks, or was updated in several passes."""
