@@ -71,7 +71,7 @@ class LossOnRows:
 
         Raises: CannotTry: the loss is not finite or has no gradient.
         """
-        terms = self._terms(rows)
+        terms, _ = split_result(self._compute(rows))
         self.counts = tuple(float(t.count) for t in terms if t.count is not None)
         measured = self._measured(terms, rows, 1.0)
         finite = math.isfinite(measured.loss) and all(
@@ -83,7 +83,8 @@ class LossOnRows:
 
     def part(self, rows: Tensor, num_rows: int) -> Measured:
         """Measure a part; means count by the share of its rows in `num_rows`."""
-        return self._measured(self._terms(rows), rows, len(rows) / num_rows)
+        terms, _ = split_result(self._compute(rows))
+        return self._measured(terms, rows, len(rows) / num_rows)
 
     def is_rounding(self, measured: Measured) -> bool:
         """Return True if gradients are as small beside their leaves as float32 rounds them.
@@ -95,15 +96,6 @@ class LossOnRows:
             sum(float(leaf.detach().double().square().sum()) for leaf in self._leaves)
         )
         return gradients <= torch.finfo(torch.float32).eps * leaves
-
-    @property
-    def is_counted(self) -> bool:
-        """True if the whole had a term with a count."""
-        return bool(self.counts)
-
-    def _terms(self, rows: Tensor) -> tuple[Term, ...]:
-        terms, _ = split_result(self._compute(rows))
-        return terms
 
     def _measured(self, terms: tuple[Term, ...], rows: Tensor, share: float) -> Measured:
         counts = tuple(float(term.count) for term in terms if term.count is not None)

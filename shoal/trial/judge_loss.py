@@ -211,7 +211,7 @@ class LossJudge:
                 errors.append(distance(whole, measured))
         if failure is not None or any(error.mean >= TOLERANCE for error in errors):
             return self._difference(whole, errors, failure)
-        kind = LossKind.COUNTED if self._loss.is_counted else LossKind.MEAN
+        kind = LossKind.COUNTED if whole.counts else LossKind.MEAN
         return LossVerdict(kind, max(error.mean for error in errors))
 
     def _difference(
