@@ -58,7 +58,9 @@ def test_rows_have_factors_of_their_own() -> None:
     one = torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
     many = one * torch.tensor([[0.9], [1.0], [1.1]])
     assert row_factors(one, many, 1e-6) == pytest.approx([0.9, 1.1])
-    assert row_factors(one, many.flip(1), 1e-6) is None
+    assert row_factors(one, many.flip(1), 1e-6) == []
+    tokens = torch.stack([one, one])
+    assert row_factors(tokens, torch.stack([many, one]), 1e-6) == pytest.approx([0.9, 1.1, 1, 1])
     many[1] = 1.0  # a row that has a gradient on many ranks alone
     assert row_factors(one, many, 1e-6) == pytest.approx([0.9, float("inf"), 1.1])
     assert row_factors(one * torch.tensor([[1.0], [1.0], [0.0]]), many * 0, 1e-6) == [0.0]

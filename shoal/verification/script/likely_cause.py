@@ -198,21 +198,16 @@ def _of_parameters(
 
 def _has_none(step: StepComparison, name: str) -> bool:
     """Return True for a parameter of which one process alone has a gradient that is not zero."""
-    expected, given = step.expected.below("gradient"), step.given.below("gradient")
-    return name in expected and (name not in given or not given[name].any())
+    key = f"gradient/{name}"
+    given = step.given.get(key)
+    return key in step.expected and (given is None or not given.any())
 
 
 def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
     """Return the cause where rows of the last output have other weights in the loss."""
     pair, tolerance = step.last_output_gradient(), step.direction
-    if pair is None:
-        return None
-    factors = row_factors(*pair, tolerance)
-    if factors is None and pair[0].dim() > 1:  # rows of tokens, say
-        factors = row_factors(pair[0].flatten(0, -2), pair[1].flatten(0, -2), tolerance)
-    if not factors:
-        return None
-    low, high = min(factors), max(factors)
+    factors = [] if pair is None else row_factors(*pair, tolerance)
+    low, high = min(factors, default=1.0), max(factors, default=1.0)
     if math.isfinite(high) and high - low <= tolerance * max(abs(high), 1e-12):
         return None
     return ScriptCause(
@@ -285,20 +280,21 @@ def common_factor(
     return factor if worst <= tolerance else None
 
 
-def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> list[float] | None:
-    """Return a factor for each row of a gradient of outputs; None where rows are no multiples.
+def row_factors(expected: Tensor, given: Tensor, tolerance: float) -> list[float]:
+    """Return a factor for each row, or token, of a gradient of outputs; none if one is no multiple.
 
     Rows without any gradient are left out; those that have one on many ranks alone have an infinite
-    factor. Empty where the shapes differ.
+    factor.
     """
-    if expected.dim() < 1 or expected.shape != given.shape:
+    if not expected.numel() or expected.shape != given.shape:
         return []
-    g, h = (tensor.double().reshape(len(tensor), -1) for tensor in (expected, given))
+    width = expected.shape[-1] if expected.dim() > 1 else 1
+    g, h = (tensor.double().reshape(-1, width) for tensor in (expected, given))
     factors = (g * h).sum(1) / g.square().sum(1)
     rests = (h - factors[:, None] * g).norm(dim=1) / h.norm(dim=1)
-    is_added = h.any(1) & ~g.any(1)
     if bool((rests > tolerance).any()):
-        return None
+        return []
+    is_added = h.any(1) & ~g.any(1)
     factors = factors.masked_fill(is_added, math.inf)
     return [float(factor) for factor in factors[g.any(1) | is_added]]
 
