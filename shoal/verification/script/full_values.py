@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from shoal.comm.norm import full_tensor
 from shoal.data.tree_map import tensors_in
@@ -70,45 +69,33 @@ def floating(value: Any) -> Iterator[Tensor]:
 class ShoalValues:
     """Reads values of a prepared run. All methods but `axes`, `root` and `buffers` are collective.
 
-    Args: run: of this rank.
+    Attributes:
+        run: of this rank.
+        prepared: what it has prepared.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._prepared = run._prepared
+        self.run = run
+        self.prepared = run._prepared
         # Taken before a pipeline cuts the model, which it does in the first step.
         named = self.root.named_parameters(remove_duplicate=False) if self.root is not None else ()
         self._names = {name for name, _ in named}
 
     def axes(self) -> dict[str, tuple[int, int]]:
         """Return this rank's number on each axis of the mesh, and the axis' length."""
-        mesh = self._run.mesh
+        mesh = self.run.mesh
         axes = {"data": mesh.data, "tensor": mesh.tensor, "pipeline": mesh.pipeline}
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
 
     @property
     def root(self) -> nn.Module | None:
         """The model, or the group of all models; None before one is prepared."""
-        return self._prepared.root if self._prepared.models else None
-
-    @property
-    def is_synchronous(self) -> bool:
-        """Return True if all ranks take each step together."""
-        return self._run.is_synchronous
-
-    @property
-    def draws_of_loop(self) -> str:
-        """Return what the loop draws random numbers by for its samples; "" if by nothing."""
-        return self._prepared.watch.drawn
-
-    def has(self, optimizer: Optimizer) -> bool:
-        """Return True if the run has prepared this optimizer."""
-        return any(optimizer is known for known in self._prepared.optimizers)
+        return self.prepared.root if self.prepared.models else None
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Return the full gradient of each trainable parameter; empty where none remain."""
         try:
-            found = self._run.gradients()
+            found = self.run.gradients()
         except UsageError:  # freed in the backward pass, or each rank steps by its own
             return {}
         return {name: None if g is None else whole(g) for name, g in found.items()}
@@ -118,12 +105,12 @@ class ShoalValues:
 
         Unlike `Run.weights` it leaves buffers as they are, and synchronises no ranks.
         """
-        local_model = self._prepared.local_model()
+        local_model = self.prepared.local_model()
         local_model.strategy_state.wait()
         found = full_state_dict(local_model)
         return {name: whole(value) for name, value in found.items() if name in self._names}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return this rank's buffers."""
-        module = self._prepared.local_model().module
+        module = self.prepared.local_model().module
         return {name: whole(buffer) for name, buffer in module.named_buffers()}

@@ -196,7 +196,7 @@ class ScriptRecorder:
         """Return False for an optimizer of another thread, such as a parameter server's."""
         if self._preparing or threading.current_thread() is not threading.main_thread():
             return False
-        return self._run is None or self._run.has(optimizer)
+        return self._run is None or any(o is optimizer for o in self._run.prepared.optimizers)
 
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._is_ours(optimizer):
@@ -232,8 +232,8 @@ class ScriptRecorder:
             tensors |= {f"weight/{name}": weight for name, weight in weights.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self._buffers().items()}
         if self._run is not None:
-            self.record.is_synchronous = self._run.is_synchronous
-            self.record.draws_of_loop = self._run.draws_of_loop
+            self.record.is_synchronous = self._run.run.is_synchronous
+            self.record.draws_of_loop = self._run.prepared.watch.drawn
         self._writer.write(f"step-{step.number}", tensors)
         self.record.steps.append(step)
         self._tensors, self._step = {}, StepRecord(step.number + 1)
