@@ -142,7 +142,8 @@ def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
     if node in outputs or is_of_all_ranks(node):
         return False
     if _kind(node) in BENDS - POINTWISE:
-        return _bent_number(node) is not None
+        bent = _bent(node)
+        return bent is not None and not bent.dim()
     return _kind(node) in POINTWISE or saved_value(node, "reduction") is not None
 
 
@@ -177,13 +178,13 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
         if name == "Mul":
             factor = _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
         # Behind a reduction over samples, a number may belong to one of them.
-        own = 1.0 if begun else factor * _slope(node, index)
+        own = (1.0 if begun else factor) * _slope(node, index, rows, begun)
         after = way._replace(
             value=way.value * here,
             adds=way.adds or adds,
             # A weight of the loss is no divisor, but 1 / len(x) is.
             divides=way.divides or max(abs(here), 1 / abs(factor)) >= rows,
-            factor=way.factor * _slope_of_means(node, index, rows) * own,
+            factor=way.factor * own,
             outer=way.outer if way.operation else way.outer * here,
         )
         behind.append((other, after))
@@ -219,43 +220,36 @@ def _signed(dim: int) -> int:
     return dim - (1 << 64) if dim >= 1 << 63 else dim
 
 
-def _bent_number(node: Any) -> Tensor | None:
-    """Return what a node of a single number has saved; None for one of several numbers."""
+def _bent(node: Any) -> Tensor | None:
+    """Return what a node has saved of its input, its output or its choice; a number before more."""
     saved = (saved_value(node, name) for name in ("self", "result", "condition"))
-    numbers = [value for value in saved if isinstance(value, Tensor) and not value.dim()]
-    return numbers[0] if numbers else None
+    return min((v for v in saved if isinstance(v, Tensor)), key=Tensor.dim, default=None)
 
 
-def _slope(node: Any, index: int) -> float:
-    """Return the derivative of a bend of a single number by an input; 1 for another node."""
-    number = _bent_number(node) if _kind(node) in BENDS else None
-    if number is None:
+def _slope(node: Any, index: int, rows: int, begun: bool) -> float:
+    """Return the derivative of a bend by an input that is a number, or a mean of its derivatives by
+    means over samples; 1 for another node.
+
+    Args: begun: behind a reduction, where a number may belong to one sample.
+    """
+    bent = _bent(node) if _kind(node) in BENDS else None
+    if bent is None:
         return 1.0
-    slopes = node(torch.ones((), device=number.device))
-    return float((slopes if isinstance(slopes, Tensor) else slopes[index]).detach())
-
-
-def _slope_of_means(node: Any, index: int, rows: int) -> float:
-    """Return a mean of the derivatives of a bend of means over samples; 1 for another node."""
-    shape = _shape_of_means(node.next_functions[index][0], rows) if _kind(node) in BENDS else None
-    if not shape:
+    if not _is_over_samples(node.next_functions[index][0], rows) if bent.dim() else begun:
         return 1.0
-    slopes = node(torch.ones(shape, dtype=torch.float64))
+    slopes = node(torch.ones(bent.shape, dtype=torch.float64, device=bent.device))
     slope = (slopes if isinstance(slopes, Tensor) else slopes[index]).detach().double().flatten()
     weights = 2 + torch.arange(len(slope), device=slope.device).double().cos()
     return float((slope * weights).sum() / weights.sum())
 
 
-def _shape_of_means(node: Any, rows: int) -> list[int] | None:
-    """Return the shape of means, or sums, over samples of several numbers each; else None."""
+def _is_over_samples(node: Any, rows: int) -> bool:
+    """Return True for a node of means, or sums, over samples."""
     if node is None or _kind(node) not in ("Mean", "Sum"):
-        return None
+        return False
     sizes: Sequence[int] = saved_value(node, "self_sym_sizes") or ()
     dims = {_signed(dim) % len(sizes) for dim in saved_value(node, "dim") or () if sizes}
-    if 0 not in dims or sizes[0] != rows:
-        return None
-    keeps = saved_value(node, "keepdim")
-    return [1 if d in dims else n for d, n in enumerate(sizes) if keeps or d not in dims]
+    return 0 in dims and sizes[0] == rows
 
 
 def _number(value: Any) -> float:
