@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.verification.script.float64_everywhere import Float64Everywhere
-from shoal.verification.script.joined_ranks import _versions
+from shoal.verification.script.joined_ranks import versions
 from shoal.verification.script.likely_cause import common_factor, in_words, row_factors
 from shoal.verification.script.model_names import ModelNames, plain_name
 
@@ -13,15 +13,15 @@ from shoal.verification.script.model_names import ModelNames, plain_name
 def test_rows_of_data_ranks_and_micro_batches_are_joined_in_order() -> None:
     whole = torch.arange(10.0).reshape(5, 2)
     pieces = [[whole[:2], whole[2:3]], [whole[3:]]]
-    assert [v.tolist() for v in _versions([pieces], whole, has_stand_ins=False)] == [whole.tolist()]
+    assert [v.tolist() for v in versions([pieces], whole, has_stand_ins=False)] == [whole.tolist()]
 
 
 def test_columns_of_tensor_ranks_are_joined_and_copies_stay_apart() -> None:
     whole = torch.arange(12.0).reshape(3, 4)
     slices = [[[whole[:, :2]]], [[whole[:, 2:]]]]
-    assert torch.equal(_versions(slices, whole, has_stand_ins=False)[0], whole)
-    assert len(_versions([[[whole]], [[whole]]], whole, has_stand_ins=False)) == 2
-    assert _versions([[[whole[:, :3]]]], whole, has_stand_ins=False) == []
+    assert torch.equal(versions(slices, whole, has_stand_ins=False)[0], whole)
+    assert len(versions([[[whole]], [[whole]]], whole, has_stand_ins=False)) == 2
+    assert versions([[[whole[:, :3]]]], whole, has_stand_ins=False) == []
 
 
 def test_slices_of_three_matrices_in_one_are_joined_in_the_order_that_one_process_has() -> None:
@@ -29,21 +29,21 @@ def test_slices_of_three_matrices_in_one_are_joined_in_the_order_that_one_proces
     matrices = whole.chunk(3, 1)
     slices = [[[torch.cat([m[:, :2] for m in matrices], 1)]]]
     slices.append([[torch.cat([m[:, 2:] for m in matrices], 1)]])
-    assert torch.equal(_versions(slices, whole, has_stand_ins=False)[0], whole)
+    assert torch.equal(versions(slices, whole, has_stand_ins=False)[0], whole)
 
 
 def test_rows_of_a_model_that_puts_time_first_are_joined_within_each_time() -> None:
     whole = torch.arange(30.0).reshape(3, 5, 2)  # time, sample, width
     pieces = [[whole[:, :3].flatten(0, 1)], [whole[:, 3:].flatten(0, 1)]]
     flat = whole.flatten(0, 1)
-    assert torch.equal(_versions([pieces], flat, has_stand_ins=False)[0], flat)
+    assert torch.equal(versions([pieces], flat, has_stand_ins=False)[0], flat)
 
 
 def test_rows_of_stand_ins_are_left_out_under_shoal_alone() -> None:
     whole = torch.ones(2, 3)
     pieces = [[[torch.ones(1, 3)], [torch.ones(1, 3)], [torch.zeros(1, 3)]]]
-    assert len(_versions(pieces, whole, has_stand_ins=True)) == 1
-    assert _versions(pieces, whole, has_stand_ins=False) == []
+    assert len(versions(pieces, whole, has_stand_ins=True)) == 1
+    assert versions(pieces, whole, has_stand_ins=False) == []
 
 
 def test_one_factor_is_told_from_several_and_from_another_direction() -> None:
