@@ -13,7 +13,6 @@ choice among samples, such as the hardest ones, which nodes of the graph tell.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -226,8 +225,7 @@ class LossGraphCheck:
         self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
         couples = isinstance(loss, Tensor) and couples_samples(loss, outputs, samples)
         value = loss_of_all_rows(loss, outputs)
-        own = json.dumps([place if couples else "", value, self._parts])
-        told = [json.loads(text) for text in self._data.all_gather_str(own)]
+        told = self._data.all_gather_json([place if couples else "", value, self._parts])
         _check_equal([value for _, value, _ in told])
         parts = []
         for coupled_place, _, of_rank in told:
