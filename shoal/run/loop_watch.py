@@ -142,7 +142,7 @@ class LoopWatch(YieldWatch):
             return
         is_mixed = self._mixes(self._tensors_of(batch))
         self._note_numbers(batch)
-        for place in [*self._rows.draws.places][:1]:
+        for place in [*self._rows.draws][:1]:
             self._note(DRAWN, place=place)
             self.drawn = self.drawn or f"torch ({place})"
         self.note_host_draws(batch.num_samples)
@@ -225,7 +225,7 @@ class LoopWatch(YieldWatch):
 
     def note_host_draws(self, rows: int) -> None:
         """Announce that the loop may have drawn a number for each sample, all ranks the same."""
-        for place, sizes in self._rows.draws.by_own_generators.items():
+        for place, sizes in self._rows.own_draws.items():
             if rows >= 2 and rows in sizes[:2]:
                 self._note_host_draw(f"a torch.Generator of its own ({place})", rows)
         for kind in self._of_loop.drawn(rows) if rows >= 2 else ():

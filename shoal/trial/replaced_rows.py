@@ -71,7 +71,9 @@ class ReplacedRows(DispatchMode):
     """Computes on copies of a batch what a script computes between `start` and `stop`.
 
     Attributes:
-        draws: which random numbers it draws by torch.
+        draws: "randn at train.py:12" of each operator that has drawn, in order.
+        own_draws: the same of those that draw by a generator of the script, which ranks have in
+            the same state -> the sizes of what was drawn.
         of_loss: what runs now computes a loss from the outputs of models.
         mixed_place: the line of a loss that takes numbers which were computed from other samples,
             and have no gradient, such as targets; "" if none was seen.
@@ -80,7 +82,8 @@ class ReplacedRows(DispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.draws = LoopDraws()
+        self.draws: dict[str, None] = {}
+        self.own_draws: dict[str, tuple[int, ...]] = {}
         self.of_loss = False
         self.mixed_place = ""
         self.tables: list[tuple[str, int]] = []
@@ -145,7 +148,7 @@ class ReplacedRows(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self.draws.see(func, args, kwargs, caller())
+        self._note_draw(func, args, kwargs, caller())
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [memory for memory in map(self._memory, given) if memory is not None]
         if not known:
@@ -155,8 +158,7 @@ class ReplacedRows(DispatchMode):
             return self._note_number(given[0])
         rows = known[0].replaced_rows
         if self.of_loss:
-            self._look_at_constants(func, args)
-            self._look_at_tables(func, args, len(rows))
+            self._look_at_constants(func, args, len(rows))
             if _selects_rows(func, args, len(rows)):
                 return func(*args, **kwargs)
         if not self._can_follow(func, given, known):
@@ -206,33 +208,42 @@ class ReplacedRows(DispatchMode):
                 self._numbers[number] = replaced
         return number
 
-    def _look_at_constants(self, func: Any, args: Any) -> None:
-        """Note the line if an operator of a graph takes constants computed from other samples."""
+    def _look_at_constants(self, func: Any, args: Any, samples: int) -> None:
+        """Note constants of a graph: the line of those computed from other samples, and tables."""
         graded = [t for t in _tensors(args) if t.requires_grad]
         if not (torch.is_grad_enabled() and graded):
             return
         beside = [self.copies_of(t) for t in graded if t.dim()]
+        # Running statistics of a layer have a note of their own.
+        has_tables = _HIDDEN_WRITES not in schema_of(func).name
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             is_of_classes = argument.name in ("weight", "pos_weight")
             for tensor in filter(_is_constant, _tensors(value)):
                 copies = self.copies_of(tensor)
                 if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
+                is_known = copies is not None or self._memory(tensor) is not None
+                if has_tables and not is_known and _is_table(tensor, samples):
+                    self._note_table(tensor, calling_line(caller(2)) or "the loss")
 
-    def _look_at_tables(self, func: Any, args: Any, samples: int) -> None:
-        """Note constants of a graph that have other rows than samples."""
-        given = _tensors(args)
-        is_of_graph = torch.is_grad_enabled() and any(t.requires_grad for t in given)
-        # Running statistics of a layer have a note of their own.
-        if not is_of_graph or _HIDDEN_WRITES in schema_of(func).name:
+    def _note_table(self, tensor: Tensor, place: str) -> None:
+        if len(self.tables) < MOST_TABLES:
+            text = f"{tuple(tensor.shape)} at {place}"
+            self.tables.append((text, int(tensor_digest(tensor))))
+
+    def _note_draw(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
+        """Note an operator that draws.
+
+        A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
+        """
+        if not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
             return
-        for tensor in given:
-            is_new = self._memory(tensor) is None and len(self.tables) < MOST_TABLES
-            if is_new and _is_table(tensor, samples):
-                place = calling_line(caller(2)) or "the loss"
-                self.tables.append(
-                    (f"{tuple(tensor.shape)} at {place}", int(tensor_digest(tensor)))
-                )
+        line = calling_line(frame)
+        operator = schema_of(func).name.partition("::")[2].removesuffix("_")
+        if not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            self.draws |= {f"{operator} at {line}": None} if line else {}
+        elif operator != "randperm":  # an order of the whole batch
+            self.own_draws[f"{operator} at {line}"] = drawn_shape(func, args, kwargs)
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:
@@ -353,8 +364,7 @@ def _is_constant(tensor: Tensor) -> bool:
 def _is_table(tensor: Tensor, samples: int) -> bool:
     """Return True for a constant of several numbers that are not those of the samples."""
     is_small = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
-    is_value = tensor.is_floating_point() and not tensor.requires_grad
-    return is_small and is_value and _is_plain(tensor)
+    return is_small and tensor.is_floating_point() and _is_plain(tensor)
 
 
 def _is_mixed(
@@ -395,34 +405,6 @@ def _most_bytes(device: torch.device) -> int:
 
 
 _LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
-
-
-class LoopDraws:
-    """Notes which operators draw, and where.
-
-    Attributes:
-        places: "randn at train.py:12", each once, in order.
-        by_own_generators: the same of those that draw by a generator of the script, which ranks
-            have in the same state -> the sizes of what was drawn.
-    """
-
-    def __init__(self) -> None:
-        self.places: dict[str, None] = {}
-        self.by_own_generators: dict[str, tuple[int, ...]] = {}
-
-    def see(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
-        """Note an operator that draws.
-
-        A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
-        """
-        if not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
-            return
-        line = calling_line(frame)
-        operator = schema_of(func).name.partition("::")[2].removesuffix("_")
-        if not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
-            self.places |= {f"{operator} at {line}": None} if line else {}
-        elif operator != "randperm":  # an order of the whole batch
-            self.by_own_generators[f"{operator} at {line}"] = drawn_shape(func, args, kwargs)
 
 
 def _is_of_loader(frame: FrameType | None) -> bool:
