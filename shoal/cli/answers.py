@@ -15,18 +15,11 @@ from typing import Any
 from shoal.errors import ConfigError, UsageError, printable
 from shoal.train.console import envelope
 
+JSON_HELP = "print one JSON object: shoal, verb, ok, and result or errors"
+
 
 class WrongOptions(UsageError):
     """Words that are no options of the verb, which the message begins with."""
-
-
-def json_argument(parser: argparse.ArgumentParser) -> None:
-    """Add --json."""
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object: shoal, verb, ok, and result or errors",
-    )
 
 
 def tell_start(what: str) -> None:

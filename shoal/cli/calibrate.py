@@ -18,7 +18,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=argument_types.path, help="file (default: in the user's cache)"
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -23,7 +23,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--explain", action="store_true", help="with the meaning and the origin of every value"
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -18,7 +18,7 @@ EXAMPLES = """\
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    answers.json_argument(parser)
+    """Add nothing."""
 
 
 def run(options: argparse.Namespace) -> int:

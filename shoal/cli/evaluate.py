@@ -46,7 +46,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="LINE",
         help="divide the model as this strategy does, whatever it was trained with, e.g. zero3",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

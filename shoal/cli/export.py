@@ -28,7 +28,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: %(default)s)",
     )
     argument_types.checkpoint_argument(parser)
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -63,7 +63,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="take over the speeds that a traced run shows",
     )
-    answers.json_argument(parser)
     parser.add_argument(
         "-o",
         "--output",

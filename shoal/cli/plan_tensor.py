@@ -23,7 +23,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="ranks in a tensor group (default: those of --strategy, or 2)",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,7 +29,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("curves.png"),
         help=".png or .svg (default: curves.png)",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -80,6 +80,8 @@ TAKES_SCRIPT = ("verify", "plan")
 
 HIDDEN = ("agent",)
 """Verbs that only Shoal itself calls."""
+WITHOUT_ANSWER = ("train", "launch", "agent", "completion")
+"""Verbs without --json: they run scripts, or print what is no result."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
     "Look": ("plan", "calibrate", "doctor", "config", "trace", "plot", "completion"),
@@ -138,9 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _wants_json(words: list[str]) -> bool:
-    """Return True if a command, wrong or right, asks for JSON; those that run scripts never do."""
+    """Return True if a command, wrong or right, asks for JSON."""
     own = words[: words.index("--")] if "--" in words else words
-    return "--json" in own and words[0] in VERBS.keys() - {"train", "launch"}
+    return "--json" in own and words[0] in VERBS.keys() - WITHOUT_ANSWER
 
 
 def _run(words: list[str]) -> int:
@@ -199,6 +201,8 @@ def parsers(shows_rare: bool = True) -> tuple[Parser, dict[str, argparse.Argumen
             name, description=verb.HELP, epilog=epilog, formatter_class=formatter
         )
         verb.arguments(parser_of_verb)
+        if name not in WITHOUT_ANSWER:
+            parser_of_verb.add_argument("--json", action="store_true", help=answers.JSON_HELP)
         if any("-n" in action.option_strings for action in parser_of_verb._actions):
             foreign_flags.arguments(parser_of_verb)
         if rare := [each for each in parser_of_verb._actions if is_rare(each)]:

@@ -25,7 +25,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="go as far as the checkpoint of step N, not the newest",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

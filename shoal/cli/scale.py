@@ -33,7 +33,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="processes from now on. Of a run with --hosts: of all hosts together. They are filled "
         "in the order of the list, each up to its number there",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -39,7 +39,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="on each rank, for interleaved and zero-bubble",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

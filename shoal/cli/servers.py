@@ -31,7 +31,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="add: how many (default: 1); remove: which shards",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

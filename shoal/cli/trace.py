@@ -30,7 +30,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="directory of a run trained with --trace, or a trace file",
     )
-    answers.json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -36,7 +36,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=1e-10,
         help="relative (default: 1e-10)",
     )
-    answers.json_argument(parser)
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(
         "--precision",
