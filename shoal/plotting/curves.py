@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.config import read
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, raise_problems
 from shoal.loggers.metrics_file import NAME, read_metrics
 from shoal.platform.files import atomic_write
 from shoal.platform.optional_packages import missing, missing_for
@@ -70,17 +69,14 @@ class RunMetrics:
     """The metrics of one run.
 
     Attributes:
-        name: the shortest end of its path that no other run has.
+        name: its directory, as it was given.
         curves: (kind, name of the quantity) -> curve; the kind is "train" or "validation".
         unreadable_lines: number of such lines in its metrics.jsonl.
-        soft_targets: the method that makes its training loss another quantity than its validation
-            loss, such as label smoothing; "" for none.
     """
 
     name: str
     curves: dict[tuple[str, str], Curve]
     unreadable_lines: int
-    soft_targets: str = ""
 
     @property
     def has_epochs(self) -> bool:
@@ -163,62 +159,33 @@ def read_runs(directories: Sequence[Path]) -> list[RunMetrics]:
     Raises:
         ConfigError: names every directory that is no run, or that has no records yet.
     """
-    problems = [problem for directory in directories if (problem := _not_a_run(directory))]
-    if problems:
-        raise ConfigError(problems)
-    runs = [
-        _read(directory, name)
-        for directory, name in zip(directories, _names(directories), strict=True)
-    ]
-    empty = [directory for directory, run in zip(directories, runs, strict=True) if not run.curves]
-    if empty:
-        raise ConfigError(
-            f"{directory / NAME}: no records yet; wait for the first logged step"
-            for directory in empty
-        )
+    raise_problems(
+        [
+            f"{directory}: no run directory, it holds no {NAME}; give the --out of a run, such as "
+            "runs/digits"
+            for directory in directories
+            if not (directory / NAME).is_file()
+        ]
+    )
+    runs = [_read(directory) for directory in directories]
+    raise_problems(
+        [
+            f"{run.name}/{NAME}: no records yet; wait for the first logged step"
+            for run in runs
+            if not run.curves
+        ]
+    )
     return runs
 
 
-def _not_a_run(directory: Path) -> str | None:
-    """Return the reason why a directory is no run; None if it is one."""
-    if not directory.exists():
-        return (
-            f"{directory}: there is no such directory; give the --out of a run, such as runs/digits"
-        )
-    if not (directory / NAME).is_file():
-        return (
-            f"{directory}: not a run directory, it holds no {NAME}; give the --out of a run, such "
-            "as runs/digits"
-        )
-    return None
-
-
-def _names(directories: Sequence[Path]) -> list[str]:
-    """Return for each directory as many last parts of its path as distinguish all of them."""
-    paths = [directory.resolve() for directory in directories]
-    for length in range(1, max(len(path.parts) for path in paths)):
-        names = ["/".join(path.parts[-length:]) for path in paths]
-        if len(set(names)) == len(set(paths)):
-            return names
-    return [str(path) for path in paths]
-
-
-def _read(directory: Path, name: str) -> RunMetrics:
+def _read(directory: Path) -> RunMetrics:
     records, unreadable_lines = read_metrics(directory / NAME)
     curves = {
         (kind, quantity): curve
         for kind in ("train", "validation")
         for quantity, curve in _curves([record for record in records if record["kind"] == kind])
     }
-    return RunMetrics(name, curves, unreadable_lines, _targets_of(directory))
-
-
-def _targets_of(directory: Path) -> str:
-    """Read it from the run's configuration; "" if that is missing or of another version."""
-    try:
-        return read(str(directory / "config.yaml")).job.train.soft_targets
-    except ConfigError:
-        return ""
+    return RunMetrics(str(directory), curves, unreadable_lines)
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:
@@ -261,8 +228,6 @@ def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics], in_epochs: bo
     for index, run in enumerate(runs):
         _draw_run(axes, name, run, _line_style(index, len(runs)), in_epochs)
     axes.set_title(PANELS[name])
-    if name == "loss":
-        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
     _scale(axes, name)
 
 
@@ -350,16 +315,6 @@ def _training_label(runs: Sequence[RunMetrics]) -> str:
     curves = [curve for run in runs if (curve := run.curves.get(("train", "loss"))) is not None]
     smoothed = any(_smoothing_width(curve) > 1 for curve in curves)
     return "training (running mean; pale: as measured)" if smoothed else "training"
-
-
-def _soft_targets(runs: Sequence[RunMetrics]) -> str:
-    """Return a note on losses if training and validation loss cannot be compared."""
-    distinct = {run.soft_targets for run in runs}
-    if distinct == {""}:
-        return ""
-    if len(distinct) == 1:
-        return f"training with {distinct.pop()}"
-    return "training: the runs have different targets"
 
 
 def _legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.errors import UsageError
-from shoal.plotting.curves import COLORS, STYLE, check_can_draw, write_figure
+from shoal.plotting.curves import COLORS, STYLE, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,18 +25,14 @@ MOST_QUEUES = 40
 def plot_plan(plan: Plan, output: Path) -> None:
     """Draw a plan into a file.
 
-    Args: output: a .png, .svg or .pdf file; an old one is replaced atomically.
-
-    Raises:
-        ConfigError: the suffix is unknown, or matplotlib is not installed.
-        UsageError: the plan does not fit, so its time is not known.
+    Args:
+        plan: one that fits, so its time is known.
+        output: one that `check_can_draw` has seen; an old file is replaced atomically.
     """
-    check_can_draw(output)
-    if plan.time is None:
-        raise UsageError(f"{output}: {plan.strategy} does not fit, so it has no timeline to draw.")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    assert plan.time is not None
     with rc_context(STYLE):
         queues = list(dict.fromkeys(task.queue for task in plan.time.tasks))[:MOST_QUEUES]
         height = 1.2 + 0.45 * len(queues)
