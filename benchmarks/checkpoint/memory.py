@@ -69,7 +69,7 @@ def _load(run: Path, file: Path) -> dict[str, int]:
     model = build(job_of(run), torch.device("cpu")).model
     sizes = [tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()]
     with _watched() as peaks:
-        load_weights(model, str(file), "mlp")
+        load_weights(model, str(file))
     return {
         "load": peaks["resident"],
         "load, private": peaks["private"],

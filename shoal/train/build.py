@@ -103,7 +103,7 @@ def build(job: Job, device: torch.device) -> Components:
         model = model.double()  # before it gets weights, which may be float64 too
     notes = []
     if job.model.weights is not None:
-        notes = load_weights(model, job.model.weights, job.model.name)
+        notes = load_weights(model, job.model.weights)
     model = _to_device(job, model, device)
     validation = DataLoader(source.validation, job.evaluation.batch_size, **_worker_arguments(job))
     return Components(source, task, model, _train_loader(job, source), validation, notes)

@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from torch import Tensor, nn
 
 from shoal.errors import ConfigError, UsageError
 from shoal.weights import weight_files
+from shoal.weights.weight_files import TensorForm
 
 
-def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
+def load_weights(model: nn.Module, file: str) -> list[str]:
     """Load the weights in `file` into `model`, one tensor at a time from safetensors.
 
-    Args:
-        file: of torch.save, or a path as `shoal.load_weights` takes it.
-        name: of the model, for errors.
+    Args: file: of torch.save, or a path as `shoal.load_weights` takes it.
 
     Returns: sentences about tensors that were rounded, because the file has a wider floating-point
         dtype than the model.
@@ -32,39 +32,35 @@ def load_weights(model: nn.Module, file: str, name: str) -> list[str]:
             of another model. All differences are named at once.
     """
     path = Path(file)
-    if not path.exists():
-        raise ConfigError([f"model.weights: there is no file {path}"])
-    if path.is_dir() or path.suffix == ".safetensors":
-        return _load_safetensors(model, path, name)
-    return _load_torch(model, path, name)
-
-
-def _load_safetensors(model: nn.Module, path: Path, name: str) -> list[str]:
+    is_torch = path.is_file() and path.suffix != ".safetensors"
     try:
-        dtypes = {key: form.dtype for key, form in weight_files.stored_forms(path).items()}
-        weight_files.load_weights(model, path)
+        forms = _torch_forms(path) if is_torch else weight_files.stored_forms(path)
+        weight_files.fill(model, forms, path)
     except UsageError as error:
         raise ConfigError([f"model.weights: {error}"]) from error
-    return _check_dtypes(model.state_dict(), dtypes, path, name)
+    state = model.state_dict()
+    pairs = [(form.dtype, state[name].dtype) for name, form in forms.items()]
+    rounded = Counter(pair for pair in pairs if torch.promote_types(*pair) != pair[1])
+    return [
+        f"model.weights: {count} of {len(pairs)} tensors are {a} in {path} and were rounded to {b}"
+        for (a, b), count in rounded.items()
+    ]
 
 
-def _load_torch(model: nn.Module, path: Path, name: str) -> list[str]:
+def _torch_forms(path: Path) -> dict[str, TensorForm]:
+    """Return the tensors of a state dict, which a file of torch.save is or has as `state_dict`."""
     content = _read_torch(path)
     state = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(state, Mapping):
-        raise ConfigError(
-            [f"model.weights: {path} holds a {type(state).__name__}, and no state dict of {name}"]
-        )
-    if state and all(str(key).startswith("module.") for key in state):
+    others = [state] if not isinstance(state, Mapping) else state.values()
+    if wrong := [type(other).__name__ for other in others if not isinstance(other, Tensor)]:
+        raise UsageError(f"{path} holds a {wrong[0]}; a state dict has tensors alone")
+    if all(str(key).startswith("module.") for key in state):
         # Saved from inside of DistributedDataParallel, as many training programs do.
         state = {str(key).removeprefix("module."): value for key, value in state.items()}
-    dtypes = {key: value.dtype for key, value in state.items() if isinstance(value, Tensor)}
-    notes = _check_dtypes(model.state_dict(), dtypes, path, name)
-    try:
-        model.load_state_dict(state)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise ConfigError([f"model.weights: {path} does not fit {name}: {error}"]) from error
-    return notes
+    return {
+        str(key): TensorForm(tuple(value.shape), value.dtype, partial(Tensor.detach, value))
+        for key, value in state.items()
+    }
 
 
 def _read_torch(path: Path) -> Any:
@@ -83,35 +79,10 @@ def _read_torch(path: Path) -> Any:
         else:
             reason = "is not a torch or safetensors file"
             cure = "Give a file that torch.save or `shoal export` wrote"
-        raise ConfigError([f"model.weights: {path} {reason}. {cure}."]) from error
+        raise UsageError(f"{path} {reason}. {cure}.") from error
     except Exception as error:  # torch raises errors of any type for a damaged file
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            [f"model.weights: {path} is damaged, or no torch file: {first}"]
-        ) from error
-
-
-def _check_dtypes(
-    state: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype], path: Path, name: str
-) -> list[str]:
-    """Return a sentence for each pair of dtypes where the model's is the narrower one.
-
-    Raises:
-        ConfigError: one dtype is floating-point and the other is not.
-    """
-    pairs = {key: (dtype, state[key].dtype) for key, dtype in dtypes.items() if key in state}
-    rounded = [pair for pair in pairs.values() if torch.promote_types(*pair) != pair[1]]
-    problems = [
-        f"model.weights: {key} is {a} in {path} and {b} in {name}"
-        for key, (a, b) in pairs.items()
-        if a.is_floating_point != b.is_floating_point
-    ]
-    if problems:
-        raise ConfigError(problems)
-    return [
-        f"model.weights: {count} of {len(dtypes)} tensors are {a} in {path} and were rounded to {b}"
-        for (a, b), count in Counter(rounded).items()
-    ]
+        raise UsageError(f"{path} is damaged, or no torch file: {first}") from error
 
 
 def numbers_of_numpy() -> AbstractContextManager[None]:

@@ -8,8 +8,9 @@ llama/model-00002-of-00030.safetensors ...
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,25 +25,15 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class StoredTensor(NamedTuple):
-    """A tensor in a file."""
-
-    file: Path
-    name: str
-
-    def read(self) -> Tensor:
-        """Return its values on the CPU. Raises UsageError: the file is damaged."""
-        with _opened(self.file) as opened:
-            values: Tensor = opened.get_tensor(self.name)
-            return values
-
-
 class TensorForm(NamedTuple):
-    """The form of a tensor, and where it is stored."""
+    """The form of a stored tensor.
+
+    Attributes: read: returns its values on the CPU. Raises UsageError: the file is damaged.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    stored: StoredTensor
+    read: Callable[[], Tensor]
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
@@ -59,7 +50,13 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
 
     Raises: UsageError: a file is missing or damaged, or differs from the model; it has all of that.
     """
-    forms = stored_forms(Path(path))
+    fill(model, stored_forms(Path(path)), path, strict)
+
+
+def fill(
+    model: nn.Module, forms: Mapping[str, TensorForm], path: str | Path, strict: bool = True
+) -> None:
+    """Give a model stored weights, as `load_weights`. Args: path: of the files, for errors."""
     state = dict(_tensors(model))
     problems = list(_differences(state, forms, strict))
     if problems:
@@ -68,10 +65,10 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         if name not in forms:
             continue
         if isinstance(tensor, EmptyTensor):
-            tensor.calls.overwrite(tensor.form, forms[name].stored.read)
+            tensor.calls.overwrite(tensor.form, forms[name].read)
         else:
             with torch.no_grad():
-                tensor.copy_(forms[name].stored.read())
+                tensor.copy_(forms[name].read())
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -116,8 +113,16 @@ def stored_forms(path: Path) -> dict[str, TensorForm]:
                 place = opened.get_slice(name)
                 # Mapped: no values are read.
                 dtype = opened.get_tensor(name).dtype
-                forms[name] = TensorForm(tuple(place.get_shape()), dtype, StoredTensor(file, name))
+                forms[name] = TensorForm(
+                    tuple(place.get_shape()), dtype, partial(_read, file, name)
+                )
     return forms
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with _opened(file) as opened:
+        values: Tensor = opened.get_tensor(name)
+        return values
 
 
 def _files(path: Path) -> set[Path]:

@@ -226,16 +226,16 @@ def test_rounded_weights_are_noted_and_another_kind_of_dtype_refused(
     save = save_file if suffix == ".safetensors" else torch.save
     wide = torch.nn.BatchNorm1d(2).double()
     save(wide.state_dict(), file)
-    assert load_weights(model, str(file), "norm") == [
+    assert load_weights(model, str(file)) == [
         f"model.weights: 4 of 5 tensors are torch.float64 in {file} and were rounded to "
         "torch.float32"
     ]
-    assert load_weights(wide, str(file), "norm") == []
+    assert load_weights(wide, str(file)) == []
     save(torch.nn.BatchNorm1d(2).half().state_dict(), file)
-    assert load_weights(model, str(file), "norm") == []  # float32 holds all that float16 does
+    assert load_weights(model, str(file)) == []  # float32 holds all that float16 does
     save({**model.state_dict(), "bias": torch.zeros(2, dtype=torch.int64)}, file)
-    with pytest.raises(ConfigError, match=r"bias is torch\.int64.* torch\.float32"):
-        load_weights(model, str(file), "norm")
+    with pytest.raises(ConfigError, match=r"bias is torch\.int64; the model's is torch\.float32"):
+        load_weights(model, str(file))
 
 
 def test_an_import_says_what_it_rounds_and_keeps_all_of_float64(
@@ -261,7 +261,7 @@ def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -
         for size in (0, 5, 30, 500, len(whole) // 2, len(whole) - 1):
             file.write_bytes(whole[:size])
             with pytest.raises(ConfigError, match=r"model\.pt is damaged, or no torch file: \S"):
-                load_weights(model, str(file), "linear")
+                load_weights(model, str(file))
 
 
 def test_a_file_without_weights_is_refused_without_advice_to_run_it(
@@ -270,10 +270,10 @@ def test_a_file_without_weights_is_refused_without_advice_to_run_it(
     model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
     file.write_text("model:\n  name: mlp\n")
     with pytest.raises(ConfigError, match="is not a torch or safetensors file") as text:
-        load_weights(model, str(file), "linear")
+        load_weights(model, str(file))
     torch.save(model, file)
     with pytest.raises(
         ConfigError, match=r"holds torch\.nn\S*Linear, and tensors alone are read"
     ) as module:
-        load_weights(model, str(file), "linear")
+        load_weights(model, str(file))
     assert "weights_only" not in f"{text.value} {module.value}"
