@@ -25,14 +25,6 @@ def path(text: str) -> Path:
     return Path(text)
 
 
-def seconds(text: str) -> float:
-    """Return a number of seconds, 0 or more. Raises ArgumentTypeError."""
-    try:
-        return hang_limit.seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
     """Return a type of whole numbers from `low` to `high`, written in digits."""
 
@@ -51,6 +43,21 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 
 
 processes = integer(1, MAX_PROCESSES)
+
+
+def quantity(read: Callable[[str], float], hint: str = "") -> Callable[[str], float]:
+    """Return a type of numbers. Args: read: raises ValueError; hint: ends what that says."""
+
+    def parse(text: str) -> float:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{error}{hint}") from None
+
+    return parse
+
+
+seconds = quantity(hang_limit.seconds)
 
 
 def tolerance(text: str) -> float:

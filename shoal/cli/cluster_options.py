@@ -1,7 +1,4 @@
-"""`--slurm` of `launch` and `train`: the options; check, render, submit.
-
-Values are read as text here and checked later, so that all problems can be said at once.
-"""
+"""`--slurm` of `launch` and `train`: the options; check, render, submit."""
 
 from __future__ import annotations
 
@@ -24,12 +21,15 @@ REQUEUES = 20
 
 SERVER_DIRECTORY = "SHOAL_SERVER_DIRECTORY"
 
+NUMBERS = {
+    "nodes": (1, "machines (default: 1)"),
+    "ntasks-per-node": (1, "ranks on each machine (default: 1)"),
+    "requeues": (0, "how often a job that was stopped and has saved goes on (default: 20)"),
+}
+"""Options with a whole number: the smallest, and the help."""
 VALUES = {
-    "nodes": ("N", "machines (default: 1)"),
-    "ntasks-per-node": ("N", "ranks on each machine (default: 1)"),
     "time": ("LIMIT", "minutes, MM:SS, HH:MM:SS or D-HH:MM:SS; ranks save before it"),
     "partition": ("NAME", "where the job runs"),
-    "requeues": ("N", "how often a job that was stopped and has saved goes on (default: 20)"),
     "python": ("PATH", "interpreter on the machines (default: this one)"),
 }
 MORE = "sbatch-option"
@@ -38,7 +38,7 @@ FLAGS = {
     "slurm": "run on a Slurm cluster, as one job",
     "dry-run": "print the batch script, and submit nothing",
 }
-NAMES = tuple(f"--{name}" for name in (*VALUES, MORE, *FLAGS))
+NAMES = tuple(f"--{name}" for name in (*NUMBERS, *VALUES, MORE, *FLAGS))
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("clusters", "See docs/clusters.md.")
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
+    for name, (low, help) in NUMBERS.items():
+        kind = argument_types.integer(low, 1_000_000)
+        group.add_argument(f"--{name}", type=kind, metavar="N", help=help)
     for name, (metavar, help) in VALUES.items():
         group.add_argument(f"--{name}", metavar=metavar, help=help)
     help = "a further option, e.g. --sbatch-option=gres=gpu:4"
@@ -61,7 +64,7 @@ def is_asked(options: argparse.Namespace) -> bool:
     if options.slurm:
         return True
     # Hosts that are reached by ssh have an interpreter too.
-    values = [name for name in VALUES if name != "python" or options.hosts is None]
+    values = [*NUMBERS, *(name for name in VALUES if name != "python" or options.hosts is None)]
     if given := _given(options, (*values, MORE, *FLAGS)):
         raise UsageError(f"{', '.join(given)}: only with --slurm")
     return False
@@ -93,28 +96,21 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         )
     if options.hosts is not None or options.server_hosts is not None:
         problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
-    numbers = {
-        name: _number(options, name, default, low, problems)
-        for name, default, low in (
-            ("nodes", 1, 1),
-            ("ntasks-per-node", 1, 1),
-            ("requeues", REQUEUES, 0),
-        )
-    }
+    nodes, ranks_per_node = options.nodes or 1, options.ntasks_per_node or 1
     if options.hang_limit is not None:
         problems.append(
             "--hang-limit: ranks that srun starts are not watched. Give --time, and see SLURM_WAIT "
             "in docs/clusters.md"
         )
-    work = make_work(numbers["nodes"] * numbers["ntasks-per-node"], problems)
+    work = make_work(nodes * ranks_per_node, problems)
     settings = batch_script.SlurmOptions(
-        nodes=numbers["nodes"],
-        ranks_per_node=numbers["ntasks-per-node"],
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
         time=options.time,
         partition=options.partition,
         name=batch_script.default_name(work.name),
         more=tuple(options.sbatch_option),
-        requeues=numbers["requeues"],
+        requeues=REQUEUES if options.requeues is None else options.requeues,
     )
     problems += settings.problems()
     if not options.dry_run:
@@ -152,7 +148,7 @@ def server_variables(
         problems: gets a line if the machines would not find the key.
     """
     has_servers = line is not None and any(spec.name == "server" for spec in line.specs)
-    if not has_servers or options.nodes in (None, "1"):
+    if not has_servers or options.nodes in (None, 1):
         return {}
     if directory := os.environ.get(SERVER_DIRECTORY):
         return {SERVER_DIRECTORY: directory}
@@ -161,29 +157,6 @@ def server_variables(
         f"{SERVER_DIRECTORY} to a directory that all of them share"
     )
     return {}
-
-
-def _number(
-    options: argparse.Namespace, name: str, default: int, low: int, problems: list[str]
-) -> int:
-    """Return the value of an option that is a whole number; the default after a problem.
-
-    Args:
-        options: of the command.
-        name: of the option, without dashes.
-        default: where the option is not given.
-        low: the smallest value.
-        problems: gets a line where the value is no such number.
-    """
-    text = getattr(options, name.replace("-", "_"))
-    if text is None:
-        return default
-    parse: Callable[[str], int] = argument_types.integer(low, 1_000_000)
-    try:
-        return parse(text)
-    except argparse.ArgumentTypeError as error:
-        problems.append(f"--{name}: {error}")
-        return default
 
 
 def without(words: Sequence[str], more: Sequence[str] = ()) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from shoal.cli import answers, argument_types, job_options
+from shoal.costs.cluster import read_size, read_time
 from shoal.errors import ConfigError, UsageError, raise_problems
 from shoal.launch.output import print_note
 from shoal.train.console import envelope
@@ -43,7 +44,8 @@ NO_SCRIPT = "words after --: only for a script, as in `shoal plan train.py -- ..
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, "ranks of the plan (default: 1)")
-    parser.add_argument("--memory", metavar="SIZE", help="of each rank, such as 16GiB")
+    size = argument_types.quantity(read_size, ", as in 16GiB")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="of each rank, such as 16GiB")
     parser.add_argument(
         "--cluster", type=argument_types.path, metavar="FILE", help="YAML file of hosts and links"
     )
@@ -71,26 +73,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=".png or .svg: the timeline and the memory of the plan",
     )
     failures = parser.add_argument_group("failures", "how often to save, and what is lost")
-    failures.add_argument("--mtbf", metavar="TIME", help="between failures of one rank: 50000h")
-    failures.add_argument("--save", metavar="TIME", help="that a save takes (default: 60s)")
-    failures.add_argument("--restart", metavar="TIME", help="that a restart takes (default: 60s)")
+    for name, default, help in (
+        ("mtbf", None, "between failures of one rank: 50000h"),
+        ("save", 60.0, "that a save takes (default: 60s)"),
+        ("restart", 60.0, "that a restart takes (default: 60s)"),
+    ):
+        kind = argument_types.quantity(read_time, ", as in 50000h or 60s")
+        failures.add_argument(f"--{name}", type=kind, default=default, metavar="TIME", help=help)
 
 
 class _Request(NamedTuple):
-    """Request for a plan, whatever is planned. Quantities are in bytes and seconds.
+    """Request for a plan, whatever is planned.
 
     Attributes:
-        memory, mtbf: None where they were not given.
         command: that trains what is planned.
         strategy: the one that was asked for; None for all.
     """
 
     machine: Machine
     cluster: Cluster
-    memory: float | None
-    mtbf: float | None
-    save: float
-    restart: float
     options: argparse.Namespace
     command: Command | None = None
     strategy: str | None = None
@@ -139,18 +140,6 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
     from shoal.costs.machine import UNKNOWN_CPU
     from shoal.planner.find_machine import find_machine, one_machine
 
-    def read(name: str, parse: Callable[[str], float], example: str) -> float | None:
-        text = getattr(options, name)
-        try:
-            return None if text is None else parse(text)
-        except ValueError as error:
-            problems.append(f"--{name} {text}: {error}, as in {example}")
-            return None
-
-    memory = read("memory", clusters.read_size, "16GiB")
-    mtbf = read("mtbf", clusters.read_time, "50000h")
-    save = read("save", clusters.read_time, "60s") or 60.0
-    restart = read("restart", clusters.read_time, "5min") or 60.0
     cluster, machine = None, UNKNOWN_CPU
     try:
         cluster = clusters.load(options.cluster) if options.cluster is not None else None
@@ -161,7 +150,7 @@ def _request(options: argparse.Namespace, problems: list[str]) -> _Request:
     if options.cluster is not None and options.processes is not None:
         problems.append("-n and --cluster: the file says how many ranks there are. Leave out -n.")
     cluster = cluster or one_machine(machine, options.processes or 1)
-    return _Request(machine, cluster, memory, mtbf, save, restart, options)
+    return _Request(machine, cluster, options)
 
 
 def _of_job(request: _Request) -> Answer:
@@ -285,10 +274,11 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     from shoal.planner import plan_report, server_report
     from shoal.planner.strategy_search import Planner
 
-    planner = Planner(workload, request.machine, request.cluster, request.memory)
-    as_json, output, command = request.options.json, request.options.output, request.command
+    options = request.options
+    planner = Planner(workload, request.machine, request.cluster, options.memory)
+    as_json, output, command = options.json, options.output, request.command
     assert command is not None
-    if request.options.servers:
+    if options.servers:
         text = server_report.servers_text(planner, command)
         return envelope("plan", True, result={"text": text}) if as_json else text, 0
     strategy = request.strategy
@@ -302,10 +292,10 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
         _draw(plans.best, output)
     if as_json:
         return envelope("plan", not status, result=plan_report.as_json(planner, plans)), status
-    mtbf_s, failures = request.mtbf or request.cluster.mtbf_s, []
+    mtbf_s, failures = options.mtbf or request.cluster.mtbf_s, []
     if mtbf_s < inf:
         step_s = plans.best.seconds if plans.best else inf
-        times = request.save, request.restart, step_s
+        times = options.save, options.restart, step_s
         failures = [server_report.failures_text(mtbf_s, request.cluster.ranks, *times), ""]
     return plan_report.report(planner, plans, command, failures), status
 

@@ -113,7 +113,7 @@ def test_a_plan_is_drawn(tmp_path: Path) -> None:
         (("-o", "plan"), "-o plan: unknown suffix ''"),
         (("-o", "FILE/plan.png"), "FILE is no directory"),
         (("-o",), "expected one argument"),
-        (("-o", "plan.png", "--memory", "much"), "--memory much"),
+        (("-o", "plan.png", "--memory", "much"), "--memory: 'much'"),
     ],
     ids=["suffix", "no suffix", "no directory", "no file", "memory"],
 )
@@ -210,30 +210,31 @@ def test_all_bad_input_comes_in_one_error(
 ) -> None:
     cluster = tmp_path / "cluster.yaml"
     cluster.write_text("hosts: {a: {ranks: 2, link: {bandwidth: -1GB/s}}}\ncolour: red\n")
-    words = [
-        "plan",
-        "digits",
-        "--memory",
-        "lots",
-        "--mtbf",
-        "0h",
-        "--save",
-        "9",
-        "--cluster",
-        str(cluster),
-    ]
-    assert shoal(*words, "-n", "2", "--train.batch_size", "0") == 2
+    words = ("-n", "2", "--train.batch_size", "0", "--cluster", str(cluster))
+    assert shoal("plan", "digits", *words) == 2
     error = capsys.readouterr().err
     for problem in (
-        "--memory lots: 'lots' is not a number with a unit, as in 16GiB",
-        "--mtbf 0h: 0h must be greater than 0",
-        "--save 9: '9' is not a number with a unit",
         "hosts.a.link.bandwidth",
         "colour: is not known",
         "-n and --cluster",
         "train.batch_size",
     ):
         assert problem in error
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--memory", "lots", "'lots' is not a number with a unit, as in 16GiB"),
+        ("--mtbf", "0h", "0h must be greater than 0"),
+        ("--save", "9", "'9' is not a number with a unit"),
+    ],
+)
+def test_a_quantity_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, text: str, message: str
+) -> None:
+    assert shoal("plan", "digits", option, text) == 2
+    assert f"argument {option}: {message}" in capsys.readouterr().err
 
 
 def test_a_machine_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

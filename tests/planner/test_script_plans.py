@@ -221,7 +221,7 @@ def test_a_script_that_cannot_be_followed_is_refused_with_the_cure(
         (["absent.py"], "plan: there is no script absent.py"),
         (["train.py", "--train.batch_size", "3"], "come after --: shoal plan train.py -- --train"),
         (["train.py", "--strategy", "zero9"], "'zero9' is not known"),
-        (["train.py", "--memory", "much"], "--memory much: 'much' is not a number with a unit"),
+        (["train.py", "--memory", "much"], "--memory: 'much' is not a number with a unit"),
         (["digits", "--", "--epochs", "3"], "words after --: only for a script"),
     ],
     ids=["absent", "setting", "strategy", "memory", "words of no script"],

@@ -66,7 +66,7 @@ def test_each_term_is_told_predicted_and_measured(
         (("-n", "2"), "--processes: a run is compared as it was"),
         (("--strategy", "zero1"), "--strategy: a run is compared as it was"),
         (("--train.batch_size", "3"), "--train.batch_size: a run is compared as it was"),
-        (("--memory", "much"), "--memory much"),
+        (("--memory", "much"), "--memory: 'much'"),
         (("--machine", "h10"), "did you mean 'h100'?"),
     ],
     ids=["ranks", "strategy", "setting", "memory", "machine"],

@@ -234,7 +234,7 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(slurm))
-    words = ("--slurm", "--nodes", "x", "--ntasks-per-node", 0, "--time", "soon")
+    words = ("--slurm", "--time", "soon")
     more = ("--partition", "a b", "--sbatch-option=nodes=3", "--sbatch-option=array=1-3")
     more += ("--sbatch-option=mem=1G", "--sbatch-option=mem=2G", "--hang-limit", 30)
     wrong = ("-n", 3, "--strategy", "zero4", "missing.py")
@@ -242,8 +242,6 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     assert status == 2
     for part in (
         "-n 3: it counts processes of this machine",
-        "--nodes: 'x' is no whole number",
-        "--ntasks-per-node: 0 must be",
         "strategy 'zero4'",
         "there is no script missing.py",
         "--time soon: no time limit",
@@ -259,6 +257,22 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
     assert status == 2
     assert "there is no sbatch" in err
     assert "strategy" in err
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--nodes", "x", "'x' is no whole number"),
+        ("--ntasks-per-node", 0, "0 must be from 1"),
+        ("--requeues", -1, "-1 must be from 0"),
+    ],
+)
+def test_a_number_that_is_none_is_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: object, message: str
+) -> None:
+    status, _, err = shoal(capsys, "train", "digits", "--slurm", option, value)
+    assert status == 2
+    assert f"argument {option}: {message}" in err
 
 
 def test_servers_on_several_machines_need_a_directory_for_their_key(
