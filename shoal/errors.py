@@ -40,14 +40,14 @@ class ConfigError(ShoalError):
         problems: one line each, `where: what is wrong; what would be right`.
     """
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems: Sequence[str] = tuple(problems)
+    @property
+    def problems(self) -> Sequence[str]:
+        return self.args
+
+    def __str__(self) -> str:
         count = len(self.problems)
         head = "1 problem" if count == 1 else f"{count} problems"
-        super().__init__("\n  ".join([f"{head} in the configuration:", *self.problems]))
-
-    def __reduce__(self) -> tuple[type[ConfigError], tuple[Sequence[str]]]:
-        return type(self), (self.problems,)
+        return "\n  ".join([f"{head} in the configuration:", *self.problems])
 
 
 def problems_of(check: Callable[[], object]) -> list[str]:
@@ -62,7 +62,7 @@ def problems_of(check: Callable[[], object]) -> list[str]:
 def raise_problems(problems: Sequence[str]) -> None:
     """Raise ConfigError if there are problems."""
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 class EnvironmentConflict(ShoalError):

@@ -98,5 +98,5 @@ def _job_of_cfg(options: argparse.Namespace, ranks: int) -> Job:
             "--cfg: no weights are named; add MODEL.WEIGHTS and a file, such as ckpt_ep_100.pth.tar"
         )
     if problems := job_precheck.problems(settings.job):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return settings.job

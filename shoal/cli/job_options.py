@@ -124,7 +124,7 @@ def split(
             continue
         if not equals:
             if not remaining:
-                raise ConfigError([f"flag {name}: a value is missing"])
+                raise ConfigError(f"flag {name}: a value is missing")
             value = remaining.pop(0)
         settings.append((name.removeprefix("--"), value))
     return parser_words, settings
@@ -134,7 +134,7 @@ def _check_has_dashes(word: str) -> None:
     """Raise ConfigError for `train.epochs=3`, unless there is a file of that name."""
     name, equals, _ = word.partition("=")
     if equals and WITHOUT_DASHES.fullmatch(name) and not Path(word).exists():
-        raise ConfigError([f"'{word}': a setting begins with two dashes: --{word}"])
+        raise ConfigError(f"'{word}': a setting begins with two dashes: --{word}")
 
 
 def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, StrategyLine, list[str]]:

@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     from shoal.train import job_precheck
 
     if problems := job_precheck.problems(settings.job):  # before torch, which takes seconds
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     from dataclasses import replace
 
     import torch

@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
     if problems := _problems(settings, line, world):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     if hosts is not None:
         host_options.check_servers(hosts, line)
     if info.world == 1:

@@ -80,7 +80,7 @@ def _verdict(options: argparse.Namespace) -> int:
     from shoal.train.job_verification import verify_config
 
     if problems := job_precheck.problems(settings.job):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
     steps = STEPS if options.steps is None else options.steps
     answers.tell_start(f"training {steps} steps on one process and on {ranks}")

@@ -37,12 +37,12 @@ def read(text: str, powersgd: bool = False) -> CompressionSpec:
     if name == "powersgd":
         problem = "its products are means over ranks, and a server sums the gradients of each alone"
         cure = f"servers take topk=FRACTION, {', '.join(PLAIN)}; ddp takes powersgd=RANK"
-        raise ConfigError([f"compression '{text}': {problem}; {cure}"])
+        raise ConfigError(f"compression '{text}': {problem}; {cure}")
     if name not in PLAIN:
         hint = did_you_mean(name.lower(), [*PLAIN, "topk", *(["powersgd"] if powersgd else [])])
-        raise ConfigError([f"compression '{text}' is not known; {hint}"])
+        raise ConfigError(f"compression '{text}' is not known; {hint}")
     if equals:
-        raise ConfigError([f"compression '{text}': {name} takes no value; write '{name}'"])
+        raise ConfigError(f"compression '{text}': {name} takes no value; write '{name}'")
     return CompressionSpec(name)
 
 
@@ -51,17 +51,17 @@ def _fraction(text: str, value: str) -> float:
         fraction = float(value)
     except ValueError:
         problem = "topk needs the fraction of the numbers that is sent, as in topk=0.01"
-        raise ConfigError([f"compression '{text}': {problem}"]) from None
+        raise ConfigError(f"compression '{text}': {problem}") from None
     if not 0 < fraction <= LARGEST_FRACTION:
         problem = f"the fraction must be above 0 and at most {LARGEST_FRACTION}"
         why = "an index of 4 bytes goes with each number, so more would be larger than the gradient"
-        raise ConfigError([f"compression '{text}': {problem}; {why}"])
+        raise ConfigError(f"compression '{text}': {problem}; {why}")
     return fraction
 
 
 def _rank(text: str, value: str) -> int:
     if not value.isdecimal() or int(value) < 1:
         raise ConfigError(
-            [f"compression '{text}': powersgd needs the rank of its matrices, as in powersgd=4"]
+            f"compression '{text}': powersgd needs the rank of its matrices, as in powersgd=4"
         )
     return int(value)

@@ -83,11 +83,11 @@ def load(file: File) -> dict[str, LocatedValue]:
         mapping = parse_file(read_text_of_file(file.path, MAX_BYTES), file.name)
     except IsADirectoryError:
         cure = f"a run's configuration is {file.name}/config.yaml"
-        raise ConfigError([f"{file.name}: is a directory; {cure}"]) from None
+        raise ConfigError(f"{file.name}: is a directory; {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{file.name}: cannot be read: {error}"]) from None
+        raise ConfigError(f"{file.name}: cannot be read: {error}") from None
     if not mapping:
-        raise ConfigError([f"{file.name}: is empty; write at least one setting, such as `seed: 0`"])
+        raise ConfigError(f"{file.name}: is empty; write at least one setting, such as `seed: 0`")
     return mapping
 
 
@@ -121,7 +121,7 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
         if file.path.resolve() in (earlier.path.resolve() for earlier in chain):
             circle = " -> ".join(member.name for member in [*chain, file])
             raise ConfigError(
-                [f"{origin}: {circle} goes round in a circle; let one of them stand alone"]
+                f"{origin}: {circle} goes round in a circle; let one of them stand alone"
             )
     layers[-1].setdefault("name", name)
     return layers
@@ -144,7 +144,7 @@ def find(source: str | Path, directory: Path, origin: str) -> File:
     if not is_path(str(source)) or not path.exists():
         hint = did_you_mean(str(source), builtin_names()).replace("known:", "built in are:")
         raise ConfigError(
-            [f"{origin}: '{source}' is neither a file nor a built-in configuration; {hint}"]
+            f"{origin}: '{source}' is neither a file nor a built-in configuration; {hint}"
         )
     return File(path, str(path))
 

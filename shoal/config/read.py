@@ -67,7 +67,7 @@ def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Settings:
         if failed.isdisjoint(names):
             problems.append(f"{_origin_of(names, layer)}: {names[0]} {text}")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     origins = {
         name: layer[name].origin if name in layer else DEFAULT for name in leaf_settings(job)
     }

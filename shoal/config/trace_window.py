@@ -43,6 +43,6 @@ def parse_window(text: str, origin: str) -> Window:
         ConfigError: the text is no window.
     """
     if not is_window(text):
-        raise ConfigError([f"{origin}: '{text}' {MEANING}"])
+        raise ConfigError(f"{origin}: '{text}' {MEANING}")
     steps, _, after = text.partition("@")
     return Window(int(steps), int(after or DEFAULT.partition("@")[2]))

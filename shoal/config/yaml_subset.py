@@ -74,7 +74,7 @@ def parse_file(text: str, file_name: str) -> dict[str, LocatedValue]:
             f"{write(located.plain())}"
         )
     if reader.problems:
-        raise ConfigError(reader.problems)
+        raise ConfigError(*reader.problems)
     return located.value or {}
 
 
@@ -91,7 +91,7 @@ def parse_flag(text: str, origin: str) -> LocatedValue:
     reader = _Loader(text, lambda _: origin)
     located = reader.read()
     if reader.problems:
-        raise ConfigError(reader.problems)
+        raise ConfigError(*reader.problems)
     return located
 
 

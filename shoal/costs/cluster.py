@@ -152,7 +152,7 @@ def load(path: Path) -> Cluster:
     try:
         read = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError) as error:
-        raise ConfigError([f"{path}: {error}"]) from error
+        raise ConfigError(f"{path}: {error}") from error
     problems: list[str] = []
     cluster = _Reader(problems).cluster(read)
     raise_problems([f"{path}: {problem}" for problem in problems])

@@ -193,7 +193,7 @@ def load(path: Path) -> Machine:
         return Machine(**read)
     except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:
         where = f"{path}: is no machine file of `shoal calibrate`"
-        raise ConfigError([f"{where}: {type(error).__name__}: {error}"]) from error
+        raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
 
 
 def _compute(read: dict[str, Any]) -> Compute:

@@ -46,9 +46,6 @@ def load(config: DataConfig, seed: int, extra: Mapping[str, Loader] | None = Non
     sources = {**SOURCES, **(extra or {})}
     if config.name not in sources:
         raise ConfigError(
-            [
-                f"data.name: there is no data set '{config.name}'; "
-                f"{did_you_mean(config.name, sources)}"
-            ]
+            f"data.name: there is no data set '{config.name}'; {did_you_mean(config.name, sources)}"
         )
     return sources[config.name](config, seed)

@@ -68,7 +68,7 @@ def build(
     # With no similar name, list only our own models: there are more than a thousand others.
     close = get_close_matches(name, [*ours, *torchvision_names, *timm_names])
     known = close or [*ours, "torchvision's (resnet18...)", "timm:NAME"]
-    raise ConfigError([f"model.name: there is no model '{name}'; {did_you_mean(name, known)}"])
+    raise ConfigError(f"model.name: there is no model '{name}'; {did_you_mean(name, known)}")
 
 
 def _build_ours(
@@ -84,11 +84,8 @@ def _build_ours(
     if not open_ended and not given.keys() <= parameters.keys():
         takes = ", ".join(parameters) or "nothing"
         raise ConfigError(
-            [
-                f"model.name: {name} must take num_classes and input_shape by keyword; it takes "
-                f"{takes}"
-            ]
+            f"model.name: {name} must take num_classes and input_shape by keyword; it takes {takes}"
         )
     if problems := problems_of(name, parameters, options, given):
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     return builder(**given, **options)

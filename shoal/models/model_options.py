@@ -26,7 +26,7 @@ def refuse(*rules: tuple[bool, str]) -> None:
     """
     problems = [f"model.{text}" for broken, text in rules if broken]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
 
 
 def no_image(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:

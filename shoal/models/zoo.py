@@ -57,7 +57,7 @@ def build_torchvision(
             f"{tuple(input_shape)}",
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     try:
         model: nn.Module = torchvision.models.get_model(
             name, weights=None, num_classes=num_classes, **{**DEFAULTS.get(name, {}), **options}
@@ -107,15 +107,13 @@ def build_timm(
     names = timm_names()
     if not names:
         raise ConfigError(
-            [f"model.name: {name} is timm's, which is not installed; pip install 'shoal[timm]'"]
+            f"model.name: {name} is timm's, which is not installed; pip install 'shoal[timm]'"
         )
     if name not in names:
         known = get_close_matches(name, names) or ["those that timm.list_models() gives"]
-        raise ConfigError([f"model.name: timm has no model '{name}'; {did_you_mean(name, known)}"])
+        raise ConfigError(f"model.name: timm has no model '{name}'; {did_you_mean(name, known)}")
     if len(input_shape) != 3:
-        raise ConfigError(
-            [f"model.name: {name} takes images, but a sample is {tuple(input_shape)}"]
-        )
+        raise ConfigError(f"model.name: {name} takes images, but a sample is {tuple(input_shape)}")
     given = {"num_classes": num_classes, "in_chans": input_shape[0]}
     try:
         model: nn.Module = import_module("timm").create_model(
@@ -127,4 +125,4 @@ def build_timm(
 
 
 def _refused(name: str, options: Mapping[str, Any], error: Exception) -> ConfigError:
-    return ConfigError([f"model.options: {name} does not take {dict(options)}: {error}"])
+    return ConfigError(f"model.options: {name} does not take {dict(options)}: {error}")

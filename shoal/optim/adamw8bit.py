@@ -53,7 +53,7 @@ try:
         from torchao.optim import AdamW8bit as _Torchao
 except ImportError as error:
     raise ConfigError(
-        [f"AdamW8bit needs torchao ({error}). Try: pip install 'shoal[lean]'"]
+        f"AdamW8bit needs torchao ({error}). Try: pip install 'shoal[lean]'"
     ) from error
 
 

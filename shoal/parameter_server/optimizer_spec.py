@@ -87,10 +87,8 @@ def kind_of_name(name: str) -> type[Optimizer]:
         kind: type[Optimizer] = getattr(import_module(module), qualname)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            [
-                f"the optimizer {qualname} of {module} cannot be imported on a server host "
-                f"({error}). Copy its file there, or name its directory by --env PYTHONPATH=..."
-            ]
+            f"the optimizer {qualname} of {module} cannot be imported on a server host "
+            f"({error}). Copy its file there, or name its directory by --env PYTHONPATH=..."
         ) from None
     return kind
 

@@ -29,7 +29,7 @@ def find_machine(asked: str, ranks: int) -> Machine:
         return machines.PRESETS[asked]
     if asked and not Path(asked).is_file():
         known = did_you_mean(asked, machines.PRESETS)
-        raise ConfigError([f"machine {asked}: is neither a preset nor a file; {known}"])
+        raise ConfigError(f"machine {asked}: is neither a preset nor a file; {known}")
     return machines.load(Path(asked)) if asked else cpu_of_this_machine()
 
 

@@ -84,7 +84,7 @@ def plan(
     if ranks < 1 or size < 1 or accumulate < 1:
         problems.append(f"ranks={ranks}, batch_size={size}, accumulate={accumulate}: from 1 on")
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError(*problems)
     hosts = clusters.load(Path(cluster)) if cluster is not None else None
     on_host = hosts.ranks_per_host if hosts else ranks
     speeds = find_machine(machine or (hosts.machine if hosts else ""), on_host)

@@ -227,7 +227,7 @@ class Planner:
         line = parse_line(text)
         ranks = self.cluster.ranks
         if problems := precheck.check(line, ranks):
-            raise ConfigError(problems)
+            raise ConfigError(*problems)
         strategies = build_strategies(line)
         sizes = mesh_sizes(strategies)
         layout = RankLayout(ranks, sizes.get("tensor", 1), sizes.get("pipeline", 1))

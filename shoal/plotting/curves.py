@@ -133,13 +133,13 @@ def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
 def check_can_draw(output: Path) -> None:
     """Raise ConfigError if no figure can be drawn here, or not into this file."""
     if sentences := missing_for(f"-o {output}", ("matplotlib",)):
-        raise ConfigError(sentences)
+        raise ConfigError(*sentences)
     if output.suffix not in SUFFIXES:
         raise ConfigError(
-            [f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"]
+            f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"
         )
     if output.parent.exists() and not output.parent.is_dir():
-        raise ConfigError([f"-o {output}: {output.parent} is no directory"])
+        raise ConfigError(f"-o {output}: {output.parent} is no directory")
 
 
 def write_figure(figure: Figure, output: Path) -> None:

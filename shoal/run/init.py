@@ -195,7 +195,7 @@ def choose_strategy(mesh: Mesh) -> tuple[str, str]:
     problem, answer = mesh.broadcast_json((problem, answer))
     found = {} if problem else json.loads(answer)
     if problems := found.get("errors", [problem] if problem else []):
-        raise ConfigError([f"strategy auto: {problem}" for problem in problems])
+        raise ConfigError(*[f"strategy auto: {problem}" for problem in problems])
     plans = found["result"]
     if plans["best"] is None:
         raise StrategyRefused(plans["choice"])

@@ -223,7 +223,7 @@ def add_allreduce_option(line: StrategyLine, algorithm: str) -> StrategyLine:
     for spec in line.specs:
         if spec.name in DATA and spec.name != "ddp":
             only_ddp = f"only ddp has algorithms to choose from; the strategy is '{line}'"
-            raise ConfigError([f"flag --allreduce: {only_ddp}. Leave one of both out"])
+            raise ConfigError(f"flag --allreduce: {only_ddp}. Leave one of both out")
         if spec.name == "ddp":
             words = tuple((dict(spec.words) | {"allreduce": algorithm}).items())
             spec = _with_parsed_options(StrategySpec(spec.name, spec.value, words), problems)
@@ -246,7 +246,7 @@ def build_strategies(line: StrategyLine) -> list[Strategy]:
 
 def _raise_problems(text: str, problems: Sequence[str]) -> None:
     if problems:
-        raise ConfigError([f"strategy '{text}': {problem}" for problem in problems])
+        raise ConfigError(*[f"strategy '{text}': {problem}" for problem in problems])
 
 
 def check_recordable(line: StrategyLine) -> None:
@@ -256,9 +256,9 @@ def check_recordable(line: StrategyLine) -> None:
     """
     servers = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
     if any(server.staleness.strip("0") == "" for server in servers):
-        raise ConfigError([SYNCHRONOUS])
+        raise ConfigError(SYNCHRONOUS)
     if not servers and all(spec.name in STRATEGIES for spec in line.specs):
-        raise ConfigError([f"{NO_SERVERS}; the strategy is {line}."])
+        raise ConfigError(f"{NO_SERVERS}; the strategy is {line}.")
 
 
 def _build(spec: StrategySpec, problems: list[str]) -> Any:

@@ -74,20 +74,18 @@ def read(path: Path) -> Trace:
     """
     file = find_file(path)
     if file is None:
-        raise ConfigError([_missing(path)])
+        raise ConfigError(_missing(path))
     data = file.read_bytes()
     try:
         trace = _trace(json.loads(data), file)
     except INVALID_FILE as error:
         raise ConfigError(
-            [f"{file}: not a trace that Shoal wrote ({type(error).__name__}: {error})"]
+            f"{file}: not a trace that Shoal wrote ({type(error).__name__}: {error})"
         ) from error
     if not trace.steps:
         raise ConfigError(
-            [
-                f"{file}: holds no whole step. Trace steps that the run takes to their end: "
-                "--trace=3@10"
-            ]
+            f"{file}: holds no whole step. Trace steps that the run takes to their end: "
+            "--trace=3@10"
         )
     return trace
 
@@ -96,7 +94,7 @@ def _trace(document: Any, file: Path) -> Trace:
     header = document["otherData"]["shoal"]
     if header["format"] != FORMAT:
         raise ConfigError(
-            [f"{file}: traces of format {header['format']} are not known here; known: {FORMAT}"]
+            f"{file}: traces of format {header['format']} are not known here; known: {FORMAT}"
         )
     hosts = {int(rank): host for rank, host in header["hosts"].items()}
     spans: dict[int, list[Span]] = {rank: [] for rank in hosts}

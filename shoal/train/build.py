@@ -144,11 +144,9 @@ def steps_of_epochs(job: Job, loader: DistributedBatchLoader) -> list[int]:
     steps = [loader.batches_in(epoch) for epoch in range(job.train.epochs)]
     if 0 in steps:
         raise ConfigError(
-            [
-                f"train.batch_size: {job.train.batch_size} is more than the data set holds, and "
-                "train.drop_last leaves the rest out. Use a smaller batch, or "
-                "train.drop_last=false."
-            ]
+            f"train.batch_size: {job.train.batch_size} is more than the data set holds, and "
+            "train.drop_last leaves the rest out. Use a smaller batch, or "
+            "train.drop_last=false."
         )
     return steps
 
@@ -219,7 +217,7 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
 def _check_text(job: Job, source: Source) -> None:
     if source.task == "language" and (job.train.mixup or job.train.cutmix):
         raise ConfigError(
-            [f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."]
+            f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."
         )
 
 
@@ -232,7 +230,7 @@ def load_imports(files: Iterable[str]) -> Registered:
     registered = Registered()
     for name in files:
         if not Path(name).is_file():
-            raise ConfigError([f"--import {name}: there is no such file"])
+            raise ConfigError(f"--import {name}: there is no such file")
         module = _imported(Path(name))
         registered.models.update(getattr(module, "models", {}))
         registered.data.update(getattr(module, "data", {}))

@@ -59,11 +59,11 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
         for name in arguments.keys() - known
     ]
     if problems:
-        raise ConfigError(sorted(problems))
+        raise ConfigError(*sorted(problems))
     try:
         optimizer: torch.optim.Optimizer = kind(_groups(config, model), **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError([f"optimizer: {config.name} refuses its arguments: {error}"]) from error
+        raise ConfigError(f"optimizer: {config.name} refuses its arguments: {error}") from error
     return optimizer
 
 
@@ -72,10 +72,8 @@ def _optimizer_class(name: str) -> Any:
     names -= {"Optimizer", "LBFGS"}
     if name == "LBFGS":
         raise ConfigError(
-            [
-                "optimizer.name: LBFGS evaluates the loss several times in a step; a training loop "
-                "cannot."
-            ]
+            "optimizer.name: LBFGS evaluates the loss several times in a step; a training loop "
+            "cannot."
         )
     if name == "AdamW8bit":
         from shoal.optim import AdamW8bit  # imports torchao, an extra
@@ -84,7 +82,7 @@ def _optimizer_class(name: str) -> Any:
     if name not in names:
         known = names | {"AdamW8bit"}
         raise ConfigError(
-            [f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"]
+            f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"
         )
     return getattr(torch.optim, name)
 

@@ -131,7 +131,7 @@ def claim_for_all(job: Job, mesh: Mesh) -> AbstractContextManager[Any]:
         except ConfigError as error:
             problems = error.problems
     if text := mesh.broadcast_str("\n".join(problems)):
-        raise ConfigError(text.split("\n"))
+        raise ConfigError(*text.split("\n"))
     return claim
 
 
@@ -144,10 +144,8 @@ def job_of(directory: Path) -> Job:
     """
     if not (directory / CONFIG).is_file():
         raise ConfigError(
-            [
-                f"{directory} is no run directory: it has no {CONFIG}, which `shoal train` writes. "
-                "A script of your own evaluates by run.evaluate, and exports by run.save."
-            ]
+            f"{directory} is no run directory: it has no {CONFIG}, which `shoal train` writes. "
+            "A script of your own evaluates by run.evaluate, and exports by run.save."
         )
     _check_owner(directory)
     return read(directory / CONFIG).job
@@ -191,7 +189,7 @@ def last_saved(*directories: Path | None) -> int | None:
 
 def _check_contents(directory: Path, job: Job) -> None:
     if os.path.lexists(directory) and not directory.is_dir():
-        raise ConfigError([f"{directory} is no directory. Choose another --out."])
+        raise ConfigError(f"{directory} is no directory. Choose another --out.")
     if directory.is_dir():
         _check_owner(directory)
     if (directory / CONFIG).exists():
@@ -201,10 +199,8 @@ def _check_contents(directory: Path, job: Job) -> None:
     elif foreign := _foreign_files(directory):
         names = ", ".join(foreign[:3])
         raise ConfigError(
-            [
-                f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another "
-                "--out."
-            ]
+            f"{directory} holds files ({names}) but no {CONFIG}: it is no run. Choose another "
+            "--out."
         )
 
 
@@ -213,11 +209,11 @@ def _check_owner(directory: Path) -> None:
     paths = [directory.resolve(), directory / CONFIG]
     for path in paths if os.path.lexists(directory / CONFIG) else paths[:1]:
         if reason := untrusted_reason(path, allow_private_group=True):
-            raise ConfigError([reason])
+            raise ConfigError(reason)
 
 
 def _unwritable(directory: Path, error: OSError) -> ConfigError:
-    return ConfigError([f"{directory} cannot be written: {error.strerror}. Choose another --out."])
+    return ConfigError(f"{directory} cannot be written: {error.strerror}. Choose another --out.")
 
 
 def _foreign_files(directory: Path) -> list[str]:
@@ -238,10 +234,8 @@ def _check_same_experiment(directory: Path, job: Job) -> None:
     changed = differences(job_of(directory), job)
     if changed:
         raise ConfigError(
-            [
-                f"{directory} holds another experiment: {'; '.join(changed)}. Choose another "
-                "--out, or remove it."
-            ]
+            f"{directory} holds another experiment: {'; '.join(changed)}. Choose another "
+            "--out, or remove it."
         )
 
 
@@ -249,10 +243,8 @@ def _check_resumes(directory: Path, job: Job) -> None:
     """Raise ConfigError for checkpoints that shall not be resumed: a new run would prune them."""
     if not job.checkpoint.resume and any((directory / "checkpoints").glob("step-*")):
         raise ConfigError(
-            [
-                f"checkpoint.resume: is false, but {directory} holds checkpoints. Choose another "
-                "--out, or remove it."
-            ]
+            f"checkpoint.resume: is false, but {directory} holds checkpoints. Choose another "
+            "--out, or remove it."
         )
 
 
@@ -272,10 +264,8 @@ def _open_lock(directory: Path) -> IO[str]:
             lock.seek(0)
             holder = lock.read().strip()
         raise ConfigError(
-            [
-                f"{directory} is being trained in by process {holder}. Wait for it, stop it, or "
-                "choose another --out."
-            ]
+            f"{directory} is being trained in by process {holder}. Wait for it, stop it, or "
+            "choose another --out."
         ) from None
     lock.truncate(0)
     job = os.environ.get("SLURM_JOB_ID")
@@ -334,11 +324,9 @@ def check_shared(mesh: Mesh, directory: str, setting: str) -> None:
         sees = bool(path) and (mesh.rank == 0 or sees_probe(path))
         seen = mesh.all_gather_str(str(sees))
     if not path:
-        raise ConfigError([f"{setting} {directory}: rank 0 cannot write there. Choose another."])
+        raise ConfigError(f"{setting} {directory}: rank 0 cannot write there. Choose another.")
     if blind := [str(rank) for rank, text in enumerate(seen) if text != "True"]:
         raise ConfigError(
-            [
-                f"{setting} {directory}: rank {', '.join(blind)} does not see the directory of "
-                "rank 0. All hosts must share it: choose one on a file system that all mount."
-            ]
+            f"{setting} {directory}: rank {', '.join(blind)} does not see the directory of "
+            "rank 0. All hosts must share it: choose one on a file system that all mount."
         )

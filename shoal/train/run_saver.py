@@ -224,7 +224,7 @@ def open_fast_saver(training: Training) -> RunSaver | None:
         except OSError as error:
             problem = f"{job.checkpoint.fast_dir} cannot be written: {error.strerror or error}"
     if problem := mesh.broadcast_str(problem):
-        raise ConfigError([f"checkpoint.fast_dir: {problem}. Choose another one."])
+        raise ConfigError(f"checkpoint.fast_dir: {problem}. Choose another one.")
     path = mesh.broadcast_str(path)
     check_shared(mesh, path, "checkpoint.fast_dir")
     # One checkpoint stays; while another is written, there are two.

@@ -37,7 +37,7 @@ def load_weights(model: nn.Module, file: str) -> list[str]:
         forms = _torch_forms(path) if is_torch else weight_files.stored_forms(path)
         weight_files.fill(model, forms, path)
     except UsageError as error:
-        raise ConfigError([f"model.weights: {error}"]) from error
+        raise ConfigError(f"model.weights: {error}") from error
     state = model.state_dict()
     pairs = [(form.dtype, state[name].dtype) for name, form in forms.items()]
     rounded = Counter(pair for pair in pairs if torch.promote_types(*pair) != pair[1])

@@ -13,6 +13,6 @@ NAMES = ("backend", "ring", "tree", "hierarchical")
 def refuse_unknown(name: str) -> None:
     """Raise ConfigError unless `name` is one of NAMES."""
     if name == "halving-doubling":
-        raise ConfigError([f"allreduce={name}: is gone, for ring is as fast; use ring"])
+        raise ConfigError(f"allreduce={name}: is gone, for ring is as fast; use ring")
     if name not in NAMES:
-        raise ConfigError([f"allreduce={name}: not known; {did_you_mean(name, NAMES)}"])
+        raise ConfigError(f"allreduce={name}: not known; {did_you_mean(name, NAMES)}")

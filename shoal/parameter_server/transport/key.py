@@ -80,7 +80,7 @@ def read_key(path: Path) -> Key:
             secret = file.read(KEY_BYTES + 1)
     except OSError as error:
         raise ConfigError(
-            [f"{path}: cannot read the key ({error.strerror}); give the file that the job wrote"]
+            f"{path}: cannot read the key ({error.strerror}); give the file that the job wrote"
         ) from None
     if mode & 0o077:
         problem = f"others can open it (mode {mode:04o}), so the key is no secret"
@@ -88,7 +88,7 @@ def read_key(path: Path) -> Key:
         problem = f"it does not hold the {KEY_BYTES} bytes of a key"
     else:
         return Key(secret)
-    raise ConfigError([f"{path}: {problem}; delete it and let the job write a new one"])
+    raise ConfigError(f"{path}: {problem}; delete it and let the job write a new one")
 
 
 def can_encrypt() -> bool:
@@ -136,7 +136,7 @@ def _certificate(key: Key) -> tuple[bytes, bytes]:
         from cryptography.hazmat.primitives import serialization
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     except ImportError as error:
-        raise ConfigError([MISSING_PACKAGE]) from error
+        raise ConfigError(MISSING_PACKAGE) from error
     private_key = Ed25519PrivateKey.from_private_bytes(key.secret)
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "servers of a Shoal job")])
     certificate = (

@@ -238,7 +238,7 @@ def table(name: str, ranks: int, microbatches: int, per_rank: int = 0) -> Schedu
     Raises: ConfigError: there is no such table.
     """
     if reasons := problems(name, ranks, microbatches, per_rank):
-        raise ConfigError(reasons)
+        raise ConfigError(*reasons)
     schedule = SCHEDULES[name]
     per_rank = per_rank or schedule.per_rank
     rows = schedule.make_rows(ranks, microbatches, per_rank)
