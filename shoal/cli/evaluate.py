@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import answers, argument_types, execution
 from shoal.config.setting_fields import is_path
-from shoal.errors import ConfigError, UsageError, raise_problems
+from shoal.errors import UsageError, raise_problems
 
 if TYPE_CHECKING:
     from shoal.config.job import Job
@@ -97,6 +97,5 @@ def _job_of_cfg(options: argparse.Namespace, ranks: int) -> Job:
         raise UsageError(
             "--cfg: no weights are named; add MODEL.WEIGHTS and a file, such as ckpt_ep_100.pth.tar"
         )
-    if problems := job_precheck.problems(settings.job):
-        raise ConfigError(*problems)
+    raise_problems(job_precheck.problems(settings.job))
     return settings.job

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli import answers, argument_types, job_options
-from shoal.errors import ConfigError
+from shoal.errors import raise_problems
 
 HELP = "list which module of a model tensor=T slices how"
 EXAMPLES = """\
@@ -30,8 +30,7 @@ def run(options: argparse.Namespace) -> int:
     settings, line, _ = job_options.settings(options, 1)
     from shoal.train import job_precheck
 
-    if problems := job_precheck.problems(settings.job):  # before torch, which takes seconds
-        raise ConfigError(*problems)
+    raise_problems(job_precheck.problems(settings.job))  # before torch, which takes seconds
     from dataclasses import replace
 
     import torch

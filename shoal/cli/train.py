@@ -24,7 +24,7 @@ from shoal.cli import (
     host_options,
     job_options,
 )
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import ConfigError, UsageError, raise_problems
 from shoal.watchdog.hang_limit import chosen_limit_s
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -94,8 +94,7 @@ def run(options: argparse.Namespace) -> int:
     if info.rank == 0:  # under another launcher every rank runs this function
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-    if problems := _problems(settings, line, world):
-        raise ConfigError(*problems)
+    raise_problems(_problems(settings, line, world))
     if hosts is not None:
         host_options.check_servers(hosts, line)
     if info.world == 1:

@@ -7,7 +7,7 @@ import sys
 import traceback
 
 from shoal.cli import answers, argument_types, job_options
-from shoal.errors import ConfigError, ShoalError, UsageError, headline_of
+from shoal.errors import ShoalError, UsageError, headline_of, raise_problems
 
 HELP = "prove that a strategy trains as one process does, in float64"
 EXAMPLES = """\
@@ -79,8 +79,7 @@ def _verdict(options: argparse.Namespace) -> int:
     from shoal.train import job_precheck
     from shoal.train.job_verification import verify_config
 
-    if problems := job_precheck.problems(settings.job):
-        raise ConfigError(*problems)
+    raise_problems(job_precheck.problems(settings.job))
 
     steps = STEPS if options.steps is None else options.steps
     answers.tell_start(f"training {steps} steps on one process and on {ranks}")

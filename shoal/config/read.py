@@ -11,7 +11,7 @@ from shoal.config.fields import all_settings, build, convert, leaf_settings, ope
 from shoal.config.job import Job
 from shoal.config.layers import Layer, file_layers, flag_layer, merged
 from shoal.config.rules import violations
-from shoal.errors import ConfigError
+from shoal.errors import raise_problems
 
 DEFAULT = "default"
 
@@ -66,8 +66,7 @@ def resolve(layers: Sequence[Layer], problems: Sequence[str] = ()) -> Settings:
         # compares it would report a value that nobody chose.
         if failed.isdisjoint(names):
             problems.append(f"{_origin_of(names, layer)}: {names[0]} {text}")
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     origins = {
         name: layer[name].origin if name in layer else DEFAULT for name in leaf_settings(job)
     }

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.errors import ConfigError, did_you_mean
+from shoal.errors import ConfigError, did_you_mean, raise_problems
 from shoal.models import zoo
 from shoal.models.botnet import botnet50
 from shoal.models.cifar_resnet import cifar_resnet18
@@ -86,6 +86,5 @@ def _build_ours(
         raise ConfigError(
             f"model.name: {name} must take num_classes and input_shape by keyword; it takes {takes}"
         )
-    if problems := problems_of(name, parameters, options, given):
-        raise ConfigError(*problems)
+    raise_problems(problems_of(name, parameters, options, given))
     return builder(**given, **options)

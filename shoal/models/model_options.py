@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from shoal.errors import ConfigError, did_you_mean
+from shoal.errors import did_you_mean, raise_problems
 
 Parameters = Mapping[str, inspect.Parameter]
 WORDS = {
@@ -25,8 +25,7 @@ def refuse(*rules: tuple[bool, str]) -> None:
     Args: rules: (True if broken, text).
     """
     problems = [f"model.{text}" for broken, text in rules if broken]
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
 
 
 def no_image(model: str, input_shape: tuple[int, ...]) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.errors import ConfigError, did_you_mean
+from shoal.errors import ConfigError, did_you_mean, raise_problems
 from shoal.models.model_options import is_plain, parameters_of, problems_of
 
 # Options that torchvision's functions read themselves. The signature of the model's class has the
@@ -56,8 +56,7 @@ def build_torchvision(
             f"model.name: {name} takes images (3, height, width), but a sample is "
             f"{tuple(input_shape)}",
         )
-    if problems:
-        raise ConfigError(*problems)
+    raise_problems(problems)
     try:
         model: nn.Module = torchvision.models.get_model(
             name, weights=None, num_classes=num_classes, **{**DEFAULTS.get(name, {}), **options}

@@ -132,8 +132,7 @@ def plot_or_note(run: Path, output: Path, note: Callable[[str], None]) -> None:
 
 def check_can_draw(output: Path) -> None:
     """Raise ConfigError if no figure can be drawn here, or not into this file."""
-    if sentences := missing_for(f"-o {output}", ("matplotlib",)):
-        raise ConfigError(*sentences)
+    raise_problems(missing_for(f"-o {output}", ("matplotlib",)))
     if output.suffix not in SUFFIXES:
         raise ConfigError(
             f"-o {output}: unknown suffix '{output.suffix}'; known: {' '.join(SUFFIXES)}"

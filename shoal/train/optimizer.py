@@ -21,7 +21,7 @@ from torch import nn
 
 from shoal.config.job import OptimizerConfig as Config
 from shoal.config.job import ScheduleConfig
-from shoal.errors import ConfigError, did_you_mean
+from shoal.errors import ConfigError, did_you_mean, raise_problems
 from shoal.platform.torch_private.module_state import NormBase
 
 NORMS = (NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.LocalResponseNorm)
@@ -58,8 +58,7 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
         f"optimizer: {config.name} takes no '{name}'; {did_you_mean(name, known)}"
         for name in arguments.keys() - known
     ]
-    if problems:
-        raise ConfigError(*sorted(problems))
+    raise_problems(sorted(problems))
     try:
         optimizer: torch.optim.Optimizer = kind(_groups(config, model), **arguments)
     except (TypeError, ValueError) as error:
