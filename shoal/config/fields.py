@@ -53,22 +53,26 @@ class Setting:
 
 
 @cache
-def all_settings() -> Mapping[str, Setting]:
-    """Return every setting by its dotted name.
+def _sections() -> Mapping[str, Any]:
+    """Return the dataclass of each section by its name, and the Job itself as the empty one."""
+    hints = get_type_hints(Job)
+    return {"": Job, **{name: kind for name, kind in hints.items() if is_dataclass(kind)}}
 
-    The order is that of `job.py`, but a section's values come before its subsections.
-    """
-    return {setting.name: setting for setting in _settings(Job, "")}
+
+@cache
+def all_settings() -> Mapping[str, Setting]:
+    """Return every setting by its dotted name, those of the Job itself first."""
+    return {
+        setting.name: setting
+        for name, kind in _sections().items()
+        for setting in _settings(name, kind)
+    }
 
 
 @cache
 def all_sections() -> Mapping[str, str]:
     """Return the help texts of the sections, such as `train`, by name."""
-    return {
-        field.name: field.metadata["help"]
-        for field in fields(Job)
-        if is_dataclass(get_type_hints(Job)[field.name])
-    }
+    return {name: str(kind.__doc__) for name, kind in _sections().items() if name}
 
 
 def open_setting(name: str) -> tuple[str, str] | None:
@@ -88,8 +92,13 @@ def build(values: Mapping[str, Any]) -> Job:
     Args:
         values: values of the settings' types, by dotted name.
     """
-    job: Job = _build(Job, "", values)
-    return job
+
+    def of_section(section: str) -> dict[str, Any]:
+        names = [name for name in values if all_settings()[name].section == section]
+        return {name.rpartition(".")[2]: values[name] for name in names}
+
+    sections = {name: kind(**of_section(name)) for name, kind in _sections().items() if name}
+    return Job(**of_section(""), **sections)
 
 
 def value_of(job: Job, name: str) -> Any:
@@ -112,31 +121,17 @@ def leaf_settings(job: Job) -> dict[str, Any]:
     return values
 
 
-def _settings(section: type, prefix: str) -> Iterator[Setting]:
+def _settings(name: str, section: type) -> Iterator[Setting]:
     hints = get_type_hints(section)
-    subsections = [field for field in fields(section) if is_dataclass(hints[field.name])]
+    prefix = f"{name}." if name else ""
     for field in fields(section):
-        if field in subsections:
+        if is_dataclass(hints[field.name]):
             continue
         default = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
         help, check = field.metadata["help"], field.metadata["check"]
         yield Setting(prefix + field.name, hints[field.name], default, help, check)
-    for field in subsections:
-        yield from _settings(hints[field.name], f"{prefix}{field.name}.")
-
-
-def _build(section: type, prefix: str, values: Mapping[str, Any]) -> Any:
-    hints = get_type_hints(section)
-    arguments = {}
-    for field in fields(section):
-        name = prefix + field.name
-        if is_dataclass(hints[field.name]):
-            arguments[field.name] = _build(hints[field.name], f"{name}.", values)
-        elif name in values:
-            arguments[field.name] = values[name]
-    return section(**arguments)
 
 
 def convert(located: LocatedValue, setting: Setting) -> Any:

@@ -6,7 +6,7 @@ values that do not fit.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from shoal.config.setting_fields import (
@@ -28,17 +28,13 @@ from shoal.config.setting_fields import (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The model."""
+    """The network that is trained."""
 
     name: str = setting(
         "residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers"
     )
-    options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "keyword arguments of the model's constructor; another name starts without",
-            "check": None,
-        },
+    options: dict[str, Any] = setting(
+        {}, "keyword arguments of the model's constructor; another name starts without"
     )
     weights: str | None = setting(
         None, "weights to start from: safetensors, a directory of them, or torch's state dict", PATH
@@ -85,7 +81,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The training: its length, its batches and its numerics."""
+    """Length, batch, precision."""
 
     epochs: int = setting(10, "passes over the data", POSITIVE)
     max_steps: int | None = setting(
@@ -154,7 +150,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The optimizer."""
+    """The optimizer and its options."""
 
     name: str = setting(
         "SGD", "SGD, AdamW or any other name in torch.optim; AdamW8bit, with shoal[lean]"
@@ -169,18 +165,14 @@ class OptimizerConfig:
     nesterov: bool = setting(False, "SGD: Nesterov's momentum")
     weight_decay: float = setting(0.0, "weight decay", NOT_NEGATIVE)
     decay_norm_and_bias: bool = setting(True, "apply weight decay to biases and norm layers too")
-    options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "further keyword arguments of the optimizer; another name starts without",
-            "check": None,
-        },
+    options: dict[str, Any] = setting(
+        {}, "further keyword arguments of the optimizer; another name starts without"
     )
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over time. It is set before every step."""
+    """The learning rate over time; set before every step."""
 
     name: Literal["cosine", "step", "constant"] = setting("cosine", "shape after the warm-up")
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", NOT_NEGATIVE)
@@ -198,7 +190,7 @@ class ScheduleConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The evaluation, which is exact at any number of ranks."""
+    """Evaluation, exact at any number of ranks."""
 
     every: int = setting(
         1, "epochs between evaluations; the last epoch is always evaluated", POSITIVE
@@ -209,7 +201,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """The checkpoints, which limit the loss when a run is killed."""
+    """Saves; a killed run costs at most the interval between two."""
 
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
     every_steps: int | Literal["auto"] | None = setting(
@@ -235,7 +227,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """The logs that a run writes."""
+    """The records that are written during the run."""
 
     every: int = setting(10, "steps between lines of metrics.jsonl", POSITIVE)
     tensorboard: bool = setting(True, "write TensorBoard events")
@@ -271,20 +263,14 @@ class Job:
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
         "`data`",
     )
-    model: ModelConfig = section(ModelConfig, "The network that is trained.")
-    data: DataConfig = section(DataConfig, "The data set. Nothing is ever downloaded.")
-    train: TrainConfig = section(TrainConfig, "Length, batch, precision.")
-    optimizer: OptimizerConfig = section(OptimizerConfig, "The optimizer and its options.")
-    schedule: ScheduleConfig = section(
-        ScheduleConfig, "The learning rate over time; set before every step."
-    )
-    evaluation: EvaluationConfig = section(
-        EvaluationConfig, "Evaluation, exact at any number of ranks."
-    )
-    checkpoint: CheckpointConfig = section(
-        CheckpointConfig, "Saves; a killed run costs at most the interval between two."
-    )
-    log: LogConfig = section(LogConfig, "The records that are written during the run.")
+    model: ModelConfig = section(ModelConfig)
+    data: DataConfig = section(DataConfig)
+    train: TrainConfig = section(TrainConfig)
+    optimizer: OptimizerConfig = section(OptimizerConfig)
+    schedule: ScheduleConfig = section(ScheduleConfig)
+    evaluation: EvaluationConfig = section(EvaluationConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    log: LogConfig = section(LogConfig)
 
     @property
     def directory(self) -> str:

@@ -61,9 +61,12 @@ PATH: Check = (
 
 def setting(default: Any, help: str, check: Check | None = None) -> Any:
     """Return a field with its help text and, where a type is not enough, a check of its value."""
-    return field(default=default, metadata={"help": help, "check": check})
+    metadata = {"help": help, "check": check}
+    if default == {}:
+        return field(default_factory=dict, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
-def section(kind: type[Any], help: str) -> Any:
-    """Return a field for the settings of a section, with its help text."""
-    return field(default_factory=kind, metadata={"help": help})
+def section(kind: type[Any]) -> Any:
+    """Return a field for the settings of a section, whose docstring is their help text."""
+    return field(default_factory=kind)
