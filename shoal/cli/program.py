@@ -157,12 +157,14 @@ def _run(words: list[str]) -> int:
     if words and words[0] in TAKES_SETTINGS:
         words, settings = job_options.split(words, verb_parsers[words[0]])
     # Settings are no options of argparse, for their names are known only to the configuration.
-    options, unknown = parser.parse_known_args(_with_window(words, verb_parsers["launch"]))
+    options, unknown = parser.parse_known_args(_with_window(words))
     if unknown:
         _refuse_unknown(unknown, verb_parsers.get(options.verb, parser))
     if options.verb is None:
         parser.print_help()
         return 0
+    if options.verb == "launch":  # a script's own --trace stays as it was
+        options.arguments = words[len(words) - len(options.arguments) :]
     options.words = typed_words
     options.settings = settings
     options.script_arguments = script_arguments
@@ -223,30 +225,21 @@ def _listed_verbs() -> str:
     )
 
 
-def _with_window(words: list[str], launch_parser: argparse.ArgumentParser) -> list[str]:
-    """Return the words with a value for `--trace`.
+def _with_window(words: list[str]) -> list[str]:
+    """Return the words, with a value for each `--trace` that has none.
 
     argparse would take the next word as the value, which may be an experiment or a script. So a
     word is the value only if it begins with a digit and is no file.
     """
-    if words[:1] not in (["train"], ["launch"]) or "--trace" not in words:
+
+    def is_bare(word: str, following: str) -> bool:
+        return word == "--trace" and not (
+            following[:1].isdecimal() and not Path(following).exists()
+        )
+
+    if words[:1] not in (["train"], ["launch"]):
         return words
-    index = words.index("--trace")
-    if words[0] == "launch" and _has_script(words[1:index], launch_parser):
-        return words  # a flag of the script
-    following = words[index + 1] if index + 1 < len(words) else ""
-    if following[:1].isdecimal() and not Path(following).exists():
-        return [*words[:index], f"--trace={following}", *words[index + 2 :]]
-    return [*words[:index], f"--trace={trace_window.DEFAULT}", *words[index + 1 :]]
-
-
-def _has_script(words: list[str], launch_parser: argparse.ArgumentParser) -> bool:
-    """Return True if one of the words after `launch` is neither an option nor its value."""
-    actions = [action for action in launch_parser._actions if action.nargs is None]
-    with_value = {name for action in actions for name in action.option_strings}
-    previous = ""
-    for word in words:
-        if not word.startswith("-") and previous not in with_value:
-            return True
-        previous = word
-    return False
+    return [
+        f"--trace={trace_window.DEFAULT}" if is_bare(word, following) else word
+        for word, following in zip(words, [*words[1:], ""], strict=True)
+    ]
