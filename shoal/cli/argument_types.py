@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import tokenize
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -69,17 +67,6 @@ def tolerance(text: str) -> float:
     if not 0 <= value < inf:
         raise argparse.ArgumentTypeError(f"'{text}' must be a number of at least 0")
     return value
-
-
-def check_script(verb: str, name: str) -> None:
-    """Raise UsageError if a script is no Python file. Args: verb: that was typed."""
-    if not is_path(name) or not Path(name).is_file():
-        raise UsageError(f"{verb}: there is no script {name}. Give the path of a Python file.")
-    try:
-        with tokenize.open(name) as file:
-            ast.parse(file.read(), name)
-    except (SyntaxError, ValueError, RecursionError, OSError) as error:
-        raise UsageError(f"{verb}: {name} is no Python file: {error}") from error
 
 
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,6 @@ The YAML on stdout is a file that `shoal train` accepts, so notes go to stderr.
 from __future__ import annotations
 
 import argparse
-import sys
 
 from shoal.cli import answers, job_options
 
@@ -28,8 +27,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from shoal import config
 
-    settings, _, notes = job_options.settings(options, options.processes or 1)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    settings, _ = job_options.settings(options, options.processes or 1)
     text = config.explain(settings) if options.explain else config.to_yaml(settings.job)
     return answers.show(options, config.leaf_settings(settings.job), text)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import re
-from collections.abc import Sequence
+import tokenize
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli import argument_types
 from shoal.config import trace_window
 from shoal.config.fields import all_settings
+from shoal.config.setting_fields import is_path
 from shoal.config.yaml_subset import write
 from shoal.errors import ConfigError, UsageError
+from shoal.train.console import warn
 
 if TYPE_CHECKING:
     from shoal.config import Settings
@@ -137,12 +141,15 @@ def _check_has_dashes(word: str) -> None:
         raise ConfigError(f"'{word}': a setting begins with two dashes: --{word}")
 
 
-def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, StrategyLine, list[str]]:
-    """Return the job of a command line, its strategies, and notes to print before it runs.
+def settings(
+    options: argparse.Namespace, ranks: int, note: Callable[[str], None] = warn
+) -> tuple[Settings, StrategyLine]:
+    """Return the job of a command line and its strategies.
 
     Args:
         options: the parsed arguments, with the settings of `split` in `options.settings`.
         ranks: the number of ranks that will train.
+        note: prints what differs from what a reader may expect.
     """
     from shoal.strategies import add_allreduce_option, parse_line
 
@@ -155,12 +162,46 @@ def settings(options: argparse.Namespace, ranks: int) -> tuple[Settings, Strateg
         read, notes = _read_settings(options, ranks, list(options.settings))
         notes.append(reason)
     line = parse_line(read.job.strategy)
-    if options.allreduce is None:
-        return read, line, notes
-    line = add_allreduce_option(line, options.allreduce)
-    # Once more, so that the job has the strategy with the option.
-    read, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
-    return read, line, notes
+    if options.allreduce is not None:
+        line = add_allreduce_option(line, options.allreduce)
+        # Once more, so that the job has the strategy with the option.
+        read, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
+    for text in notes:
+        note(text)
+    return read, line
+
+
+def script_strategy(options: argparse.Namespace) -> str | None:
+    """Return the strategies that a command for a script names; None if it names none.
+
+    Raises:
+        ConfigError: there is no such strategy.
+        UsageError: the script is no Python file, or there is another setting.
+    """
+    from shoal.strategies import add_allreduce_option, parse_line
+
+    script, given = options.source[0], dict(options.settings)
+    strategy = given.pop("strategy", None)
+    for name in given:
+        raise UsageError(
+            f"--{name}: no option of `shoal {options.verb}` for a script. The script's own words "
+            f"come after --: shoal {options.verb} {script} -- --{name} ..."
+        )
+    if not is_path(script) or not Path(script).is_file():
+        raise UsageError(
+            f"{options.verb}: there is no script {script}. Give the path of a Python file."
+        )
+    try:
+        with tokenize.open(script) as file:
+            ast.parse(file.read(), script)
+    except (SyntaxError, ValueError, RecursionError, OSError) as error:
+        raise UsageError(f"{options.verb}: {script} is no Python file: {error}") from error
+    if strategy is None and options.allreduce is None:
+        return None
+    line = parse_line(strategy or "ddp")
+    return (
+        line if options.allreduce is None else add_allreduce_option(line, options.allreduce)
+    ).text
 
 
 def _read_settings(

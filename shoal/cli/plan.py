@@ -163,7 +163,7 @@ def _of_job(request: _Request) -> Answer:
         raise UsageError(NO_SCRIPT)
     if options.seq is not None:
         raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
-    settings, line, _ = job_options.settings(options, request.cluster.ranks)
+    settings, line = job_options.settings(options, request.cluster.ranks)
     job, note = with_samples(settings.job)
     raise_problems(job_precheck.problems(job))
     if note:
@@ -244,25 +244,12 @@ def _of_script(request: _Request) -> Answer:
     """Check a script. What is returned raises UsageError if it cannot be followed."""
     from shoal.planner.script_workload import plan_in_script
     from shoal.planner.smallest_change import Command
-    from shoal.strategies import add_allreduce_option, parse_line
 
     options = request.options
     name = options.source[0]
-    argument_types.check_script("plan", name)
+    strategy = job_options.script_strategy(options)
     if options.seq is not None:
         raise UsageError(f"--seq: only for hf:DIRECTORY; {name} has its own batches.")
-    others = [key for key, _ in options.settings if key != "strategy"]
-    if others:
-        raise UsageError(
-            f"--{others[0]}: no option of `shoal plan` for a script. The script's own words come "
-            f"after --: shoal plan {name} -- --{others[0]} ..."
-        )
-    strategy = dict(options.settings).get("strategy")
-    if strategy is not None or options.allreduce is not None:
-        line = parse_line(strategy or "ddp")
-        if options.allreduce is not None:
-            line = add_allreduce_option(line, options.allreduce)
-        strategy = line.text
     words = (name, *options.script_arguments)
     request = request._replace(command=Command(words=words), strategy=strategy)
     answers.tell_start(f"following {name} to its first backward pass, without memory for weights")

@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. The options of `tensor` are those of the experiment, if it has them."""
-    settings, line, _ = job_options.settings(options, 1)
+    settings, line = job_options.settings(options, 1)
     from shoal.train import job_precheck
 
     raise_problems(job_precheck.problems(settings.job))  # before torch, which takes seconds

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from shoal.cli import (
     job_options,
 )
 from shoal.errors import ConfigError, UsageError, raise_problems
+from shoal.train.console import warn
 from shoal.watchdog.hang_limit import chosen_limit_s
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
@@ -90,10 +91,8 @@ def run(options: argparse.Namespace) -> int:
             "--strategy auto: another launcher has started this process, and every rank would "
             "choose by itself. Use the line that `shoal plan` tells."
         )
-    settings, line, notes = _settings(options, world)
-    if info.rank == 0:  # under another launcher every rank runs this function
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+    # Under another launcher every rank runs this function.
+    settings, line = _settings(options, world, warn if info.rank == 0 else lambda _: None)
     raise_problems(_problems(settings, line, world))
     if hosts is not None:
         host_options.check_servers(hosts, line)
@@ -121,12 +120,14 @@ def _tell_saved(code: int, rank: int, job: Job) -> int:
     if code == EXIT_INTERRUPTED and rank == 0:
         step = entry.last_saved(job.directory, job.checkpoint.fast_dir)
         saved = "before the first save" if step is None else f"the newest save is of step {step}"
-        print(f"note: interrupted; {saved}", file=sys.stderr)
+        warn(f"interrupted; {saved}")
     return code
 
 
-def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, StrategyLine, list[str]]:
-    """Return the settings of the command, its strategies, and notes to print.
+def _settings(
+    options: argparse.Namespace, world: int, note: Callable[[str], None] = warn
+) -> tuple[Settings, StrategyLine]:
+    """Return the settings of the command, and its strategies. Args: note: prints a note.
 
     Raises:
         ConfigError: something in them is wrong.
@@ -141,10 +142,10 @@ def _settings(options: argparse.Namespace, world: int) -> tuple[Settings, Strate
         options.settings.append(("model.weights", options.weights))
     if options.trace is not None:
         options.settings.append(("log.trace", str(options.trace)))
-    settings, line, notes = job_options.settings(options, world)
+    settings, line = job_options.settings(options, world, note)
     if settings.job.train.record:
         check_recordable(line)
-    return settings, line, notes
+    return settings, line
 
 
 def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
@@ -163,11 +164,9 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     name = "shoal"
     environment: dict[str, str] = {}
     try:
-        settings, line, notes = _settings(options, ranks)
+        settings, line = _settings(options, ranks)
         name = settings.job.name
         environment = cluster_options.server_variables(options, line, problems)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
         problems += _problems(settings, line, ranks)
         check_usable(settings.job)
     except ConfigError as error:

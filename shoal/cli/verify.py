@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import traceback
 
 from shoal.cli import answers, argument_types, job_options
@@ -73,9 +72,7 @@ def _verdict(options: argparse.Namespace) -> int:
             raise UsageError(f"{word}: only for a script, as in `shoal verify train.py`.")
     options.source = options.source or ["digits"]
     ranks = 2 if options.processes is None else options.processes
-    settings, line, notes = job_options.settings(options, ranks)
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    settings, line = job_options.settings(options, ranks)
     from shoal.train import job_precheck
     from shoal.train.job_verification import verify_config
 
@@ -89,18 +86,7 @@ def _verdict(options: argparse.Namespace) -> int:
 
 
 def _script_verdict(options: argparse.Namespace) -> int:
-    others = [name for name, _ in options.settings if name != "strategy"]
-    if others:
-        raise UsageError(
-            f"--{others[0]}: no option of `shoal verify` for a script. The script's own words come "
-            f"after --: shoal verify {options.source[0]} -- --{others[0]} ..."
-        )
-    argument_types.check_script("verify", options.source[0])
-    strategy = dict(options.settings).get("strategy")
-    if options.allreduce is not None:
-        from shoal.strategies import add_allreduce_option, parse_line
-
-        strategy = add_allreduce_option(parse_line(strategy or "ddp"), options.allreduce).text
+    strategy = job_options.script_strategy(options)
     from shoal.verification.script.script_verdict import verify_script
 
     ranks = 2 if options.processes is None else options.processes
