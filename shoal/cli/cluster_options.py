@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import argument_types, execution
-from shoal.errors import UsageError
+from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from shoal.launch.slurm.batch_script import ClusterWork
@@ -76,7 +76,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     Args:
         options: of the command.
         make_work: the verb's part, for so many ranks. It adds a line to the list for each thing
-            that is wrong.
+            that is wrong, or raises ConfigError or UsageError.
 
     Raises:
         UsageError: something is wrong, in any part; nothing was submitted.
@@ -102,20 +102,26 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
             "--hang-limit: ranks that srun starts are not watched. Give --time, and see SLURM_WAIT "
             "in docs/clusters.md"
         )
-    work = make_work(nodes * ranks_per_node, problems)
+    work = None
+    try:
+        work = make_work(nodes * ranks_per_node, problems)
+    except ConfigError as error:
+        problems += error.problems
+    except UsageError as error:
+        problems.append(str(error))
     settings = batch_script.SlurmOptions(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         time=options.time,
         partition=options.partition,
-        name=batch_script.default_name(work.name),
+        name=batch_script.default_name(work.name if work else ""),
         more=tuple(options.sbatch_option),
         requeues=REQUEUES if options.requeues is None else options.requeues,
     )
     problems += settings.problems()
     if not options.dry_run:
         problems += batch_script.missing_command() or batch_script.missing_nodes(settings)
-    if problems:
+    if problems or work is None:
         raise UsageError("\n  ".join(problems))
     command = batch_script.remark(["shoal", *options.words])
     python = options.python or sys.executable

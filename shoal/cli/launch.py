@@ -24,7 +24,7 @@ from shoal.cli import (
     job_options,
 )
 from shoal.config import builtin_names, trace_window
-from shoal.errors import ConfigError, UsageError
+from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
@@ -179,23 +179,15 @@ def _run_on_hosts(
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:
     from shoal.launch.slurm.batch_script import ClusterWork
 
-    environment: dict[str, str] = {}
-    try:
-        line = _strategy_line(options.strategy, options.allreduce)
-        problems += _problems(options, line, ranks)
-        environment = _environment(options, line) | cluster_options.server_variables(
-            options, line, problems
-        )
-    except ConfigError as error:
-        problems += error.problems
-    except UsageError as error:
-        problems.append(str(error))
     script = Script.of(options)
     problems += script.problems
+    line = _strategy_line(options.strategy, options.allreduce)
+    problems += _problems(options, line, ranks)
+    servers = cluster_options.server_variables(options, line, problems)
     return ClusterWork(
         name=options.script.stem,
         words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
-        environment=environment,
+        environment=_environment(options, line) | servers,
         needs_rank_variables=True,
         output=options.output,
         restarts=0,

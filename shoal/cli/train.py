@@ -24,7 +24,7 @@ from shoal.cli import (
     host_options,
     job_options,
 )
-from shoal.errors import ConfigError, UsageError, raise_problems
+from shoal.errors import UsageError, raise_problems
 from shoal.train.console import warn
 from shoal.watchdog.hang_limit import chosen_limit_s
 
@@ -161,21 +161,13 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.train.run_directory import check_usable
 
-    name = "shoal"
-    environment: dict[str, str] = {}
-    try:
-        settings, line = _settings(options, ranks)
-        name = settings.job.name
-        environment = cluster_options.server_variables(options, line, problems)
-        problems += _problems(settings, line, ranks)
-        check_usable(settings.job)
-    except ConfigError as error:
-        problems += error.problems
-    except UsageError as error:
-        problems.append(str(error))
+    settings, line = _settings(options, ranks)
+    environment = cluster_options.server_variables(options, line, problems)
+    problems += _problems(settings, line, ranks)
+    check_usable(settings.job)
     words = cluster_options.without(options.words, ["--restarts"])
     return ClusterWork(
-        name=name,
+        name=settings.job.name,
         words=("-m", "shoal", *words),
         environment=environment,
         needs_rank_variables=False,
