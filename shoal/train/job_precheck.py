@@ -114,7 +114,9 @@ def _optimizer(job: Job) -> Iterator[str]:
     file = Path(spec.submodule_search_locations[0]) / "optim" / "__init__.py"
     listed = re.search(r"__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.DOTALL)
     known = set(re.findall(r'"(\w+)"', listed[1]) if listed else ()) - NO_OPTIMIZERS
-    if known and name not in known | {"AdamW8bit"}:
+    if name == "LBFGS":
+        yield "optimizer.name: LBFGS evaluates the loss several times in a step; a loop cannot."
+    elif known and name not in known | {"AdamW8bit"}:
         yield f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"
 
 

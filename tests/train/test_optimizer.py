@@ -6,6 +6,7 @@ from shoal.config.job import Job, OptimizerConfig
 from shoal.errors import ConfigError
 from shoal.strategies import parse_line
 from shoal.strategies.precheck import check_job
+from shoal.train import job_precheck
 from shoal.train.optimizer import build, scaled_rate
 
 MODEL = nn.Sequential(
@@ -57,8 +58,6 @@ def test_options_reach_the_optimizer() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (OptimizerConfig(name="AdmaW"), "'AdmaW' is not in torch.optim; did you mean 'AdamW'"),
-        (OptimizerConfig(name="LBFGS"), "LBFGS evaluates the loss several times"),
         (OptimizerConfig(name="Rprop", weight_decay=0.1), "Rprop takes no 'weight_decay'"),
         (OptimizerConfig(name="AdamW", nesterov=True), "AdamW takes no 'nesterov'"),
         (
@@ -74,3 +73,15 @@ def test_options_reach_the_optimizer() -> None:
 def test_what_an_optimizer_does_not_take_is_named(config: OptimizerConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(config, MODEL, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("AdmaW", "'AdmaW' is not in torch.optim; did you mean 'AdamW'"),
+        ("LBFGS", "LBFGS evaluates the loss several times"),
+    ],
+)
+def test_a_name_that_a_loop_cannot_take_is_refused_before_the_run(name: str, message: str) -> None:
+    (problem,) = job_precheck.problems(Job(optimizer=OptimizerConfig(name=name)))
+    assert message in problem
