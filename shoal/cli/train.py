@@ -115,10 +115,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _tell_saved(code: int, rank: int, job: Job) -> int:
     """Print from where a run goes on, if it was interrupted; return the exit code."""
-    from shoal.train import entry
+    from shoal.train.run_directory import last_saved
 
     if code == EXIT_INTERRUPTED and rank == 0:
-        step = entry.last_saved(job.directory, job.checkpoint.fast_dir)
+        step = last_saved(job.directory, job.checkpoint.fast_dir)
         saved = "before the first save" if step is None else f"the newest save is of step {step}"
         warn(f"interrupted; {saved}")
     return code

@@ -25,8 +25,7 @@ from shoal.platform.files import make_private_directory
 from shoal.strategies import StrategyLine
 from shoal.strategies.precheck import check_job
 from shoal.train.console import envelope, measures
-from shoal.train.run_directory import CONFIG, fast_directory
-from shoal.train.run_directory import last_saved as last_saved_in
+from shoal.train.run_directory import CONFIG
 from shoal.watchdog import hang_limit
 
 RESTARTS = 3
@@ -71,7 +70,10 @@ def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str)
         environment={hang_limit.VARIABLE: f"{hang_limit_s:g}", **environment},
         output="first",
         preload=PRELOAD,
-        saved_step=("shoal.train.entry:last_saved", [job.directory, job.checkpoint.fast_dir]),
+        saved_step=(
+            "shoal.train.run_directory:last_saved",
+            [job.directory, job.checkpoint.fast_dir],
+        ),
         problems=partial(check_job, job, line),
     )
 
@@ -90,16 +92,6 @@ def train_settings(settings: str) -> None:
         path.write_text(settings)
         job = read(path).job
     train(job)
-
-
-def last_saved(directory: str, fast_dir: str | None) -> int | None:
-    """Return the step of a run's newest checkpoint; None if there is none.
-
-    Args:
-        directory: of the run.
-        fast_dir: the setting `checkpoint.fast_dir`.
-    """
-    return last_saved_in(Path(directory), fast_directory(directory, fast_dir))
 
 
 def evaluate(function: str, arguments: tuple[object, ...], as_json: bool) -> None:

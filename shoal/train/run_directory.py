@@ -176,13 +176,13 @@ def fast_directory(directory: str, fast_dir: str | None) -> Path | None:
     return Path(fast_dir).absolute() / f"shoal-{digest[:16]}"
 
 
-def last_saved(*directories: Path | None) -> int | None:
-    """Return the step of the newest checkpoint in directories; None if there is none.
+def last_saved(directory: str, fast_dir: str | None = None) -> int | None:
+    """Return the step of a run's newest checkpoint; None if there is none.
 
     Only its name is read: ranks verify the checkpoint before they load it.
     """
-    places = [place / "checkpoints" for place in directories if place is not None]
-    found = [path for place in places for path in place.glob("step-*")]
+    places = (Path(directory), fast_directory(directory, fast_dir))
+    found = [path for place in places if place for path in place.glob("checkpoints/step-*")]
     names = [path.name.removeprefix("step-") for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
 
@@ -193,9 +193,19 @@ def _check_contents(directory: Path, job: Job) -> None:
     if directory.is_dir():
         _check_owner(directory)
     if (directory / CONFIG).exists():
-        if any((directory / name).exists() for name in RESULTS):
-            _check_same_experiment(directory, job)
-            _check_resumes(directory, job)
+        if not any((directory / name).exists() for name in RESULTS):
+            return
+        if changed := differences(job_of(directory), job):
+            raise ConfigError(
+                f"{directory} holds another experiment: {'; '.join(changed)}. Choose another "
+                "--out, or remove it."
+            )
+        if not job.checkpoint.resume and any((directory / "checkpoints").glob("step-*")):
+            # A new run would prune them.
+            raise ConfigError(
+                f"checkpoint.resume: is false, but {directory} holds checkpoints. Choose another "
+                "--out, or remove it."
+            )
     elif foreign := _foreign_files(directory):
         names = ", ".join(foreign[:3])
         raise ConfigError(
@@ -228,24 +238,6 @@ def _foreign_files(directory: Path) -> list[str]:
         for path in entries
         if path.name != LOCK and not path.name.startswith((f"{CONFIG}.", PROBE_PREFIX))
     )
-
-
-def _check_same_experiment(directory: Path, job: Job) -> None:
-    changed = differences(job_of(directory), job)
-    if changed:
-        raise ConfigError(
-            f"{directory} holds another experiment: {'; '.join(changed)}. Choose another "
-            "--out, or remove it."
-        )
-
-
-def _check_resumes(directory: Path, job: Job) -> None:
-    """Raise ConfigError for checkpoints that shall not be resumed: a new run would prune them."""
-    if not job.checkpoint.resume and any((directory / "checkpoints").glob("step-*")):
-        raise ConfigError(
-            f"checkpoint.resume: is false, but {directory} holds checkpoints. Choose another "
-            "--out, or remove it."
-        )
 
 
 def _open_lock(directory: Path) -> IO[str]:

@@ -280,7 +280,7 @@ def _make(job: Job) -> str:
 
 def _last_step(store: Checkpoints) -> int:
     """Return the step of the newest checkpoint of a directory by its name, as rank 0 sees it."""
-    step = last_saved(store.directory.parent)
+    step = last_saved(str(store.directory.parent))
     steps: list[int] = store.consensus.all_gather_objects(-1 if step is None else step)
     return steps[0]
 
