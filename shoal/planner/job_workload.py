@@ -51,7 +51,7 @@ def job_workload(job: Job) -> Workload:
             "with --model.compile false."
         )
     registered = load_imports(job.imports)
-    source = data.load(job.data, job.seed, registered.data)
+    source = data.load(job.data, job.seed, registered["data"])
     sample: Any = source.train[0]
     batch = default_collate([sample])
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,8 @@ from shoal.train.task import Task
 from shoal.train.weights import load_weights
 from shoal.weights import empty_weights
 
-
-@dataclass(frozen=True)
-class Registered:
-    """Models and data sets of the files, by name."""
-
-    models: dict[str, Callable[..., Any]] = field(default_factory=dict)
-    data: dict[str, Callable[..., Any]] = field(default_factory=dict)
+Registered = dict[str, dict[str, Callable[..., Any]]]
+"""Models and data sets of a user's files by name, as `models` and `data`."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +89,7 @@ def build(job: Job, device: torch.device) -> Components:
         DataError: the data cannot be read.
     """
     registered = load_imports(job.imports)
-    source = data.load(job.data, job.seed, registered.data)
+    source = data.load(job.data, job.seed, registered["data"])
     _check_text(job, source)
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     with empty_weights() if job.model.empty else nullcontext():
@@ -112,7 +107,11 @@ def build(job: Job, device: torch.device) -> Components:
 def build_model(job: Job, source: Source, registered: Registered) -> nn.Module:
     """Return the model that a job describes, for these data, with weights of its own."""
     return models.build(
-        job.model.name, source.num_classes, source.input_shape, job.model.options, registered.models
+        job.model.name,
+        source.num_classes,
+        source.input_shape,
+        job.model.options,
+        registered["models"],
     )
 
 
@@ -227,13 +226,13 @@ def load_imports(files: Iterable[str]) -> Registered:
     Raises:
         ConfigError: a file does not exist.
     """
-    registered = Registered()
+    registered: Registered = {"models": {}, "data": {}}
     for name in files:
         if not Path(name).is_file():
             raise ConfigError(f"--import {name}: there is no such file")
         module = _imported(Path(name))
-        registered.models.update(getattr(module, "models", {}))
-        registered.data.update(getattr(module, "data", {}))
+        for kind, found in registered.items():
+            found.update(getattr(module, kind, {}))
     return registered
 
 
