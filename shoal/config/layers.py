@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -60,12 +59,9 @@ FOREIGN_NAMES = {
 Layer = dict[str, LocatedValue]
 
 
-@dataclass(frozen=True)
-class File:
-    """A configuration file, and its name in messages."""
-
-    path: Path
-    name: str
+def shown(path: Path) -> str:
+    """Return the name of a configuration file in messages."""
+    return f"builtin/{path.name}" if path.parent == BUILTIN else str(path)
 
 
 def builtin_names() -> Sequence[str]:
@@ -73,21 +69,22 @@ def builtin_names() -> Sequence[str]:
     return sorted(path.stem for path in BUILTIN.glob("*.yaml"))
 
 
-def load(file: File) -> dict[str, LocatedValue]:
+def load(file: Path) -> dict[str, LocatedValue]:
     """Return the mapping in a file.
 
     Raises:
         ConfigError: the file cannot be read, its text is no YAML, or it has no settings.
     """
+    name = shown(file)
     try:
-        mapping = parse_file(read_text_of_file(file.path, MAX_BYTES), file.name)
+        mapping = parse_file(read_text_of_file(file, MAX_BYTES), name)
     except IsADirectoryError:
-        cure = f"a run's configuration is {file.name}/config.yaml"
-        raise ConfigError(f"{file.name}: is a directory; {cure}") from None
+        cure = f"a run's configuration is {name}/config.yaml"
+        raise ConfigError(f"{name}: is a directory; {cure}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file.name}: cannot be read: {error}") from None
+        raise ConfigError(f"{name}: cannot be read: {error}") from None
     if not mapping:
-        raise ConfigError(f"{file.name}: is empty; write at least one setting, such as `seed: 0`")
+        raise ConfigError(f"{name}: is empty; write at least one setting, such as `seed: 0`")
     return mapping
 
 
@@ -104,9 +101,9 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
         ConfigError: a file is missing, cannot be read or starts from itself.
     """
     file = find(source, Path(), str(source))
-    name = LocatedValue(file.path.stem, file.name, file.path.stem)
+    name = LocatedValue(file.stem, shown(file), file.stem)
     layers: list[Layer] = []
-    chain: list[File] = []
+    chain: list[Path] = []
     while True:
         mapping = load(file)
         base = mapping.pop("base", None)
@@ -117,9 +114,9 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
         if base is None:
             break
         origin = f"{base.origin}: base"
-        file = find(base.text, file.path.parent, origin)
-        if file.path.resolve() in (earlier.path.resolve() for earlier in chain):
-            circle = " -> ".join(member.name for member in [*chain, file])
+        file = find(base.text, file.parent, origin)
+        if file.resolve() in (earlier.resolve() for earlier in chain):
+            circle = " -> ".join(map(shown, [*chain, file]))
             raise ConfigError(
                 f"{origin}: {circle} goes round in a circle; let one of them stand alone"
             )
@@ -127,7 +124,7 @@ def file_layers(source: str | Path, problems: list[str]) -> list[Layer]:
     return layers
 
 
-def find(source: str | Path, directory: Path, origin: str) -> File:
+def find(source: str | Path, directory: Path, origin: str) -> Path:
     """Return the file of a built-in name or of a path. A built-in name has precedence.
 
     Args:
@@ -139,17 +136,17 @@ def find(source: str | Path, directory: Path, origin: str) -> File:
         ConfigError: there is neither.
     """
     if isinstance(source, str) and source in builtin_names():
-        return File(BUILTIN / f"{source}.yaml", f"builtin/{source}.yaml")
+        return BUILTIN / f"{source}.yaml"
     path = directory / source
     if not is_path(str(source)) or not path.exists():
         hint = did_you_mean(str(source), builtin_names()).replace("known:", "built in are:")
         raise ConfigError(
             f"{origin}: '{source}' is neither a file nor a built-in configuration; {hint}"
         )
-    return File(path, str(path))
+    return path
 
 
-def _foreign_code(file: File, layer: Layer) -> list[str]:
+def _foreign_code(file: Path, layer: Layer) -> list[str]:
     """Return a line for each setting that names Python code, if another user could have set it."""
     named = [
         value
@@ -158,7 +155,7 @@ def _foreign_code(file: File, layer: Layer) -> list[str]:
         # A class of a user's module, `module:Class`.
         or (name == "strategy" and any(":" in w.partition("=")[0] for w in value.text.split(",")))
     ]
-    reason = untrusted_reason(file.path.resolve(), allow_private_group=True) if named else None
+    reason = untrusted_reason(file.resolve(), allow_private_group=True) if named else None
     return [f"{value.origin}: it names code to run, and {reason}" for value in named if reason]
 
 

@@ -32,12 +32,12 @@ DEEP = {
 READS = """
 import resource, sys, time
 from pathlib import Path
-from shoal.config.layers import File, load
+from shoal.config.layers import load
 from shoal.errors import ConfigError
 resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))
 for name in sys.argv[1:]:
     try:
-        load(File(Path(name), name))
+        load(Path(name))
     except ConfigError as error:
         print(len(str(error)) < 400)
     else:
