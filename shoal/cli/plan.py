@@ -39,7 +39,6 @@ plan, and how far plans were from what was measured.
 """
 HUB = "hf:"
 HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.precision", "optimizer.")
-NO_SCRIPT = "words after --: only for a script, as in `shoal plan train.py -- ...`"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,6 +113,10 @@ def run(options: argparse.Namespace) -> int:
         check_can_draw(options.output)
     word = options.source[0] if len(options.source) == 1 else ""
     try:
+        if options.script_arguments and not word.endswith(".py"):
+            problems.append("words after --: only for a script, as in `shoal plan train.py -- ...`")
+        if options.seq is not None and not word.startswith(HUB):
+            problems.append("--seq: only for hf:DIRECTORY; others have samples of their own")
         if word.endswith(".py"):
             answer = _of_script(request)
         elif word.startswith(HUB):
@@ -159,10 +162,6 @@ def _of_job(request: _Request) -> Answer:
     from shoal.train import job_precheck
 
     options = request.options
-    if options.script_arguments:
-        raise UsageError(NO_SCRIPT)
-    if options.seq is not None:
-        raise UsageError("--seq: only for hf:DIRECTORY. An experiment has --data.sequence_length.")
     settings, line = job_options.settings(options, request.cluster.ranks)
     job, note = with_samples(settings.job)
     raise_problems(job_precheck.problems(job))
@@ -183,8 +182,6 @@ def _of_hub(request: _Request) -> Answer:
     from shoal.planner.smallest_change import Command
 
     options = request.options
-    if options.script_arguments:
-        raise UsageError(NO_SCRIPT)
     others = [name for name, _ in options.settings if not name.startswith(HUB_SETTINGS)]
     if others:
         raise UsageError(
@@ -216,9 +213,7 @@ def _compare_with_trace(request: _Request, problems: list[str]) -> int:
     name = options.source[0]
     is_named = options.machine or request.cluster.machine
     machine = request.machine if is_named else cpu_of_this_machine()  # no run on GPUs has a trace
-    given = [
-        key for key in ("processes", "servers", "seq", "json", "output") if getattr(options, key)
-    ]
+    given = [key for key in ("processes", "servers", "json", "output") if getattr(options, key)]
     given += [key for key, _ in options.settings]
     if given:
         problems.append(f"--{given[0]}: a run is compared as it was. Leave it out.")
@@ -248,8 +243,6 @@ def _of_script(request: _Request) -> Answer:
     options = request.options
     name = options.source[0]
     strategy = job_options.script_strategy(options)
-    if options.seq is not None:
-        raise UsageError(f"--seq: only for hf:DIRECTORY; {name} has its own batches.")
     words = (name, *options.script_arguments)
     request = request._replace(command=Command(words=words), strategy=strategy)
     answers.tell_start(f"following {name} to its first backward pass, without memory for weights")
