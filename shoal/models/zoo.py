@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import ConfigError, did_you_mean, raise_problems
-from shoal.models.model_options import is_plain, parameters_of, problems_of
+from shoal.models.model_options import is_plain, no_image, parameters_of, problems_of, refuse
 
 # Options that torchvision's functions read themselves. The signature of the model's class has the
 # others.
@@ -111,8 +111,7 @@ def build_timm(
     if name not in names:
         known = get_close_matches(name, names) or ["those that timm.list_models() gives"]
         raise ConfigError(f"model.name: timm has no model '{name}'; {did_you_mean(name, known)}")
-    if len(input_shape) != 3:
-        raise ConfigError(f"model.name: {name} takes images, but a sample is {tuple(input_shape)}")
+    refuse(no_image(name, input_shape))
     given = {"num_classes": num_classes, "in_chans": input_shape[0]}
     try:
         model: nn.Module = import_module("timm").create_model(
