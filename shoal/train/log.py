@@ -8,13 +8,13 @@ from typing import Any
 
 from shoal.errors import UsageError
 from shoal.loggers import LoggerGroup, open_logger
-from shoal.loggers.metrics_file import NAME, MetricsFile, Record
+from shoal.loggers.metrics_file import NAME, MetricsFile
 from shoal.platform.optional_packages import missing
 from shoal.train.console import print_rank_zero, print_summary, warn
 
 
-class Log:
-    """The records of one run: metrics.jsonl (see metrics_file.py) and TensorBoard events.
+class Log(LoggerGroup):
+    """The records of one run: "train" of optimizer steps, and "validation" of evaluations.
 
     A disk that fills up later does not end training. There is one note about it, and complete
     records are left out while there is no room.
@@ -41,13 +41,13 @@ class Log:
         loggers: Sequence[str] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
+        super().__init__(self.note)
         self._active = active
         self._directory = directory
-        self._group = LoggerGroup(self.note)
         if not active:
             return
         try:
-            self._group.loggers.append(MetricsFile(directory, resume_step))
+            self.loggers.append(MetricsFile(directory, resume_step))
         except OSError as error:
             raise UsageError(
                 f"{directory / NAME} cannot be written: {error.strerror}. Give another --out."
@@ -57,23 +57,14 @@ class Log:
             tensorboard = False
         for name in dict.fromkeys([*(["tensorboard"] if tensorboard else []), *loggers]):
             try:
-                logger = open_logger(name, directory, resume_step, settings or {})
-                self._group.loggers.append(logger)
+                self.loggers.append(open_logger(name, directory, resume_step, settings or {}))
             except OSError as error:
-                self._group.note_loss(error, name)
+                self.note_loss(error, name)
 
     def header(self, lines: Sequence[str]) -> None:
         """Print the lines that describe the run."""
         if self._active:
             print_rank_zero("\n".join(lines))
-
-    def step(self, record: Record) -> None:
-        """Write the record of an optimizer step, in the order of steps. It has `step` at least."""
-        self._group.write("train", record)
-
-    def evaluation(self, record: Record) -> None:
-        """Write the record of the evaluation after step `record["step"]`."""
-        self._group.write("validation", record)
 
     def note(self, text: str) -> None:
         """Print a note on stderr."""
@@ -82,13 +73,13 @@ class Log:
 
     def reopen(self) -> None:
         """Write to a new metrics.jsonl from now on: the directory was removed, and made again."""
-        for index, file in enumerate(self._group.loggers):
+        for index, file in enumerate(self.loggers):
             if isinstance(file, MetricsFile):
                 file.close()
-                self._group.loggers[index] = MetricsFile(self._directory, 0)
+                self.loggers[index] = MetricsFile(self._directory, 0)
 
     def close(self, summary: Mapping[str, Any] | None = None) -> None:
         """Close the files, and print the closing table. A run that was stopped has no summary."""
-        self._group.close()
+        super().close()
         if self._active and summary is not None:
             print_summary(summary)

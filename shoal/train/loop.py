@@ -183,7 +183,7 @@ class Training:
             "lr": rate,
             "time_s": self.state.watch.seconds,
         }
-        self.log.step(record)
+        self.log.write("train", record)
         self.progress.show(record)
 
     def _evaluate(self, epoch: int) -> bool:
@@ -192,7 +192,7 @@ class Training:
         with self.pause("evaluating"), self.state.evaluated_weights():
             sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.state.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
-        self.log.evaluation({**self.state.final, "time_s": self.state.watch.seconds})
+        self.log.write("validation", {**self.state.final, "time_s": self.state.watch.seconds})
         self.progress.evaluation(self.state.final)
         # First the outcome of the save before: if it failed, its report is not the one to beat.
         self.saver.wait()

@@ -30,16 +30,17 @@ def record(step: int) -> dict[str, float | int]:
 def write(log: Log, steps: range) -> None:
     """A run of epochs of 4 steps that logs each step and evaluates after each epoch."""
     for step in steps:
-        log.step(record(step))
+        log.write("train", record(step))
         if step % 4 == 0:
-            log.evaluation(
+            log.write(
+                "validation",
                 {
                     "step": step,
                     "epoch": step // 4,
                     "loss": 2 / step,
                     "top1": 10.0 * step,
                     "time_s": 0.5,
-                }
+                },
             )
 
 
@@ -77,7 +78,7 @@ def test_records_are_json_lines_with_their_kind(tmp_path):
 
 def test_a_number_that_is_not_finite_is_null_so_that_every_line_is_json(tmp_path):
     log = Log(tmp_path, active=True, tensorboard=True, resume_step=0)
-    log.step({"step": 1, "loss": float("nan"), "perplexity": float("inf")})
+    log.write("train", {"step": 1, "loss": float("nan"), "perplexity": float("inf")})
     log.close()
     assert lines(tmp_path) == [b'{"kind": "train", "step": 1, "loss": null, "perplexity": null}\n']
 
@@ -112,7 +113,7 @@ def test_an_evaluation_that_is_repeated_after_a_resume_is_written_once(tmp_path)
     run(tmp_path, range(1, 5))
     before = lines(tmp_path)
     log = Log(tmp_path, active=True, tensorboard=False, resume_step=4)
-    log.evaluation({"step": 4, "epoch": 1, "loss": 0.5, "top1": 40.0, "time_s": 9.9})
+    log.write("validation", {"step": 4, "epoch": 1, "loss": 0.5, "top1": 40.0, "time_s": 9.9})
     log.close()
     assert lines(tmp_path) == before
 
@@ -128,7 +129,7 @@ def test_what_was_written_survives_a_kill(tmp_path):
 import os, pathlib, signal, sys
 from shoal.train.log import Log
 log = Log(pathlib.Path(sys.argv[1]), active=True, tensorboard=True, resume_step=0)
-log.step({"step": 1, "loss": 0.5})
+log.write("train", {"step": 1, "loss": 0.5})
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
@@ -141,7 +142,7 @@ def test_a_full_disk_costs_whole_lines_and_is_said_once(tmp_path, capfd):
     log = Log(tmp_path, active=True, tensorboard=True, resume_step=0)
     with largest_file(350):
         write(log, range(1, 9))
-    log.step(record(9))  # there is room again
+    log.write("train", record(9))  # there is room again
     log.close()
     records, unreadable = read_metrics(tmp_path / "metrics.jsonl")
     assert unreadable == 0
