@@ -76,15 +76,10 @@ def _yaml_lines(job: Job) -> Iterator[str]:
     for name, setting in all_settings().items():
         if setting.section != section:
             section = setting.section
-            opening = f"{_indented(section)}:"
-            yield from ("", f"{opening:{HELP_COLUMN}}# {all_sections()[section]}")
-        line = f"{_indented(name)}: {write(value_of(job, name))}"
+            yield from ("", f"{section + ':':{HELP_COLUMN}}# {all_sections()[section]}")
+        indented = "  " * bool(section) + name.rpartition(".")[2]
+        line = f"{indented}: {write(value_of(job, name))}"
         yield f"{line:{HELP_COLUMN - 1}} # {setting.help}"
-
-
-def _indented(name: str) -> str:
-    above, _, last = name.rpartition(".")
-    return "  " * len(above.split(".") if above else []) + last
 
 
 def differences(there: Job, here: Job) -> list[str]:
