@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from shoal.comm.tensor_digest import tensor_digest
+from shoal.platform.torch_private.module_state import own_buffers, own_modules, own_parameters
 
 DEPTH = 5
 LARGEST_COPY = 1 << 22
@@ -48,8 +49,6 @@ _LEFT_ALONE = (
     *(Optimizer, DataLoader, Dataset, torch.dtype, torch.device, io.IOBase),
 )
 """Classes of objects that hold no state of a loss, or whose state others keep."""
-_TABLES_OF_MODULES = ("_parameters", "_buffers", "_modules")
-"""Attributes of modules whose entries count as attributes."""
 
 
 class Place(NamedTuple):
@@ -116,8 +115,9 @@ def _places_in(name: str, value: Any, most_entries: int) -> Iterator[Place]:
         for key, entry in entries if len(entries) <= most_entries else ():
             yield Place(f"{name}[{key!r}]", entry, setter and partial(setter, key))
     elif not isinstance(value, Tensor) and hasattr(value, "__dict__"):
-        is_module = isinstance(value, nn.Module)
-        tables = [vars(value)[key] for key in _TABLES_OF_MODULES if is_module]
+        tables: list[dict[str, Any]] = []
+        if isinstance(value, nn.Module):
+            tables += [own_parameters(value), own_buffers(value), own_modules(value)]
         for table in (*tables, vars(value)):
             for key, entry in [*table.items()]:
                 yield Place(f"{name}.{key}", entry, partial(table.__setitem__, key))

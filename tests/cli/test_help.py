@@ -34,7 +34,7 @@ def parse(words: list[str]) -> argparse.Namespace:
         words = words[: words.index("--")]
     if words[0] in program.TAKES_SETTINGS:
         words, _ = job_options.split(words, verbs[words[0]])
-    return parser.parse_args(program._with_window(words, verbs["launch"]))
+    return parser.parse_args(program._with_window(words))
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

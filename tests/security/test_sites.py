@@ -86,11 +86,12 @@ def test_the_compiled_code_has_neither_sockets_nor_names_of_shared_memory() -> N
 
 
 UNPICKLES = {
-    # module: what it unpickles. `loads` are of processes of one launcher, over its own pipes; an
-    # Unpickler knows the names of one format and no others.
+    # module: what it unpickles. `loads` are of processes of one launcher, or of a process's own
+    # fork, over its own pipes; an Unpickler knows the names of one format and no others.
     "launch/helper_spawner.py": ["loads"],
     "launch/rank.py": ["loads"],
     "testing/world.py": ["loads"],
+    "trial/child_process.py": ["loads"],
 }
 OBJECTS = {  # torch's collectives that unpickle
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
