@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shoal.config.distribuuuu import KEYS, NOTES
-from shoal.config.fields import Setting, all_settings, describe
+from shoal.config.fields import Setting, all_settings
 from shoal.config.yaml_subset import write
+from shoal.platform.plain_types import describe
 
 
 def refreshed(page: str) -> str:

@@ -10,17 +10,15 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache, reduce
 from math import isfinite
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from shoal.config.job import Job
 from shoal.config.setting_fields import Check
 from shoal.config.yaml_subset import LocatedValue, write
+from shoal.platform.plain_types import UNIONS, describe
 
 MAX_INTEGER = 2**63 - 1
-UNIONS = (UnionType, Union)
-"""Origins of X | Y: Python 3.11 makes a `Union` of a type and a Literal."""
-TYPES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
 @dataclass(frozen=True)
@@ -202,22 +200,6 @@ def _scalar(located: LocatedValue, annotation: Any) -> bool | int | float | str:
             raise ValueError("must be a whole number below 2^63")
         return scalar
     raise ValueError(f"must be {describe(annotation)}, not {write(located.plain())}")
-
-
-def describe(annotation: Any) -> str:
-    """Return the words for the values of a type, such as "a whole number or none"."""
-    if get_origin(annotation) in UNIONS:
-        kind, words = _members(annotation)
-        return f"{', '.join((describe(kind), *words))} or none"
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(get_args(annotation))}"
-    if get_origin(annotation) is tuple:
-        item = describe(get_args(annotation)[0]).removeprefix("a ")
-        # "a list of whole numbers", but "a list of text"
-        return f"a list of {item}{'s' if item.endswith('number') else ''}"
-    if get_origin(annotation) is dict:
-        return "a mapping"
-    return TYPES[annotation]
 
 
 def _choice(located: LocatedValue, choices: tuple[str, ...]) -> str:

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Literal, get_args, get_origin
 
 from shoal.errors import did_you_mean, raise_problems
+from shoal.platform.plain_types import LISTS, UNIONS, WORDS, describe
 
 Parameters = Mapping[str, inspect.Parameter]
-WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    NoneType: "none",
-}
 
 
 def refuse(*rules: tuple[bool, str]) -> None:
@@ -99,11 +92,11 @@ def accepts(value: Any, annotation: Any) -> bool:
 
     An int is accepted for a float, a bool for neither of them, and a list for any sequence.
     """
-    if get_origin(annotation) in (UnionType, Union):
+    if get_origin(annotation) in UNIONS:
         return any(accepts(value, choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:
         return value in get_args(annotation)
-    if get_origin(annotation) in (tuple, list, Sequence):
+    if get_origin(annotation) in LISTS:
         return isinstance(value, list | tuple) and all(
             accepts(item, get_args(annotation)[0]) for item in value
         )
@@ -114,18 +107,6 @@ def accepts(value: Any, annotation: Any) -> bool:
 
 def is_plain(annotation: Any) -> bool:
     """Return True for types whose values can stand in a config: no functions, no classes."""
-    if get_origin(annotation) in (UnionType, Union, tuple, list, Sequence):
+    if get_origin(annotation) in (*UNIONS, *LISTS):
         return all(is_plain(argument) for argument in get_args(annotation) if argument is not ...)
     return get_origin(annotation) is Literal or annotation in WORDS
-
-
-def describe(annotation: Any) -> str:
-    """Describe the allowed values of this type in words, for an error message."""
-    if get_origin(annotation) in (UnionType, Union):
-        return " or ".join(describe(choice) for choice in get_args(annotation))
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(map(str, get_args(annotation)))}"
-    if get_origin(annotation) in (tuple, list, Sequence):
-        item = describe(get_args(annotation)[0])
-        return f"a list of {item.removeprefix('a ')}{'s' if item.endswith('number') else ''}"
-    return WORDS[annotation]

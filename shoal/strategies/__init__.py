@@ -18,9 +18,9 @@ from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shoal.config.fields import describe
 from shoal.config.yaml_subset import plain_value
 from shoal.errors import ConfigError, did_you_mean
+from shoal.platform.plain_types import describe
 from shoal.strategies import foreign_words, options
 from shoal.strategies.options import PipelineOptions, ServerOptions, TensorOptions
 
