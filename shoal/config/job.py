@@ -147,6 +147,20 @@ class TrainConfig:
         False, "time cuDNN's kernels and keep the fastest, run by run (CUDA only)"
     )
 
+    @property
+    def soft_targets(self) -> str:
+        """Return the settings because of which training and validation losses are not comparable.
+
+        Each of them spreads the target of a sample over several classes, in training only. The
+        text is empty where none is on.
+        """
+        values = {
+            "label smoothing": self.label_smoothing,
+            "mixup": self.mixup,
+            "cutmix": self.cutmix,
+        }
+        return ", ".join(f"{name} {value:g}" for name, value in values.items() if value)
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

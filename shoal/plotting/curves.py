@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.config import read
 from shoal.errors import ConfigError, ShoalError, raise_problems
 from shoal.loggers.metrics_file import NAME, read_metrics
 from shoal.platform.files import atomic_write
@@ -72,11 +73,14 @@ class RunMetrics:
         name: its directory, as it was given.
         curves: (kind, name of the quantity) -> curve; the kind is "train" or "validation".
         unreadable_lines: number of such lines in its metrics.jsonl.
+        soft_targets: the method that makes its training loss another quantity than its validation
+            loss, such as label smoothing; "" for none.
     """
 
     name: str
     curves: dict[tuple[str, str], Curve]
     unreadable_lines: int
+    soft_targets: str = ""
 
     @property
     def has_epochs(self) -> bool:
@@ -184,7 +188,15 @@ def _read(directory: Path) -> RunMetrics:
         for kind in ("train", "validation")
         for quantity, curve in _curves([record for record in records if record["kind"] == kind])
     }
-    return RunMetrics(str(directory), curves, unreadable_lines)
+    return RunMetrics(str(directory), curves, unreadable_lines, _targets_of(directory))
+
+
+def _targets_of(directory: Path) -> str:
+    """Read it from the run's configuration; "" if that is missing or of another version."""
+    try:
+        return read(str(directory / "config.yaml")).job.train.soft_targets
+    except ConfigError:
+        return ""
 
 
 def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:
@@ -227,6 +239,8 @@ def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics], in_epochs: bo
     for index, run in enumerate(runs):
         _draw_run(axes, name, run, _line_style(index, len(runs)), in_epochs)
     axes.set_title(PANELS[name])
+    if name == "loss":
+        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
     _scale(axes, name)
 
 
@@ -314,6 +328,16 @@ def _training_label(runs: Sequence[RunMetrics]) -> str:
     curves = [curve for run in runs if (curve := run.curves.get(("train", "loss"))) is not None]
     smoothed = any(_smoothing_width(curve) > 1 for curve in curves)
     return "training (running mean; pale: as measured)" if smoothed else "training"
+
+
+def _soft_targets(runs: Sequence[RunMetrics]) -> str:
+    """Return a note on losses if training and validation loss cannot be compared."""
+    distinct = {run.soft_targets for run in runs}
+    if distinct == {""}:
+        return ""
+    if len(distinct) == 1:
+        return f"training with {distinct.pop()}"
+    return "training: the runs have different targets"
 
 
 def _legend(figure: Figure, runs: Sequence[RunMetrics]) -> None:

@@ -127,14 +127,8 @@ def describe(job: Job, built: Components, device: torch.device, total_steps: int
         f"{job.strategy}, {device.type}, {job.train.precision}; {job.optimizer.name}, learning "
         f"rate {rate:g}; {total_steps:,} steps in {Path(job.directory)}",
     ]
-    # Each spreads the target of a sample over several classes, so the losses are not comparable.
-    soft_targets = {
-        "label smoothing": job.train.label_smoothing,
-        "mixup": job.train.mixup,
-        "cutmix": job.train.cutmix,
-    }
-    if chosen := ", ".join(f"{name} {value:g}" for name, value in soft_targets.items() if value):
-        lines.append(f"training loss with {chosen}, validation loss without")
+    if job.train.soft_targets:
+        lines.append(f"training loss with {job.train.soft_targets}, validation loss without")
     return lines
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from shoal.config import Job, to_yaml
+from shoal.config.job import TrainConfig
 from shoal.errors import ConfigError
 from shoal.plotting.curves import COLORS, plot, read_runs
 
@@ -87,6 +89,19 @@ def test_the_legend_says_where_training_is_drawn_as_a_running_mean(tmp_path):
     assert "training" in svg_text(tmp_path / "short.svg").splitlines()
     assert smoothed not in svg_text(tmp_path / "short.svg").splitlines()
     assert smoothed in svg_text(tmp_path / "long.svg").splitlines()
+
+
+def test_the_losses_say_that_training_has_smoothed_labels_and_validation_has_not(tmp_path):
+    plain, smoothed = make_run(tmp_path / "plain"), make_run(tmp_path / "smoothed")
+    train = TrainConfig(label_smoothing=0.1, mixup=0.2)
+    (smoothed / "config.yaml").write_text(to_yaml(Job(train=train)))
+    (plain / "config.yaml").write_text(to_yaml(Job()))
+    plot([plain], tmp_path / "plain.svg")
+    plot([smoothed], tmp_path / "smoothed.svg")
+    plot([plain, smoothed], tmp_path / "both.svg")
+    assert "label smoothing" not in svg_text(tmp_path / "plain.svg")
+    assert "training with label smoothing 0.1, mixup 0.2" in svg_text(tmp_path / "smoothed.svg")
+    assert "training: the runs have different targets" in svg_text(tmp_path / "both.svg")
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_paths(tmp_path):
