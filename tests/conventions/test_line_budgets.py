@@ -13,7 +13,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
     "shoal/cli": 2_860,
     "shoal/comm": 3_090,
-    "shoal/config": 1_760,
+    "shoal/config": 1_770,
     "shoal/costs": 2_000,
     "shoal/data": 3_390,
     "shoal/doctor": 500,
@@ -25,7 +25,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/parameter_server": 6_960,
     "shoal/planner": 2_720,
     "shoal/platform": 1_970,
-    "shoal/plotting": 440,
+    "shoal/plotting": 470,
     "shoal/run": 9_200,
     "shoal/shm_backend": 2_740,
     "shoal/strategies": 16_390,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_510,
     "shoal/watchdog": 940,
     "shoal/weights": 580,
-    "tests": 67_050,
+    "tests": 67_060,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
