@@ -253,6 +253,15 @@ def test_an_import_says_what_it_rounds_and_keeps_all_of_float64(
     assert "note: model.weights: 4 of 4 tensors are torch.float64" in capsys.readouterr().err
 
 
+def test_weights_of_old_files_without_counters_of_batches_are_taken(tmp_path: Path) -> None:
+    model, file = torch.nn.BatchNorm1d(2), tmp_path / "model.pt"
+    torch.nn.init.constant_(model.weight, 3.0)
+    torch.save({k: v for k, v in model.state_dict().items() if v.dim()}, file)
+    loaded = torch.nn.BatchNorm1d(2)
+    assert load_weights(loaded, str(file)) == []
+    assert loaded.weight.tolist() == [3.0, 3.0]
+
+
 def test_a_torch_file_that_is_torn_is_refused_wherever_it_ends(tmp_path: Path) -> None:
     model, file = torch.nn.Linear(2, 2), tmp_path / "model.pt"
     for zipped in (True, False):
