@@ -35,8 +35,8 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/trial": 2_870,
     "shoal/verification": 3_510,
     "shoal/watchdog": 940,
-    "shoal/weights": 580,
-    "tests": 67_060,
+    "shoal/weights": 590,
+    "tests": 67_070,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
