@@ -139,8 +139,9 @@ def test_the_client_forwards_nothing_and_asks_nothing(tmp_path):
             None,
             [],
             ["Press \x1b[1menter"],
-            "host b: no agent answered in time; it printed: Press \\x1b[1menter. Log in once by "
-            "hand, and look at its start-up files: ssh b",
+            "host b: no agent answered in time; it printed: Press \\x1b[1menter. A start-up file "
+            "of the login shell may wait for input. Log in once by hand, and look at its start-up "
+            "files: ssh b",
         ),
         (
             -9,

@@ -39,6 +39,8 @@ CURES = {
     UNRESOLVED: "Is the name right? An alias belongs into ~/.ssh/config",
     "connection refused": "Is an ssh server running there, at that port?",
     "timed out": "Is the host up, and does a firewall let ssh through?",
+    "no route to host": "Is the host up, and is this machine in its network?",
+    "network is unreachable": "Is the host up, and is this machine in its network?",
 }
 
 
@@ -292,7 +294,9 @@ def describe_ssh_failure(
             problem = f"the login shell ended without starting the agent: it {end}"
         shown = _quoted([*stderr_lines, *output_lines]) or "nothing"
         problem += f"; it printed: {shown}"
-        cure = f"Log in once by hand, and look at its start-up files: ssh {host}"
+        waits = exit_code is None
+        reason = "A start-up file of the login shell may wait for input. " if waits else ""
+        cure = f"{reason}Log in once by hand, and look at its start-up files: ssh {host}"
     return f"host {printable(host)}: {problem.rstrip('.')}. {cure}"
 
 
