@@ -14,8 +14,9 @@ and no wall clock: methods take messages and return messages."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
 
@@ -50,6 +51,23 @@ class DeferredReplies(NamedTuple):
     answers: list[Outgoing]
 
 
+@dataclass
+class _Snapshots:
+    """Snapshots of one partition to one backup.
+
+    Attributes:
+        needed: the number of the first since the partition came; 0 for none.
+    """
+
+    sent: int = 0
+    acked: int = 0
+    needed: int = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        return self.acked < self.needed
+
+
 class AckTracker:
     """Acknowledgements of one shard's backups.
 
@@ -60,18 +78,19 @@ class AckTracker:
 
     def __init__(self) -> None:
         self.clocks: dict[int, dict[int, int]] = {}
-        self._unfilled: dict[int, set[int]] = {}
+        self._snapshots: dict[int, defaultdict[int, _Snapshots]] = {}
+        """Backup -> partition -> snapshots, also those of a partition that has left."""
         self._deferred: dict[int, deque[DeferredReplies]] = {}
 
     def expect(self, backup: int, clocks: Mapping[int, int]) -> None:
         """Wait for a backup from now on; it has `clocks` updates of each partition."""
         self.clocks[backup] = dict(clocks)
-        self._unfilled[backup] = set()
+        self._snapshots[backup] = defaultdict(_Snapshots)
 
     def remove(self, backup: int) -> None:
         """Stop waiting for a backup. Call `release` for each partition afterwards."""
         self.clocks.pop(backup, None)
-        self._unfilled.pop(backup, None)
+        self._snapshots.pop(backup, None)
 
     def reset(self, partition: int) -> None:
         """Drop the answers that wait: the partition is at another step now."""
@@ -82,7 +101,7 @@ class AckTracker:
         del self._deferred[partition]
         for backup, clocks in self.clocks.items():
             clocks.pop(partition, None)
-            self._unfilled[backup].discard(partition)
+            self._snapshots[backup][partition].needed = 0
 
     def cap_clock(self, partition: int, clock: int) -> None:
         """Record that no backup has more than `clock` updates of a partition."""
@@ -91,10 +110,15 @@ class AckTracker:
 
     def expect_snapshot(self, backup: int, partition: int) -> None:
         """Record that a snapshot of the partition is on its way to the backup."""
-        self._unfilled[backup].add(partition)
+        snapshots = self._snapshots[backup][partition]
+        snapshots.sent += 1
+        snapshots.needed = snapshots.needed or snapshots.sent
 
     def on_ack(self, backup: int, partition: int, clock: int, filled: bool) -> list[Outgoing]:
         """Record that a backup has all updates of a partition before `clock`.
+
+        Before the backup has a snapshot of the partition that is here now, nothing is recorded: it
+        answers for one that had left and that it holds no more.
 
         Args:
             filled: it has acknowledged a snapshot.
@@ -102,11 +126,14 @@ class AckTracker:
         Returns:
             Answers that may be sent now, and `InSync` after the backup's last snapshot.
         """
-        self.clocks[backup][partition] = max(clock, self.clocks[backup].get(partition, 0))
-        out = self.release(partition)
-        if filled and partition in self._unfilled[backup]:
-            self._unfilled[backup].remove(partition)
-            out += [] if self._unfilled[backup] else [InSync(backup)]
+        snapshots = self._snapshots[backup][partition]
+        snapshots.acked += filled
+        out: list[Outgoing] = []
+        if partition in self._deferred and not snapshots.is_awaited:
+            self.clocks[backup][partition] = max(clock, self.clocks[backup].get(partition, 0))
+            out += self.release(partition)
+        if filled and not any(each.is_awaited for each in self._snapshots[backup].values()):
+            out.append(InSync(backup))
         return out
 
     def defer(self, partition: int, clock: int, answers: list[Outgoing]) -> list[Outgoing]:
@@ -322,7 +349,7 @@ class ShardReplica:
         Args:
             filled: the backup has acknowledged a snapshot, not an update.
         """
-        if backup not in self.backups.clocks or partition not in self.held:
+        if backup not in self.backups.clocks:
             return []
         return self.backups.on_ack(backup, partition, clock, filled)
 

@@ -21,6 +21,7 @@ SCHEDULES = {"seed": st.integers(0, 2**32), "staleness": st.sampled_from([0, 0, 
 @settings(max_examples=40, deadline=None)
 @given(**SCHEDULES)
 @example(seed=255, staleness=0)  # a move that began and was called off while nobody looked
+@example(seed=102569, staleness=1)  # a backup answers late for a partition that left and came back
 def test_every_schedule_applies_each_push_once_and_loses_no_answer(
     seed: int, staleness: int | None
 ) -> None:
