@@ -160,8 +160,16 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
 
 
 def register_cleanup(holder: Closeable) -> None:
-    """Close `holder` before the process group is closed."""
+    """Close `holder` before the process group is closed, or with the process where none is."""
+    if not _cleanups:
+        atexit.register(_close_holders)
     _cleanups.add(holder)
+
+
+def _close_holders() -> None:
+    for holder in list(_cleanups):
+        holder.close()
+    _cleanups.clear()
 
 
 def ensure_group(device: torch.device) -> None:
@@ -183,8 +191,7 @@ def shutdown() -> None:
     No reference to the group may remain. Its threads may still have to free Python objects, which
     ends the process with SIGABRT once the interpreter shuts down (two runs in fifteen under
     torchrun, with torch 2.13)."""
-    for holder in list(_cleanups):
-        holder.close()
+    _close_holders()
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()

@@ -70,7 +70,7 @@ class DistributedBatchLoader(ShardedLoader):
         self._fetch = BatchFetcher(loader, seed, rank, ranks, self._indices.are_ready)
         self._pending = _PendingBatches()
         # One loader for all epochs, so that persistent workers persist.
-        self._fetched = worker_loader(self._fetch, self._pending, loader)
+        self._workers = worker_loader(self._fetch, self._pending, loader)
         self._is_probed = ranks == 1
         self._last_shapes: list[tuple[int, ...]] | None = None
 
@@ -97,16 +97,14 @@ class DistributedBatchLoader(ShardedLoader):
         self._open.clear()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
-    def close(self) -> None:
-        self._fetched = None
-
     def _end_epoch(self) -> None:
         pass
 
     def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
         pending = self._probe(self._indices.remaining(self.epoch, self.position))
         self._pending.batches = pending
-        fetched = map(self._fetch.__getitem__, pending) if self._fetched is None else self._fetched
+        in_process = self._workers is None
+        fetched = map(self._fetch.__getitem__, pending) if in_process else self._read_workers()
         for rows, shard in fetched:
             self._watch_shapes(rows)
             yield shard, rows

@@ -6,13 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.utils.data import DataLoader
 
 from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
 from shoal.data.fingerprint import Fingerprint
 from shoal.data.tree_map import to_device
+from shoal.platform.torch_private.data_workers import end_workers
 from shoal.trace.recorder import DATA, Recorder
 from shoal.watchdog.progress_writer import own_progress
 
@@ -81,6 +84,10 @@ class ShardedLoader(ABC):
         self._open: list[object] = []
         """Loops that have begun and not ended; none of those before `load_state_dict`."""
         self._last_epoch = -1
+        self._workers: DataLoader | None = None
+        """Its worker processes fetch the batches; None where this process does."""
+        self._reading: WeakSet[Any] = WeakSet()
+        """Iterators of `_workers` that something holds."""
 
     def __iter__(self) -> Iterator[Any]:
         watch = self.watch
@@ -148,12 +155,22 @@ class ShardedLoader(ABC):
         """
         return None
 
-    @abstractmethod
     def close(self) -> None:
         """End the worker processes.
 
         The garbage collector must not do it: in a reference cycle it closes the queues before torch
-        has sent the workers their end through them. Torch then waits 5 s for each worker."""
+        has sent the workers their end through them. Nor must multiprocessing, by the SIGTERM that
+        they outlive. Torch then waits 5 s for each worker, and Python `GRACE_S`."""
+        for iterator in list(self._reading):
+            end_workers(iterator)
+        self._workers = None
+
+    def _read_workers(self) -> Iterator[Any]:
+        """Return an iterator of `self._workers`, which `close` ends."""
+        assert self._workers is not None
+        iterator = iter(self._workers)
+        self._reading.add(iterator)
+        return iterator
 
     @abstractmethod
     def _end_epoch(self) -> None:

@@ -65,7 +65,6 @@ class StreamLoader(ShardedLoader):
         self._first = 0  # the reader whose turn it is
         self._read_batches = 0
         self._checksum = 0
-        self._workers: DataLoader | None = None
         self._is_begun = False
 
     def __len__(self) -> int:
@@ -98,7 +97,7 @@ class StreamLoader(ShardedLoader):
 
         Raises: UsageError: another number of workers has read the data.
         """
-        self.close()
+        self._workers = None
         self._open.clear()
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         states = tuple(dict(reader) for reader in state.get("readers", ()))
@@ -123,9 +122,6 @@ class StreamLoader(ShardedLoader):
                 f"note: {again:,} batches of {name} are read again: it has no state_dict that "
                 "tells all of its position"
             )
-
-    def close(self) -> None:
-        self._workers = None
 
     def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
         if isinstance(self.dataset, Iterator) and self._is_begun:
@@ -161,10 +157,10 @@ class StreamLoader(ShardedLoader):
             return readers.read(0)
         if self._workers is None:
             self._workers = _worker_processes(readers, loader, self._first)
-        return iter(self._workers)
+        return self._read_workers()
 
     def _end_epoch(self) -> None:
-        self.close()  # workers of the next epoch begin with other states
+        self._workers = None  # those of the next epoch begin with other states
         self._states, self._first = self._fresh_states(), 0
         self._read_batches = self._checksum = 0
 

@@ -129,6 +129,7 @@ class Training:
                 shutil.rmtree(self.fast_saver.checkpoints.directory.parent, ignore_errors=True)
             self._finish()
         finally:
+            self.loader.close()
             self.saver.close()
             self.progress.close()
             self.log.close()

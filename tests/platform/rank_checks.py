@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from multiprocessing import active_children
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shoal.platform.torch_private.data_workers import set_worker_info, without_default_group
+from shoal.platform.torch_private.data_workers import (
+    set_worker_info,
+    without_default_group,
+)
 from shoal.platform.torch_private.subclasses import DISABLED_TORCH_FUNCTION
 from shoal.testing import world
 
@@ -236,7 +240,16 @@ def _to_the_end(function: Callable[[], bool]) -> bool:
     return holds
 
 
+def _ends_workers(end: Callable[[Any], None]) -> bool:
+    iterator = iter(DataLoader(torch.ones(2), num_workers=1))
+    begun = len(active_children())
+    end(iterator)
+    end(iter(DataLoader(torch.ones(2))))  # in this process
+    return begun - len(active_children()) == 1
+
+
 CHECKS: dict[str, Callable[[Any], bool]] = {
+    "data_workers.end_workers": _ends_workers,
     "data_workers.set_worker_info": _replaces_worker_info,
     "data_workers.without_default_group": _over(2, _hides_group),
     "c10d.replace_rendezvous": _meets_by_another_function,

@@ -1,4 +1,4 @@
-"""The view that a data set has of its process: its DataLoader worker, and its rank."""
+"""Workers of a DataLoader: their end, and the view that a data set has of its process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils import worker
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 
 def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> None:
@@ -22,6 +23,16 @@ def set_worker_info(number: int, num_workers: int, seed: int, dataset: Any) -> N
     worker._worker_info = worker.WorkerInfo(
         id=number, num_workers=num_workers, seed=seed, dataset=dataset
     )
+
+
+def end_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator, if it has some. Nothing reads it again.
+
+    Why: torch ends them when the iterator is deleted, and offers no other way. Without: an iterator
+    that something holds when the process ends keeps its workers. Checked: 2.11, 2.13, 2.15.
+    """
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        iterator._shutdown_workers()
 
 
 @contextmanager
