@@ -7,6 +7,7 @@
     real - k * fake                         multiplies by k, which a rank may have of its own losses
     (loss - b).abs() + b                    multiplies by -1 where a rank's loss is below b
     x.mean(0).clamp(min=b).sum()            multiplies by 0 where a rank's mean is below b
+    cross_entropy(..., weight=1 / counts)   multiplies by weights that a rank may have counted
 
 Where ranks divide by different counts, the mean of their losses is not the loss of the whole batch.
 The graph of a loss knows its divisors, so a loss that is there already can be looked at too. What
@@ -49,7 +50,11 @@ CHOICES = {"Topk", "Sort", "Kthvalue", "Median", "Max", "Min"}
 alone: a softmax is shifted by it.
 """
 
-WORDS = {"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"}
+WORDS = {
+    **{"NllLoss": "cross_entropy", "NllLoss2D": "cross_entropy", "Mean": "mean", "Sum": "sum"},
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+}
 """Operations of nodes, as a script writes them."""
 
 COUNTED = (
@@ -165,7 +170,7 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
     """Return the ways behind a node that has one or several inputs, each with its next node."""
     name, reduction = _kind(node), saved_value(node, "reduction")
     adds = name == "Sum" or reduction == SUM
-    divisor, begun = _divisor(node, name), bool(way.operation)
+    divisor, begun, of_classes = _divisor(node, name), bool(way.operation), _class_weights(node)
     if name in ("Sum", "Mean") or reduction in (MEAN, SUM):
         elements = way.elements if begun or not adds else _elements(node)
         way = way._replace(operation=way.operation or WORDS.get(name, name), elements=elements)
@@ -178,7 +183,7 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
         if name == "Mul":
             factor = _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
         # Behind a reduction over samples, a number may belong to one of them.
-        own = (1.0 if begun else factor) * _slope(node, index, rows, begun)
+        own = (1.0 if begun else factor) * _slope(node, index, rows, begun) * of_classes
         after = way._replace(
             value=way.value * here,
             adds=way.adds or adds,
@@ -205,6 +210,30 @@ def _divisor(node: Any, name: str) -> float:
     if name == "Div":
         return _number(saved_value(node, "other"))
     return 1.0
+
+
+def _class_weights(node: Any) -> float:
+    """Return a mean of the weights of classes that a loss of torch's has; 1 without any, and for
+    weights of samples.
+    """
+    factor, given = 1.0, saved_value(node, "self")
+    for name in ("weight", "pos_weight"):
+        weights = saved_value(node, name)
+        if not isinstance(weights, Tensor) or not isinstance(given, Tensor):
+            continue
+        is_of_all_samples = weights.dim() < given.dim()
+        if name == "pos_weight":
+            is_of_all_samples |= weights.shape[:1] == (1,)
+        if is_of_all_samples or _kind(node).startswith("Nll"):
+            factor *= _in_one_number(weights)
+    return factor or 1.0
+
+
+def _in_one_number(values: Tensor) -> float:
+    """Return a mean of values in which each has a weight of its own, so that their order counts."""
+    values = values.detach().double().flatten()
+    weights = 2 + torch.arange(len(values), device=values.device).double().cos()
+    return float((values * weights).sum() / weights.sum())
 
 
 def _elements(node: Any) -> int:
@@ -238,9 +267,7 @@ def _slope(node: Any, index: int, rows: int, begun: bool) -> float:
     if not _is_over_samples(node.next_functions[index][0], rows) if bent.dim() else begun:
         return 1.0
     slopes = node(torch.ones(bent.shape, dtype=torch.float64, device=bent.device))
-    slope = (slopes if isinstance(slopes, Tensor) else slopes[index]).detach().double().flatten()
-    weights = 2 + torch.arange(len(slope), device=slope.device).double().cos()
-    return float((slope * weights).sum() / weights.sum())
+    return _in_one_number(slopes if isinstance(slopes, Tensor) else slopes[index])
 
 
 def _is_over_samples(node: Any, rows: int) -> bool:

@@ -179,6 +179,49 @@ def test_a_bend_of_means_over_samples_is_refused_where_parts_lie_on_other_sides_
     assert objection([part(flat, number) for number in (1, 2)]) == ""
 
 
+CLASS_WEIGHTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "of a cross entropy for each token": lambda s, t, w: token_mean(
+        s, t.clamp(min=0), weight=w, reduction="none"
+    ).mean(),
+    "of positive answers": lambda s, t, w: F.binary_cross_entropy_with_logits(
+        s, (s > 0).to(s.dtype), pos_weight=w
+    ),
+    "of positive answers, one number": lambda s, t, w: F.binary_cross_entropy_with_logits(
+        s[:, 0, 0], (s[:, 0, 0] > 0).to(s.dtype), pos_weight=w[1]
+    ),
+    "of positive answers, one entry": lambda s, t, w: F.binary_cross_entropy_with_logits(
+        s[:, 0, 0], (s[:, 0, 0] > 0).to(s.dtype), pos_weight=w[1:2]
+    ),
+    "of answers": lambda s, t, w: F.binary_cross_entropy_with_logits(
+        s, torch.ones_like(s), weight=w
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CLASS_WEIGHTS)
+def test_weights_of_classes_that_parts_have_of_their_own_are_refused(name: str) -> None:
+    def loss(scores: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
+        return CLASS_WEIGHTS[name](scores, tokens, weight)
+
+    own = [part(partial(loss, weight=weight), n) for n, weight in enumerate((WEIGHT, 1 / WEIGHT))]
+    assert "multiplies a term" in objection(own)
+    for rows in (ROWS, ROWS - 1, 1):
+        common = [
+            part(partial(loss, weight=WEIGHT), 0),
+            part(partial(loss, weight=WEIGHT), 1, rows),
+        ]
+        assert objection(common) == ""
+
+
+def test_weights_of_samples_are_no_weights_of_classes() -> None:
+    def loss(scores: Tensor, tokens: Tensor, low: float) -> Tensor:
+        first = scores[:, 0, 0]
+        weight = torch.linspace(low, 2.0, len(first))
+        return F.binary_cross_entropy_with_logits(first, torch.ones_like(first), weight)
+
+    assert objection([part(partial(loss, low=low), n) for n, low in enumerate((0.5, 1.0))]) == ""
+
+
 def test_parts_without_samples_are_not_compared() -> None:
     empty = LossPart("rank 3", 0, [])
     assert objection([part(MEANS["mean squares"], 1), empty]) == ""
