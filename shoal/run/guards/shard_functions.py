@@ -12,6 +12,9 @@ torch.randn_like(weight)        torch would draw a rank's shard from the start o
 nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbers. Each rank draws
                                 for the whole weight and keeps its part: one device's numbers
 
+weight.data = weight.data / 2   torch would put the values beside the shard, which stays as it is:
+                                they are copied into it
+
 weight.new_zeros(1, n, 24)      a tensor of its own, such as a hidden state: a whole one
 
 copy.deepcopy(model)            without gradients, whose memory an engine may have freed
@@ -26,7 +29,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.assembly import shard_like
@@ -51,6 +54,8 @@ _IN_A_STEP = dict.fromkeys(
 )
 _NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 """Methods that take a dtype and a device from a tensor, and no values."""
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""The setter that torch calls for `parameter.data = values`."""
 _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
 _UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
 
@@ -77,6 +82,8 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
             return func(args[0].to_local(), *args[1:], **kwargs)
         if name == "__deepcopy__":
             return _copied(func, *args)
+        if func == _SET_DATA and _fits(*args):
+            return _write_data(*args)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, ValueError) as error:
@@ -115,6 +122,20 @@ def _copied(func: Callable[..., Any], shard: DTensor, memo: dict[int, Any]) -> A
         return func(shard, memo)
     finally:
         shard.grad = gradient
+
+
+def _fits(shard: Any, values: Tensor) -> bool:
+    """Return True for values of a whole parameter, which its shards can take."""
+    is_same = (shard.shape, shard.dtype) == (values.shape, values.dtype)
+    return is_same and isinstance(shard, DTensor)
+
+
+def _write_data(shard: DTensor, values: Tensor) -> None:
+    """Copy this rank's part of the values into its shard."""
+    with torch.no_grad():
+        values = values.detach()
+        part: Any = shard_like(values, shard)
+        shard.to_local().copy_(part.redistribute(placements=shard.placements).to_local())
 
 
 def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> UsageError | None:

@@ -43,3 +43,33 @@ def test_a_hidden_state_that_is_made_from_a_weight_is_whole() -> None:
     for results in world.run(2, in_turn, trained, ("zero2",), ("zero3",)):
         for weights in results:
             torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
+def trained_by_data(strategy: str) -> dict[str, Tensor]:
+    """Return weights after steps that write gradients and weights through `.data`."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    kept = {name: torch.rand_like(p).round() for name, p in model.named_parameters()}
+    x = run.share(torch.arange(12.0, dtype=torch.float64).view(4, 3).sin())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for _ in range(2):
+        optimizer.zero_grad()
+        run.forward_backward(lambda rows: model(rows).square().mean(), x)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.data = parameter.grad.data.sign() * 0.1
+        optimizer.step()
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clamp(-0.4, 0.4)
+    for name, parameter in model.named_parameters():
+        parameter.data = kept[name]
+        parameter.data = parameter.data + 1
+    return run.weights()
+
+
+def test_values_that_are_assigned_to_data_reach_the_shards() -> None:
+    expected = trained_by_data("single")
+    for results in world.run(2, in_turn, trained_by_data, ("zero1",), ("zero3",), ("tensor=2",)):
+        for weights in results:
+            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
