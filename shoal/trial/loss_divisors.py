@@ -74,7 +74,9 @@ MULTIPLIED = (
 )
 SUMMED = (
     "run.backward was given a sum over samples ({operation}), and takes their mean: n ranks would "
-    "each take their sum for a mean. Divide it by the number of this rank's samples: loss / len(x)."
+    "each take their sum for a mean. Divide it by the number of this rank's samples: "
+    "loss / len(x). Where it is divided by a count already, return both: "
+    "run.backward(shoal.counted(sum, count))."
 )
 WEIGHTED = (
     "run.backward was given a mean ({operation}) that is multiplied by the samples of this rank "
@@ -322,7 +324,8 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     operation = term[0].operation
     values = [divisor.value for divisor in term]
     rows = [part.rows for part in parts]
-    if all(divisor.is_sum for divisor in term) or _is_share_of_sum(term, parts):
+    is_sum = all(divisor.is_sum for divisor in term) and _fit(values, rows)
+    if is_sum or _is_share_of_sum(term, parts):
         return SUMMED.format(operation=operation)
     if len(parts) > 1 and all(
         (one.factor, one.outer) == (n, sum(rows)) for one, n in zip(term, rows, strict=True)

@@ -75,6 +75,9 @@ COUNTS: dict[str, Loss] = {
     "ignored tokens in images": lambda s, t: F.cross_entropy(s.transpose(1, 2), t),
     "class weights": lambda s, t: token_mean(s, t.clamp(min=0), weight=WEIGHT),
     "a mask": lambda s, t: (masked(s, t)[0] * masked(s, t)[1]).sum() / masked(s, t)[1].sum(),
+    "a mask of samples": lambda s, t: (
+        (s[:, 0, 0] * (t[:, 0] > 1)).sum() / (t[:, 0] > 1).sum().clamp(min=1)
+    ),
     "a mask's number": lambda s, t: s.square().sum() / masked(s, t)[1].sum().item(),
     "a choice": lambda s, t: masked(s, t)[0][t >= 0].mean(),
     "a term of several": lambda s, t: s.square().mean() + 0.1 * token_mean(s, t),
