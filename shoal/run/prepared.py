@@ -91,6 +91,7 @@ class Prepared:
         self.announce = announce
         self.tracing = tracing
         self.guards = guards or Guards()
+        self.guards.announce = announce
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []

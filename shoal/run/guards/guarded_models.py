@@ -31,6 +31,7 @@ class StepPhase:
         has_gradients: `forward_backward` was called since the last step of an optimizer.
         loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
             have compared it, in the order of the calls; 0 without.
+        has_noted_draws: the note on random numbers for shards was printed.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class StepPhase:
         self.in_edit = False
         self.has_gradients = False
         self.loaded = 0
+        self.has_noted_draws = False
         self._depth = 0  # such contexts may lie in one another
 
     def __enter__(self) -> None:
@@ -61,6 +63,7 @@ class GuardedModels:
         models: the user's models by their prefix in names of parameters; "" for a single one.
         strategy: name for messages, such as "zero3"; may be empty.
         phase: of the run.
+        announce: prints a note.
     """
 
     models: Mapping[str, nn.Module]
@@ -69,6 +72,7 @@ class GuardedModels:
     mesh: Mesh
     strategy: str
     phase: StepPhase
+    announce: Callable[[str], None]
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:

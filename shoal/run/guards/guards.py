@@ -53,6 +53,7 @@ class Guards:
         self.batches = BatchHistory()
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.announce: Callable[[str], None] = lambda _: None  # prints a note
         self._strategy = strategy
         self._undo = ExitStack()  # removes all hooks, and puts back all that was replaced
         self._guarded: GuardedModels | None = None
@@ -77,6 +78,7 @@ class Guards:
             mesh,
             self._strategy,
             self.phase,
+            self.announce,
         )
         self._guarded = guarded
         undo = self._undo

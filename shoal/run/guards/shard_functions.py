@@ -10,7 +10,8 @@ p.grad.norm().item()            torch returns this rank's part: an error
 
 torch.randn_like(weight)        torch would draw a rank's shard from the start of its stream, so
 nn.init.normal_(weight, 0, 0.1) ranks with one seed would all get the same numbers. Each rank draws
-                                for the whole weight and keeps its part: one device's numbers
+                                for the whole weight and keeps its part: one device's numbers where
+                                the generator is in one state on all ranks, else with a note
 
 weight.data = weight.data / 2   torch would put the values beside the shard, which stays as it is:
                                 they are copied into it
@@ -57,6 +58,12 @@ _NEW = {"new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """The setter that torch calls for `parameter.data = values`."""
 _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
+_DRAWN = (
+    "note: the script{place} draws random numbers for a weight or a gradient that lies in shards: "
+    "each data rank draws those of its shards, so same distribution, other numbers than on one "
+    "device. Those of a generator with one seed on all ranks are one device's: "
+    "torch.empty_like(weight).normal_(generator=torch.Generator().manual_seed(step))."
+)
 _UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
 
 
@@ -77,6 +84,7 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     def call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         name = getattr(func, "__name__", "")
         if name in FILLING_FUNCTIONS or getattr(func, "__module__", "") == nn.init.__name__:
+            _note_draw(patch.active, kwargs)
             return _drawn(func, args, kwargs)
         if name in _NEW:
             return func(args[0].to_local(), *args[1:], **kwargs)
@@ -96,6 +104,16 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
     undo.callback(answer_for_shards(call))
     undo.callback(watch_numbers(_check_number))
     return undo.close
+
+
+def _note_draw(active: Sequence[GuardedModels], kwargs: Mapping[str, Any]) -> None:
+    """Say once that each data rank draws by its own stream. Passes have a note of their own."""
+    for guarded in active:
+        phase = guarded.phase
+        is_own = guarded.mesh.data.size > 1 and kwargs.get("generator") is None
+        if is_own and not phase.in_passes and not phase.has_noted_draws:
+            phase.has_noted_draws = True
+            guarded.announce(_DRAWN.format(place=call_site()))
 
 
 def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

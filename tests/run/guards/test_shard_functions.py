@@ -73,3 +73,34 @@ def test_values_that_are_assigned_to_data_reach_the_shards() -> None:
     for results in world.run(2, in_turn, trained_by_data, ("zero1",), ("zero3",), ("tensor=2",)):
         for weights in results:
             torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
+def noise_on_gradients(strategy: str, with_generator: bool) -> tuple[list[str], dict[str, Tensor]]:
+    """Return notes on random numbers, and the weights after two steps with noise on gradients."""
+    notes: list[str] = []
+    run = shoal.init(strategy, precision="fp64", announce=notes.append)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 8).double()
+    x = run.share(torch.arange(12.0, dtype=torch.float64).view(4, 3).sin())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step) if with_generator else None
+        optimizer.zero_grad()
+        run.forward_backward(lambda rows: model(rows).square().mean(), x)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                noise = torch.empty_like(parameter.grad).normal_(generator=generator)
+                parameter.grad += 0.1 * noise
+        optimizer.step()
+    return [note for note in notes if "random numbers" in note], run.weights()
+
+
+def test_noise_for_shards_is_noted_once_unless_its_generator_is_in_one_state() -> None:
+    _, expected = noise_on_gradients("single", True)
+    for strategy in ("zero1", "zero3"):
+        (notes, _), _ = world.run(2, noise_on_gradients, strategy, False)
+        assert len(notes) == 1
+        assert "test_shard_functions.py" in notes[0]
+        for notes, weights in world.run(2, noise_on_gradients, strategy, True):
+            assert notes == []
+            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
