@@ -4,12 +4,16 @@ model.state_dict()                   an error where this rank lacks a part, whic
 model.load_state_dict(full)          weights are cut into shards; other stages' are left out
 optimizer.state_dict(), load_state_dict(...)   errors where it lacks a part of the state
 optimizer state from before prepare  moves with its parameter
+
+A script may ask for it after hours of training, so its source is searched beforehand.
 """
 
 from __future__ import annotations
 
+import ast
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,12 +21,16 @@ from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
 from shoal.errors import UsageError
-from shoal.platform.script_line import call_site
+from shoal.platform.script_line import call_site, caller, script_frame
 from shoal.platform.torch_private.module_state import own_buffers, own_parameters
 from shoal.run.guards.guarded_models import GuardedModels, ModuleHook
 from shoal.run.optimizer_binding import is_shard
 from shoal.run.state_access import is_access_by_shoal
 
+STATE = (
+    "Use run.state() and run.load_state(...), on all ranks; shoal.Checkpoints writes what "
+    "run.state() returns."
+)
 SAVE = "Use run.save(path), run.save_pretrained(directory) or run.weights(), on all ranks."
 
 
@@ -40,6 +48,42 @@ def guard_state_requests(guarded: GuardedModels, undo: ExitStack) -> None:
             undo.callback(register(partial(_check_optimizer_state, guarded, call)).remove)
 
 
+def note_state_requests(guarded: GuardedModels) -> None:
+    """Name the lines of the script that ask for state of which this rank has a part."""
+    frame = script_frame(caller(), with_packages=False)
+    if frame is None:
+        return
+    own = getattr(frame.f_locals.get("self"), "__dict__", {})
+    for name, held in {**frame.f_globals, **own, **frame.f_locals}.items():
+        if any(held is model for model in guarded.models.values()):
+            where, cure = _missing_of(guarded, held), SAVE
+        elif any(held is optimizer for optimizer in guarded.optimizers):
+            where, cure = _missing_of_state(guarded, held), STATE
+        else:
+            continue
+        lines = _calls_of(frame.f_code.co_filename, name) if where else []
+        if lines:
+            text = f"{name}.state_dict() in {', '.join(lines)}{guarded.under} will be refused"
+            guarded.note_once(f"state of {name}", f"{text}: {where}. {cure}")
+
+
+def _calls_of(path: str, name: str) -> list[str]:
+    """Return lines of a source file that call `state_dict` of a variable of this name."""
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return []
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    found = {
+        call.lineno
+        for call in calls
+        if isinstance(call, ast.Attribute)
+        and call.attr == "state_dict"
+        and name in (getattr(call.value, "id", ""), getattr(call.value, "attr", ""))
+    }
+    return [f"{Path(path).name}:{line}" for line in sorted(found)]
+
+
 def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_: Any) -> None:
     """Raise UsageError if this rank lacks a part of what the module owns.
 
@@ -47,44 +91,50 @@ def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_:
     """
     if is_access_by_shoal():
         return
-    call = f"model.state_dict(){call_site()}{guarded.under}"
+    where = _missing_of_module(guarded, path, module)
+    if where:
+        raise UsageError(f"model.state_dict(){call_site()}{guarded.under}: {where}. {SAVE}")
+    if guarded.local_model.remote_optimizer is not None:
+        guarded.local_model.strategy_state.wait()  # the values of the last step may still arrive
+
+
+def _missing_of(guarded: GuardedModels, model: nn.Module) -> str:
+    """Return what this rank lacks of a model; "" for nothing."""
+    paths = ((f"{name}." if name else "", module) for name, module in model.named_modules())
+    return next(filter(None, (_missing_of_module(guarded, *each) for each in paths)), "")
+
+
+def _missing_of_module(guarded: GuardedModels, path: str, module: nn.Module) -> str:
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
-            if tensor is None:
-                continue
-            if tensor.is_meta:
-                where = f"{path}{name} is in another rank's stage"
-            elif is_shard(tensor):
-                where = f"each rank holds a shard of {path}{name}"
-            else:
-                continue
-            raise UsageError(f"{call}: {where}. {SAVE}")
-    state = guarded.local_model.strategy_state
-    if guarded.local_model.remote_optimizer is not None:
-        if not state.is_synchronous:
-            raise UsageError(f"{call}: ranks hold weights of different steps. {SAVE}")
-        state.wait()  # the values of the last step may still arrive
+            if tensor is not None and tensor.is_meta:
+                return f"{path}{name} is in another rank's stage"
+            if tensor is not None and is_shard(tensor):
+                return f"each rank holds a shard of {path}{name}"
+    is_remote = guarded.local_model.remote_optimizer is not None
+    if is_remote and not guarded.local_model.strategy_state.is_synchronous:
+        return "ranks hold weights of different steps"
+    return ""
 
 
 def _check_optimizer_state(
     guarded: GuardedModels, call: str, optimizer: Optimizer, *_: Any
 ) -> None:
     """Raise UsageError if this rank lacks a part of the optimizer's state."""
-    if is_access_by_shoal():
-        return
-    local_model = guarded.local_model
-    where = ""
-    if local_model.remote_optimizer is not None:
-        where = "the servers hold the state"
-    elif local_model.is_partial:
-        where = "this rank holds the state of its own stage"
-    elif any(is_shard(p) for group in optimizer.param_groups for p in group["params"]):
-        where = "each rank holds shards of the state"
+    where = "" if is_access_by_shoal() else _missing_of_state(guarded, optimizer)
     if where:
-        raise UsageError(
-            f"optimizer.{call}{call_site()}{guarded.under}: {where}. Use run.state() and "
-            "run.load_state(...), on all ranks; shoal.Checkpoints writes what run.state() returns."
-        )
+        raise UsageError(f"optimizer.{call}{call_site()}{guarded.under}: {where}. {STATE}")
+
+
+def _missing_of_state(guarded: GuardedModels, optimizer: Optimizer) -> str:
+    """Return what this rank lacks of an optimizer's state; "" for nothing."""
+    if guarded.local_model.remote_optimizer is not None:
+        return "the servers hold the state"
+    if guarded.local_model.is_partial:
+        return "this rank holds the state of its own stage"
+    if any(is_shard(p) for group in optimizer.param_groups for p in group["params"]):
+        return "each rank holds shards of the state"
+    return ""
 
 
 def cut_given_weights(guarded: GuardedModels, undo: ExitStack) -> None:

@@ -31,7 +31,7 @@ class StepPhase:
         has_gradients: `forward_backward` was called since the last step of an optimizer.
         loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
             have compared it, in the order of the calls; 0 without.
-        has_noted_draws: the note on random numbers for shards was printed.
+        noted: notes that were printed, by their subject.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class StepPhase:
         self.in_edit = False
         self.has_gradients = False
         self.loaded = 0
-        self.has_noted_draws = False
+        self.noted: set[str] = set()
         self._depth = 0  # such contexts may lie in one another
 
     def __enter__(self) -> None:
@@ -101,6 +101,12 @@ class GuardedModels:
         for prefix, model in self.models.items():
             for name, module in model.named_modules():
                 yield f"{prefix}{name}." if name else prefix, module
+
+    def note_once(self, subject: str, note: str) -> None:
+        """Print a note on rank 0, once in a run for each subject."""
+        if subject not in self.phase.noted:
+            self.phase.noted.add(subject)
+            self.announce(f"note: {note}")
 
     @property
     def under(self) -> str:

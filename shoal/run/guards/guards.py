@@ -18,6 +18,7 @@ from shoal.run.guards.forward_writes import ForwardWrites
 from shoal.run.guards.full_state import (
     cut_given_weights,
     guard_state_requests,
+    note_state_requests,
 )
 from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, StepPhase
@@ -57,6 +58,7 @@ class Guards:
         self._strategy = strategy
         self._undo = ExitStack()  # removes all hooks, and puts back all that was replaced
         self._guarded: GuardedModels | None = None
+        self._is_script_searched = True
         self._absent: AbsentGradients | None = None
         self._weights: WeightWatch | None = None
         self._states: OptimizerStates | None = None
@@ -80,7 +82,7 @@ class Guards:
             self.phase,
             self.announce,
         )
-        self._guarded = guarded
+        self._guarded, self._is_script_searched = guarded, False
         undo = self._undo
         cut_given_weights(guarded, undo)
         guard_state_requests(guarded, undo)
@@ -118,6 +120,9 @@ class Guards:
 
         Raises: UsageError: weights or optimizer state were written that would be lost.
         """
+        if self._guarded is not None and not self._is_script_searched:
+            self._is_script_searched = True
+            note_state_requests(self._guarded)
         if self._states is not None:
             self._states.check()
         if self._absent is not None:
