@@ -24,6 +24,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.tensor_digest import as_bytes
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
+from shoal.data.fingerprint import Fingerprint
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
@@ -55,6 +56,14 @@ ORDER_CURE = (
     "run.gather(losses.detach())."
 )
 """Cure where samplers of ranks differ."""
+
+OTHER_DATA = (
+    "the data set is no longer the same on all ranks, noticed in epoch {epoch}. Where the "
+    "script writes to it what a rank has computed from its own samples, such as new labels, other "
+    "ranks read old values, and one device would read the new ones. Write what all ranks have: "
+    "data.targets[run.gather(index)] = run.gather(labels). A cache of samples does no harm."
+)
+"""Note about a data set that ranks have changed in different ways."""
 
 
 SHARED = "run.share was given a batch that is not the same on all ranks"
@@ -183,6 +192,7 @@ class BatchSizes:
                 tensors = tensors_in(arguments)
                 shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
                 self._history.add(next((shard for shard in shards if shard is not None), None))
+                self._history.data = [loader.epoch_fingerprint for loader in self._loaders]
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
@@ -357,6 +367,7 @@ class BatchPlaces(NamedTuple):
         epoch, stop: place of the last one: the position in its epoch after it.
         samples: checksum of the indices of the last one.
         shared: checksum of batches that were shared.
+        data: checksum of what the data sets held when their last loops began.
     """
 
     unknown: int = 0
@@ -365,12 +376,15 @@ class BatchPlaces(NamedTuple):
     stop: int = 0
     samples: int = 0
     shared: int = 0
+    data: int = 0
 
 
 class BatchHistory:
     """Collects the places of batches, and the values of some that were shared.
 
-    Attributes: shared_digest: of the shared batches 1, 2, 4, ... 64 and every 64th.
+    Attributes:
+        shared_digest: of the shared batches 1, 2, 4, ... 64 and every 64th.
+        data: fingerprints of the data sets of all loaders, each as its last loop began.
     """
 
     def __init__(self) -> None:
@@ -378,12 +392,14 @@ class BatchHistory:
         self._indices: tuple[Hashable, ...] = ()
         self._shares = 0
         self.shared_digest = b""
+        self.data: Sequence[Fingerprint] = ()
 
     @property
     def places(self) -> BatchPlaces:
         """Return the places so far. Takes time: it is for steps that are compared."""
         samples, shared = zlib.crc32(repr(self._indices).encode()), zlib.crc32(self.shared_digest)
-        return self._places._replace(samples=samples, shared=shared)
+        data = zlib.crc32(repr(self.data).encode())
+        return self._places._replace(samples=samples, shared=shared, data=data)
 
     def add_shared(self, batch: Any) -> None:
         """Add the values of a global batch, if it is one that is compared."""
@@ -410,7 +426,7 @@ def batches_differ(first: BatchPlaces, rank: int, other: BatchPlaces) -> tuple[s
     """
     if first.shared != other.shared:
         return f"{SHARED}, noticed", SHARED_CURE
-    if first.unknown or other.unknown or first == other:
+    if first.unknown or other.unknown or first._replace(data=other.data) == other:
         return "", ""
     if first.checksum == other.checksum:
         fact = f"the samplers of ranks 0 and {rank} have drawn other samples for their batches"

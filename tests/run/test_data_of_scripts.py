@@ -174,3 +174,45 @@ def test_a_collate_function_may_return_none_for_a_part_of_a_batch() -> None:
     expected = trained_without_images("single")
     for weight in world.run(2, trained_without_images, "ddp"):
         assert torch.allclose(weight, expected, rtol=1e-10, atol=1e-14)
+
+
+class Relabelled(Dataset):
+    """Samples with their indices, whose labels the script writes anew."""
+
+    def __init__(self) -> None:
+        self.labels = torch.zeros(7).double()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor]:
+        return index, torch.full((8,), index + 1.0).double(), self.labels[index]
+
+
+def relabels(gathers: bool) -> tuple[list[str], Tensor]:
+    """Return notes, and the weights after epochs in which each step writes labels of its batch."""
+    notes: list[str] = []
+    run, model, optimizer = prepared(notes)
+    data = Relabelled()
+    loader = run.prepare(DataLoader(data, batch_size=4, shuffle=True))
+    for _ in range(3):
+        for index, x, y in loader:
+            optimizer.zero_grad()
+            run.forward_backward(lambda x, y: (model(x).sum(1) - y).square().mean() / 999, x, y)
+            optimizer.step()
+            labels = model(x).sum(1).detach()
+            if gathers:
+                index, labels = run.gather(index), run.gather(labels)
+            data.labels[index] = labels
+    return [note for note in notes if "data set is no longer" in note], model.weight.detach()
+
+
+def test_labels_that_each_rank_writes_for_its_own_samples_are_told() -> None:
+    right = relabels(False)[1]
+    results, _ = world.run(2, in_turn, relabels, (False,), (True,))
+    (notes, weight), (cured_notes, cured) = results
+    (note,) = notes
+    assert "data.targets[run.gather(index)] = run.gather(labels)" in note
+    assert not torch.allclose(weight, right, rtol=1e-10, atol=0)
+    assert cured_notes == []
+    torch.testing.assert_close(cured, right, rtol=1e-10, atol=0)

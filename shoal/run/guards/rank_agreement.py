@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from shoal.comm.norm import to_local
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
-from shoal.run.batch_size import BatchHistory, BatchPlaces, batches_differ
+from shoal.run.batch_size import OTHER_DATA, BatchHistory, BatchPlaces, batches_differ
 from shoal.run.guards.guarded_models import GuardedModels
 from shoal.run.optimizer_binding import group_settings
 from shoal.run.replica_check import find_differences, replicated_tensors
@@ -82,9 +82,12 @@ def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory
             raise UsageError(_describe(groups, rank, other_groups))
         if loaded_by_other != loaded_by_first:
             raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
-        fact, cure = batches_differ(BatchPlaces(*places), rank, BatchPlaces(*other_places))
+        ours, theirs = BatchPlaces(*places), BatchPlaces(*other_places)
+        fact, cure = batches_differ(ours, rank, theirs)
         if fact:
             raise UsageError(f"{fact}{call_site()}. {cure}")
+        if ours.data != theirs.data:
+            guarded.note_once("data", OTHER_DATA.format(epoch=ours.epoch))
     phase.loaded = 0
 
 
