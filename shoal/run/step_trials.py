@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
 from shoal.trial.called_models import ModelCall, calls_behind, try_calls
 from shoal.trial.loss_verdict import percent
-from shoal.trial.reached import ReachedNumber, reached_numbers
+from shoal.trial.reached import ReachedNumber, reached_numbers, tensors_of
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import DeferredWeights, empty_bytes
@@ -68,6 +69,7 @@ class StepTrials:
         self._has_news = False
         self._own_numbers: dict[str, ReachedNumber] = {}
         self._first_digests: dict[object, dict[str, str]] = {}
+        self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[object] = set()
         self._tried_models: set[nn.Module] = set()
 
@@ -85,6 +87,7 @@ class StepTrials:
         self.tried[code] = 1
         if data.size > 1:
             self._first_digests[code] = _digests(self._reached(batch))
+            self._first_tensors[code] = [ref(t) for t in tensors_of(batch.step.compute_loss)]
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
 
@@ -145,7 +148,11 @@ class StepTrials:
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
 
     def _reached(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
-        return reached_numbers(batch.step.compute_loss, self._prepared.models, batch.num_samples)
+        """Return the numbers of the script that the loss reaches, without those of its batch."""
+        function = batch.step.compute_loss
+        tensors = [tensor() for tensor in self._first_tensors.get(code_of(function), ())]
+        older = {id(tensor) for tensor in tensors if tensor is not None}
+        return reached_numbers(function, self._prepared.models, batch.num_samples, older)
 
     def _note_written(self, written: list[str]) -> None:
         """Announce numbers that differ between ranks, and that were others in the first step."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import sysconfig
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from random import SystemRandom
@@ -187,12 +187,14 @@ class ReachedNumber(NamedTuple):
 
 
 def reached_numbers(
-    function: Any, models: Iterable[nn.Module], num_samples: int
+    function: Any, models: Iterable[nn.Module], num_samples: int, older: Container[int] = ()
 ) -> dict[str, ReachedNumber]:
     """Return the numbers of the script that a function can read, by their names.
 
-    Models, tensors with a gradient, and tensors with a dimension of `num_samples`, which are of the
-    batch, are left out.
+    Models, tensors with a gradient, and tensors of the batch are left out. Those of the batch have
+    a dimension of `num_samples`; so may a table with as many classes, which is one of `older`.
+
+    Args: older: ids of tensors that are older than the batch. They are of it by dimension 0 alone.
     """
     seen = {id(module): module for model in models for module in model.modules()}
     found: dict[str, ReachedNumber] = {}
@@ -200,8 +202,10 @@ def reached_numbers(
         value = place.value
         if isinstance(value, (int, float)) and place.write is not None:
             found[place.name] = ReachedNumber(value, place.write)
-        elif isinstance(value, Tensor) and _is_constant(value) and num_samples not in value.shape:
-            found[place.name] = ReachedNumber(value, value.copy_)
+        elif isinstance(value, Tensor) and _is_constant(value):
+            sizes = value.shape[:1] if id(value) in older else value.shape
+            if num_samples not in sizes:
+                found[place.name] = ReachedNumber(value, value.copy_)
     return found
 
 

@@ -241,6 +241,33 @@ def test_numbers_that_the_loop_computes_from_own_losses_get_a_note() -> None:
         assert "ranks differ in balance.seen, and did not before the first step" in written
 
 
+def bank_of_own_outputs(classes: int) -> list[str]:
+    """Train towards earlier outputs of each sample, which the loop keeps. Returns notes."""
+    torch.manual_seed(0)
+    notes: list[str] = []
+    run = shoal.init("ddp", precision="fp64", announce=notes.append)
+    model = nn.Linear(6, classes).double()
+    index, x = run.share((torch.arange(8), torch.randn(8, 6).double()))
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    bank = torch.zeros(9, classes).double()
+
+    def loss(index: Tensor, x: Tensor) -> Tensor:
+        return (model(x) - bank[index]).square().mean()
+
+    for _ in range(3):
+        run.forward_backward(loss, index, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        bank[index] = model(x).detach()
+    return [note for note in notes if "ranks differ in" in note]
+
+
+def test_a_bank_of_own_outputs_gets_a_note_with_as_many_classes_as_samples_too() -> None:
+    for notes in world.run(2, in_turn, bank_of_own_outputs, (3,), (4,))[0]:
+        (note,) = notes
+        assert "ranks differ in bank, with which compute_loss computes" in note
+
+
 def test_a_number_that_a_loss_writes_and_does_not_read_is_told_to_be_of_one_rank() -> None:
     notes, others = world.run(2, weight_of_own_losses, "ddp", False)
     assert not others
