@@ -327,9 +327,7 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
     is_sum = all(divisor.is_sum for divisor in term) and _fit(values, rows)
     if is_sum or _is_share_of_sum(term, parts):
         return SUMMED.format(operation=operation)
-    if len(parts) > 1 and all(
-        (one.factor, one.outer) == (n, sum(rows)) for one, n in zip(term, rows, strict=True)
-    ):
+    if len(parts) > 1 and _is_weighted_by_samples(term, rows):
         return WEIGHTED.format(operation=operation, samples=sum(rows))
     words, numbers = COUNTED, values
     if _fit(values, rows):
@@ -344,6 +342,18 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
         for number, part in zip(numbers, parts, strict=True)
     )
     return words.format(operation=operation, counts=counts)
+
+
+def _is_weighted_by_samples(term: Sequence[Divisor], rows: Sequence[int]) -> bool:
+    """Return True if each mean is weighted by its share of all samples.
+
+    Where all shares are equal, one number may as well be the weight of a term.
+    """
+    pairs = [*zip(term, rows, strict=True)]
+    if all((one.factor, one.outer) == (n, sum(rows)) for one, n in pairs):
+        return True
+    shares = [one.factor / one.outer * sum(rows) / n for one, n in pairs]
+    return len(set(rows)) > 1 and _are_equal([1, *shares])
 
 
 def _is_share_of_sum(term: Sequence[Divisor], parts: Sequence[LossPart]) -> bool:

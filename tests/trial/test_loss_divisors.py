@@ -142,6 +142,18 @@ def test_a_factor_that_each_part_has_of_its_own_is_refused_and_a_common_one_is_n
     assert "the loss that run.backward returns" in text
 
 
+def test_a_mean_that_is_weighted_by_the_share_of_its_part_is_refused_where_shares_differ() -> None:
+    def loss(scores: Tensor, tokens: Tensor, weight: float) -> Tensor:
+        return scores.square().mean() * weight
+
+    four, three = (part(partial(loss, weight=n / 7), 1, n) for n in (4, 3))
+    assert "multiplied by the samples of this rank and divided by those of all, 7" in objection(
+        [four, three]
+    )
+    halves = [part(partial(loss, weight=0.5), 1, 3)] * 2
+    assert objection(halves) == ""
+
+
 BENDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "flooding": lambda mean, level: (mean - level).abs() + level,
     "free bits by clamp": lambda mean, level: mean.clamp(min=level.item()),
