@@ -52,6 +52,25 @@ def test_edits_that_need_one_gradient_alone_are_exact(strategy: str) -> None:
         same(found, expected)
 
 
+def decayed_by_hand(strategy: str) -> dict[str, Tensor]:
+    """Add a weight decay to gradients while autograd records, as a loop of a script does."""
+    run, model, optimizer = prepared(strategy, momentum=0.9)
+    for _ in range(3):
+        optimizer.zero_grad()
+        run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), *batch(run))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(parameter, alpha=0.1)
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_weight_may_be_added_to_its_gradient_in_place() -> None:
+    expected = decayed_by_hand("single")
+    for found in world.run(2, decayed_by_hand, "ddp"):
+        same(found, expected)
+
+
 def edited_by_another() -> str:
     run, model, _ = prepared("pipeline=2")
     run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), *batch(run))

@@ -147,7 +147,7 @@ class LastBucket(Bucket):
 
     def unpack(self, means: Tensor, used: Iterator[bool]) -> list[str]:
         for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.grad = view if next(used) else None
+            parameter.grad = view.detach() if next(used) else None  # to be written in place
         return []
 
 
