@@ -10,7 +10,7 @@ Where other processes step, as parameter servers do, `RemoteOptimizer` is what a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -101,9 +101,12 @@ class RemoteOptimizer(Protocol):
     Attributes:
         removed: returns the names of parameters whose gradients the script has removed since the
             last backward pass. The run sets it; at first it returns none.
+        zeroed: names of parameters whose gradients the script has set to zero, and not to None,
+            before the passes of a step. The run sets it.
     """
 
     removed: Callable[[], list[str]]
+    zeroed: Container[str]
 
     def attach(self, optimizer: Optimizer) -> None:
         """Send the parameters and the settings of `optimizer` to the owners.

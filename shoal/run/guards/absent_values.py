@@ -267,16 +267,26 @@ class AbsentGradients:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], under: str) -> None:
-        self._absent = [(p, absent_gradient(p, name, under)) for name, p in parameters.items()]
+        self._absent = [
+            (name, p, absent_gradient(p, name, under)) for name, p in parameters.items()
+        ]
         self._shown = False
 
     def show(self) -> None:
         """Put the stand-ins where `.grad` is None."""
         self._shown = True
-        for parameter, absent in self._absent:
+        for _, parameter, absent in self._absent:
             if parameter.grad is None:
                 absent.absence.is_zeroed = False
                 parameter.grad = absent
+
+    def zeroed(self) -> set[str]:
+        """Return the names of parameters whose stand-in the script has set to zero."""
+        return {
+            name
+            for name, parameter, absent in self._absent
+            if parameter.grad is absent and absent.absence.is_zeroed
+        }
 
     def hide(self) -> bool:
         """Remove the stand-ins. Return True if they were shown, and none was removed since."""
@@ -284,7 +294,7 @@ class AbsentGradients:
             return False
         self._shown = False
         there = False
-        for parameter, absent in self._absent:
+        for _, parameter, absent in self._absent:
             if parameter.grad is absent:
                 there = True
                 parameter.grad = None

@@ -125,7 +125,9 @@ class Guards:
             note_state_requests(self._guarded)
         if self._states is not None:
             self._states.check()
-        if self._absent is not None:
+        if self._absent is not None and self._guarded is not None:
+            if (remote := self._guarded.local_model.remote_optimizer) is not None:
+                remote.zeroed = self._absent.zeroed()
             self._absent.hide()
         if self._weights is not None:
             self._weights.begin_passes()

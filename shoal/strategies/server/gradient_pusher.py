@@ -15,7 +15,7 @@ A parameter's gradient is freed when its last partition has been pushed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from functools import partial
 
 import torch
@@ -55,6 +55,7 @@ class GradientPusher:
         self.left_out: dict[int, Tensor] = {}
         self._encoded: dict[int, Tensor] = {}
         self._is_last_backward = False
+        self._had_gradient: set[str] = set()
 
     def register_hooks(self) -> None:
         """Register a hook on every parameter, to push gradients from now on."""
@@ -66,11 +67,20 @@ class GradientPusher:
         self._is_last_backward = is_last
         self._num_missing = [len(part.segments) for part in self.client.parts]
 
-    def finish(self) -> None:
-        """End the last backward pass: push partitions whose parameters have got no gradient."""
+    def finish(self, zeroed: Container[str]) -> None:
+        """End the last backward pass: push partitions whose parameters have got no gradient.
+
+        Args:
+            zeroed: names of parameters whose gradient was set to zero and not to None before the
+                passes: if they had one, they are stepped by zeros.
+        """
         self._is_last_backward = False
         for number, missing in enumerate(self._num_missing):
             if missing:
+                for segment in self.client.parts[number].segments:
+                    parameter, name = self.flat.parameters[segment.name], segment.name
+                    if parameter.grad is None and name in zeroed and name in self._had_gradient:
+                        parameter.grad = torch.zeros_like(parameter)
                 self._push(number)
 
     def residuals(self) -> dict[str, Tensor]:
@@ -116,6 +126,8 @@ class GradientPusher:
         gradients = [self.flat.parameters[segment.name].grad for segment in segments]
         self._look_at(number)
         present = bytes(gradient is not None for gradient in gradients)
+        named = zip(segments, gradients, strict=True)
+        self._had_gradient.update(segment.name for segment, given in named if given is not None)
         sparse = self.compression is None and any(g is not None and g.is_sparse for g in gradients)
         message = None
         if len(segments) == 1 and self.compression is None and gradients[0] is not None:

@@ -9,7 +9,7 @@ forward   of the next step: each unit waits for the values that it reads (`value
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,7 @@ class WorkerEngine(StrategyState):
         self.leaves_out = False
         self.has_other_weights = False
         self.removed: Callable[[], list[str]] = list
+        self.zeroed: Container[str] = ()
         self._without: list[str] = []
         self._is_connected = False
         self.launcher = ClusterLauncher(mesh)
@@ -127,7 +128,7 @@ class WorkerEngine(StrategyState):
         result = self.model.run(forward, scaled_for_mean(batch, num_ranks))
         if not batch.is_last_microbatch:
             return result
-        self.pusher.finish()
+        self.pusher.finish(self.zeroed)
         self.has_pushed = True
         self.factor = 1.0
         assert self.totals is not None

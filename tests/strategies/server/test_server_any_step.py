@@ -167,6 +167,31 @@ def test_a_gradient_that_is_zeroed_or_replaced_is_refused_with_a_cure() -> None:
         assert "set its .grad to None" in error
 
 
+def takes_turns(strategy: str) -> dict[str, Tensor]:
+    """Train one layer or another, with gradients that are set to zero. Some never have one."""
+    run, net, optimizer, batches = prepared(strategy)
+    for index, (x, y) in enumerate(batches):
+        optimizer.zero_grad(set_to_none=False)
+        loss = of_head if index % 2 else of_stem
+        run.forward_backward(partial(loss, net), x, y)
+        optimizer.step()
+    return run.weights()
+
+
+def of_stem(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.stem(x), y)
+
+
+def of_head(net: Net, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(net.head(F.pad(x, (0, 1))), y)
+
+
+def test_a_gradient_of_zeros_is_stepped_where_a_pass_gives_no_other() -> None:
+    expected = takes_turns("single")
+    for found in world.run(2, takes_turns, SERVERS):
+        assert_same(found, expected)
+
+
 def adds_up() -> str:
     run, net, _, batches = prepared(SERVERS)
     x, y = next(iter(batches))
