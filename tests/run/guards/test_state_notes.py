@@ -30,14 +30,15 @@ def notes_before_training(strategy: str) -> list[str]:
 def test_lines_that_ask_for_what_a_rank_lacks_are_named_once() -> None:
     assert world.run(2, notes_before_training, "ddp")[0] == []
     (of_optimizer,) = world.run(2, notes_before_training, "server=1")[0]
-    assert of_optimizer.startswith(f"note: optimizer.state_dict() in {LINE} under server=1 will be")
+    assert of_optimizer.startswith(f"note: optimizer.state_dict() in {LINE} under server=1 is ref")
     for strategy, where in (
         ("zero3", "each rank holds a shard of 0.weight"),
         ("pipeline=2", "2.weight is in another rank's stage"),
     ):
         of_net, of_optimizer = world.run(2, notes_before_training, strategy)[0]
         text = (
-            f"note: net.state_dict() in {LINE} under {strategy} will be refused: {where}. Use run"
+            f"note: net.state_dict() in {LINE} under {strategy} is refused where net "
+            f"is what was prepared: {where}. Use run"
         )
         assert of_net.startswith(text)
         assert of_optimizer.startswith(f"note: optimizer.state_dict() in {LINE} under {strategy}")
