@@ -161,11 +161,10 @@ def init_mesh(place: RankInfo, helpers: bool, degrees: ParallelDims) -> Mesh:
 
 def register_cleanup(holder: Closeable) -> None:
     """Close `holder` before the process group is closed, or with the process where none is."""
-    if not _cleanups:
-        atexit.register(_close_holders)
     _cleanups.add(holder)
 
 
+@atexit.register
 def _close_holders() -> None:
     for holder in list(_cleanups):
         holder.close()
