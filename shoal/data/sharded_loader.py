@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.batch_registry import BatchRegistry
 from shoal.data.batch_shards import BatchShard
-from shoal.data.fingerprint import Fingerprint, fingerprint
+from shoal.data.fingerprint import Fingerprint
 from shoal.data.tree_map import to_device
 from shoal.platform.torch_private.data_workers import end_workers
 from shoal.trace.recorder import DATA, Recorder
@@ -58,7 +58,6 @@ class ShardedLoader(ABC):
             ready-made.
         yielded: finds the shard of a batch.
         data_fingerprint: of `dataset`, as it was when the loader was made.
-        epoch_fingerprint: of `dataset`, as it was when the last loop began; empty before epoch 1.
         watch: is told of each batch.
         has_stepped: a step was taken since the last loop began.
         announce: prints a note; None for nobody.
@@ -77,7 +76,6 @@ class ShardedLoader(ABC):
         self.share: BatchShard | None = None
         self.yielded = BatchRegistry()
         self.data_fingerprint: Fingerprint = {}
-        self.epoch_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
         self.has_stepped = False
         self.announce: Callable[[str], None] | None = None
@@ -99,9 +97,6 @@ class ShardedLoader(ABC):
         elif self.position:  # another loop stands within an epoch, or has left its iterator there
             self._begin_epoch_after(self.epoch)
         self.has_stepped = False
-        # Scripts write to a data set between epochs, such as new labels.
-        if self.ranks > 1 and self.epoch:
-            self.epoch_fingerprint = fingerprint(self.dataset)
         has_yielded = False
         loop = object()
         self._open.append(loop)

@@ -24,7 +24,7 @@ from shoal.comm.axis import Axis
 from shoal.comm.tensor_digest import as_bytes
 from shoal.data.batch_registry import SharedBatches
 from shoal.data.batch_shards import BatchShard
-from shoal.data.fingerprint import Fingerprint
+from shoal.data.fingerprint import fingerprint
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
@@ -64,7 +64,6 @@ OTHER_DATA = (
     "data.targets[run.gather(index)] = run.gather(labels). A cache of samples does no harm."
 )
 """Note about a data set that ranks have changed in different ways."""
-
 
 SHARED = "run.share was given a batch that is not the same on all ranks"
 SHARED_CURE = (
@@ -192,7 +191,7 @@ class BatchSizes:
                 tensors = tensors_in(arguments)
                 shards = (x.yielded.shard_of(t) for t in tensors for x in self._loaders)
                 self._history.add(next((shard for shard in shards if shard is not None), None))
-                self._history.data = [loader.epoch_fingerprint for loader in self._loaders]
+                self._history.loaders = self._loaders
                 return StepSizes(share.rows, share.global_rows, is_known=True)
             rows = _length(arguments)
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
@@ -367,7 +366,7 @@ class BatchPlaces(NamedTuple):
         epoch, stop: place of the last one: the position in its epoch after it.
         samples: checksum of the indices of the last one.
         shared: checksum of batches that were shared.
-        data: checksum of what the data sets held when their last loops began.
+        data: checksum of what the data sets hold, of loaders in their second epoch or later.
     """
 
     unknown: int = 0
@@ -384,7 +383,7 @@ class BatchHistory:
 
     Attributes:
         shared_digest: of the shared batches 1, 2, 4, ... 64 and every 64th.
-        data: fingerprints of the data sets of all loaders, each as its last loop began.
+        loaders: the prepared loaders. Scripts write to their data sets, such as new labels.
     """
 
     def __init__(self) -> None:
@@ -392,13 +391,14 @@ class BatchHistory:
         self._indices: tuple[Hashable, ...] = ()
         self._shares = 0
         self.shared_digest = b""
-        self.data: Sequence[Fingerprint] = ()
+        self.loaders: Sequence[ShardedLoader] = ()
 
     @property
     def places(self) -> BatchPlaces:
         """Return the places so far. Takes time: it is for steps that are compared."""
         samples, shared = zlib.crc32(repr(self._indices).encode()), zlib.crc32(self.shared_digest)
-        data = zlib.crc32(repr(self.data).encode())
+        again = [fingerprint(loader.dataset) for loader in self.loaders if loader.epoch]
+        data = zlib.crc32(repr(again).encode())
         return self._places._replace(samples=samples, shared=shared, data=data)
 
     def add_shared(self, batch: Any) -> None:

@@ -110,7 +110,7 @@ def _note_draw(active: Sequence[GuardedModels], kwargs: Mapping[str, Any]) -> No
     """Say once that each data rank draws by its own stream. Passes have a note of their own."""
     for guarded in active:
         is_own = guarded.mesh.data.size > 1 and kwargs.get("generator") is None
-        if is_own and not guarded.phase.in_passes:
+        if is_own and not guarded.phase.in_passes and "draws" not in guarded.phase.noted:
             guarded.note_once("draws", _DRAWN.format(place=call_site()))
 
 
