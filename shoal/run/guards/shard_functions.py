@@ -64,7 +64,10 @@ _DRAWN = (
     "device. Those of a generator with one seed on all ranks are one device's: "
     "torch.empty_like(weight).normal_(generator=torch.Generator().manual_seed(step))."
 )
-_UNREADABLE = ("not supported for tensor subclasses", "not have a sharding strategy registered")
+_UNREADABLE = (
+    *("not supported for tensor subclasses", "not have a sharding strategy registered"),
+    *("Sharding propagation failed", "as_strided not supported with DTensor"),
+)
 
 
 def guard_shards(guarded: GuardedModels, undo: ExitStack) -> None:
@@ -88,6 +91,8 @@ def _install(patch: ProcessWidePatch) -> Callable[[], None]:
             return _drawn(func, args, kwargs)
         if name in _NEW:
             return func(args[0].to_local(), *args[1:], **kwargs)
+        if name == "share_memory_":  # torch would end the process by a signal
+            raise _unreadable(name, patch.active)
         if name == "__deepcopy__":
             return _copied(func, *args)
         if func == _SET_DATA and _fits(*args):
@@ -159,13 +164,9 @@ def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> 
 
     Args: name: of the function.
     """
-    under = next((guarded.under for guarded in active), "")
     if any(words in str(error) for words in _UNREADABLE):
-        return UsageError(
-            f"{name}(){call_site()}{under}: each rank holds a part of this tensor. Take whole "
-            "values from run.weights() or run.gradients(), on all ranks; changed ones go back by "
-            "model.load_state_dict(weights). Or use ddp, where every rank holds whole parameters."
-        )
+        return _unreadable(name, active)
+    under = next((guarded.under for guarded in active), "")
     in_passes = any(guarded.phase.in_passes for guarded in active)
     cure = _IN_A_STEP.get(name, "")
     if not any(words in str(error) for words in _MIXED) or (cure and in_passes):
@@ -182,6 +183,15 @@ def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> 
     return UsageError(
         f"{name}{call_site()}{under}: each rank holds a part of a parameter or of its gradient, "
         f"and that part was combined with a whole tensor. {instead}"
+    )
+
+
+def _unreadable(name: str, active: Sequence[GuardedModels]) -> UsageError:
+    under = next((guarded.under for guarded in active), "")
+    return UsageError(
+        f"{name.strip('_')}(){call_site()}{under}: each rank holds a part of this tensor. Take "
+        "whole values from run.weights() or run.gradients(), on all ranks; changed ones go back by "
+        "model.load_state_dict(weights). Or use ddp, where every rank holds whole parameters."
     )
 
 

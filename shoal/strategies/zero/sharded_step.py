@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.comm.axis import Axis
 from shoal.comm.mesh import register_cleanup
-from shoal.errors import StrategyRefused
+from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import is_view
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
@@ -116,6 +117,8 @@ class ShardedStep:
         # What belongs to no unit is needed again as soon as the backward pass begins.
         fully_shard(self.root, reshard_after_forward=False, **arguments)
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
+        for engine in self.engines:
+            type(engine).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         self.root.open_for_calls({*user_models(model), *wrapped.values()}, self.release)
         self._former.note_changes()
         self._offloads = isinstance(policy, CPUOffloadPolicy)
@@ -316,3 +319,13 @@ def _clone_views(_module: nn.Module, _inputs: Any, output: Any) -> Any:
 
 def _replicated(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _refuse_copy(*_: Any) -> NoReturn:
+    """Raise UsageError, where torch's class says nothing of a cure."""
+    raise UsageError(
+        f"copy.deepcopy{call_site()}: a model that zero has divided has no copy; each rank holds "
+        "shards of it. For a moving average call run.ema(decay) in place of AveragedModel; keep "
+        "weights by weights = run.weights(), on all ranks, which model.load_state_dict(weights) "
+        "takes back; or copy the model before run.prepare."
+    )

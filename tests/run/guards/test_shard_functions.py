@@ -1,9 +1,13 @@
 """Functions that a script calls with its parameters, where those are shards."""
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
+from torch.optim.swa_utils import AveragedModel
 
 import shoal
+from shoal.errors import UsageError
 from shoal.testing import world
 from tests.harness.in_turn import in_turn
 
@@ -104,3 +108,39 @@ def test_noise_for_shards_is_noted_once_unless_its_generator_is_in_one_state() -
         for notes, weights in world.run(2, noise_on_gradients, strategy, True):
             assert notes == []
             torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-12)
+
+
+def pruned(net: nn.Sequential) -> None:
+    prune.l1_unstructured(net[0], "weight", 0.5)
+
+
+def zeroed(net: nn.Sequential) -> None:
+    net[0].weight.data[net[0].weight.data > 0] = 0
+
+
+def refusals(strategy: str) -> list[str]:
+    run = shoal.init(strategy)
+    net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    errors = []
+    for act in (nn.Module.share_memory, pruned, zeroed, AveragedModel):
+        try:
+            act(net)
+            errors.append("")
+        except UsageError as error:
+            errors.append(str(error))
+    run.forward_backward(lambda x: net(x).square().mean(), run.share(torch.ones(4, 4)))
+    optimizer.step()
+    return errors
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "tensor=2"])
+def test_what_shards_cannot_take_is_refused_with_its_cure_and_training_goes_on(
+    strategy: str,
+) -> None:
+    shared, *written, copied = world.run(2, refusals, strategy)[0]
+    assert shared.startswith("share_memory() (test_shard_functions.py:")
+    for error in written:
+        assert error.startswith("setitem() (test_shard_functions.py:")
+        assert "by model.load_state_dict(weights)" in error
+    assert ("run.ema(decay) in place of AveragedModel" in copied) == (strategy == "zero3")
