@@ -82,7 +82,10 @@ class RunCheckpoints:
             self._objects[name].load_state_dict(put_together(held[name], saved.tensors))
         notes += [f"it holds no state of {name}" for name in self._objects if name not in held]
         notes += [f"its state of {name} is not used" for name in held if name not in self._objects]
-        self._announce(f"resumed from {saved.path}")
+        goes_on = (
+            "; the loop over the loader begins behind its batches" if "data" in saved.info else ""
+        )
+        self._announce(f"resumed from {saved.path}{goes_on}")
         for note in notes:
             self._announce(f"note: {note}")
         return saved.step

@@ -106,7 +106,9 @@ def test_the_newest_checkpoints_stay_and_a_start_says_which_one_it_took(tmp_path
     ]
     told: list[str] = []
     assert steps("single", tmp_path, 6, 1, told) == []
-    assert told[-1] == f"resumed from {tmp_path}/step-00000006"
+    assert told[-1] == (
+        f"resumed from {tmp_path}/step-00000006; the loop over the loader begins behind its batches"
+    )
 
 
 def test_a_checkpoint_that_was_damaged_is_named_and_the_one_before_is_taken(tmp_path: Path) -> None:
