@@ -162,7 +162,7 @@ bench-checkpoint: $(BENCH)/.done  ## Measure how long a save stops training.
 
 FAULT_TRIALS ?= 20
 
-bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (default: 20), for docs/faults.md.
+bench-faults: $(BENCH)/.done  ## Let runs meet faults, FAULT_TRIALS times each (default: 20).
 	$(BENCH)/bin/python -m benchmarks.faults.measure --trials $(FAULT_TRIALS)
 	$(BENCH)/bin/python -m benchmarks.faults.writer_cost
 	$(BENCH)/bin/python -m benchmarks.faults.report

@@ -1,4 +1,4 @@
-"""The kinds of fault, the strategies and the places of docs/faults.md, and what is promised."""
+"""The kinds of fault, the strategies and the places of the report, and what is promised."""
 
 from __future__ import annotations
 

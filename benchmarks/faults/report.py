@@ -1,4 +1,4 @@
-"""Turns result.json into the tables of docs/faults.md. Measures nothing."""
+"""Turns result.json into the tables of README.md. Measures nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.faults.kinds import KINDS, PLACES, Kind
 from benchmarks.report_page import fill, table, told
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "faults.md"
+PAGE = HERE / "README.md"
 
 
 def main() -> None:
