@@ -36,6 +36,8 @@ def lines(
     summary = [] if size is None else [_describe_batch(size, mesh, accumulate)]
     if mesh.place.launcher not in ("single", "shoal"):
         summary.append(mesh.place.describe())
+    if mesh.place.local_world < mesh.place.world:
+        summary.append("between hosts, what ranks send in collectives is not encrypted")
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if mesh.place.launcher == "single" and tasks != "1":
         summary.append(

@@ -1,5 +1,7 @@
 """What a run says of itself at its start: the global batch, and a seed that has no effect."""
 
+import os
+
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -32,6 +34,17 @@ def summary(batch_size: int) -> list[str]:
     data = DataLoader(TensorDataset(torch.randn(6, 3)), batch_size=batch_size)
     run.prepare(net, torch.optim.SGD(net.parameters(), 0.1), data)
     return told
+
+
+def summary_on_two_hosts() -> list[str]:
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return summary(2)
+
+
+def test_ranks_on_several_hosts_are_told_what_is_not_encrypted() -> None:
+    words = "is not encrypted"
+    assert any(words in line for line in world.run(2, summary_on_two_hosts)[0])
+    assert not any(words in line for line in world.run(2, summary, 2)[0])
 
 
 def test_a_process_that_srun_has_not_started_in_a_job_of_several_tasks_is_told(
