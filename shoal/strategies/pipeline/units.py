@@ -22,7 +22,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.module_snapshot import uncompiled
-from shoal.strategies.pipeline.absent import ValueName, own_functions_refused
+from shoal.strategies.pipeline.absent import ValueName, WalkRefusal, own_functions_refused
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -128,6 +128,18 @@ class Units:
         """Return whether a unit has parameters that are trained."""
         return any(parameter.requires_grad for parameter in self.modules[name].parameters())
 
+    def _check_present(self, name: str) -> None:
+        """Refuse to compute a unit again, in a backward pass, without its parameters.
+
+        Raises: WalkRefusal: another rank has them.
+        """
+        if any(parameter.is_meta for parameter in self.modules[name].parameters()):
+            raise WalkRefusal(
+                f"pipeline: a checkpoint computes the block {name} again, which another rank has: "
+                "the checkpoint lies around blocks of several stages. Checkpoint block by block, "
+                "or cut elsewhere: cuts=NAME."
+            )
+
     def _called(self, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if in_function_transform():
             raise StrategyRefused(
@@ -136,6 +148,7 @@ class Units:
             )
         if self.observer is not None:
             return self.observer.call(name, forward, args, kwargs)
+        self._check_present(name)
         return self.run(name, forward, args, kwargs, draw_seed())
 
 

@@ -12,6 +12,10 @@ from stages_in_turn import difference, refusal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import shoal
+from shoal.errors import StrategyRefused
+from shoal.testing import world
+
 ROWS = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).double()
 Forward = Callable[[nn.ModuleList, Tensor], Any]
 
@@ -73,6 +77,10 @@ def checkpoints_with_reentry(h: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
+def checkpoints_across_stages(h: nn.ModuleList, x: Tensor) -> Tensor:
+    return checkpoint(lambda x: in_a_row(h, x), x, use_reentrant=False)
+
+
 class Reversed(torch.autograd.Function):
     """Reverse gradients, as adversarial training of domains does."""
 
@@ -117,6 +125,24 @@ def reverses_gradients(h: nn.ModuleList, x: Tensor) -> Tensor:
 def test_the_reason_is_told(function: Forward, message: str) -> None:
     model = Blocks(function).double()
     assert message in refusal(model, loss_of(model), (ROWS,), 2)
+
+
+def checkpointed_across_stages() -> str:
+    run = shoal.init("pipeline=2,balance=parameters", announce=lambda _: None)
+    model = Blocks(checkpoints_across_stages).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.prepare(model, optimizer)
+    try:
+        run.forward_backward(loss_of(model), run.share(ROWS))
+    except StrategyRefused as error:
+        return str(error)
+    return ""
+
+
+def test_a_checkpoint_around_blocks_of_several_ranks_is_refused() -> None:
+    for message in world.run(2, checkpointed_across_stages):
+        assert "a checkpoint computes the block h.0 again, which another rank has" in message
+        assert "Checkpoint block by block" in message
 
 
 def test_a_function_of_ones_own_inside_a_block_is_exact() -> None:
