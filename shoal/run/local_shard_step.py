@@ -34,7 +34,11 @@ _stepped: WeakKeyDictionary[Optimizer, list[tuple[Tensor, DTensor]]] = WeakKeyDi
 def step_local_shards(optimizer: Optimizer) -> None:
     """Let the steps of an optimizer work on local shards, if it is an element-wise one of torch."""
     kind = type(optimizer)
-    if not kind.__module__.startswith("torch.optim") or not is_elementwise(kind):
+    if (
+        optimizer in _stepped
+        or not kind.__module__.startswith("torch.optim")
+        or not is_elementwise(kind)
+    ):
         return
     stepped: list[tuple[Tensor, DTensor]] = []
     _stepped[optimizer] = stepped

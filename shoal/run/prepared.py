@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.errors import StrategyRefused, UsageError
+from shoal.platform.step_closures import call_before_update
 from shoal.run import startup_summary
 from shoal.run.batch_size import BatchSizes
 from shoal.run.checks import (
@@ -208,6 +209,7 @@ class Prepared:
         if self.mesh.size > 1 and any(each.needs_example_batch for each in self._strategies):
             # Until the first batch divides it, a script may evaluate the model on every rank.
             broadcast_filled(self.root, self.mesh)
+            self._hook_optimizers()  # the first pass may be that of a closure, within a step
             self._install_guards()
         else:
             self.apply(None)
@@ -272,20 +274,27 @@ class Prepared:
         if local_model.remote_optimizer is not None and self.guards.enabled:
             parameters = local_model.trainable_params
             local_model.remote_optimizer.removed = partial(removed_gradients, parameters)
-        for optimizer in self.optimizers:
-            if optimizer not in self._hooked:
-                self._hooked.add(optimizer)
-                if local_model.has_sharded_params:
-                    step_local_shards(optimizer)
-                optimizer.register_step_pre_hook(self._before_optimizer_step)
-                optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._hook_optimizers()
+        if local_model.has_sharded_params:
+            for optimizer in self.optimizers:
+                step_local_shards(optimizer)
         self.watch.enabled &= local_model.strategy_state.is_synchronous
         self._install_guards()
         self._bound.note(self.root, local_model.trainable_params)
 
-    def _before_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _hook_optimizers(self) -> None:
+        for optimizer in self.optimizers:
+            if optimizer not in self._hooked:
+                self._hooked.add(optimizer)
+                call_before_update(optimizer, partial(self._before_update, ref(optimizer)))
+                optimizer.register_step_post_hook(self._after_optimizer_step)
+
+    def _before_update(self, of: ref[Optimizer]) -> None:
         self.nonfinite_steps.before_optimizer_step()
         own_progress().enter(Phase.OPTIMIZER)
+        self.guards.before_update()
+        optimizer = of()
+        assert optimizer is not None  # it steps
         if self.step is None or optimizer in self._shown:  # a step may call that of its base class
             return
         if self._local_model is not None and self._local_model.is_partial:
@@ -296,6 +305,7 @@ class Prepared:
 
     def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Bring the new values to all ranks. While no strategy is applied, models are whole."""
+        self.guards.after_update()
         if self.step is None or self._local_model is None:
             return
         shown_groups = self._shown.pop(optimizer, [])  # also those of a step that has failed

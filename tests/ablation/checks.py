@@ -218,7 +218,8 @@ CHECKS = {
                 "Off",
                 (_NoWatch,),
                 {
-                    "hide_in_steps": lambda *_: (),
+                    "hide_from_update": lambda *_: (),
+                    "show_after_update": lambda *_: (),
                 },
             ),
         ),

@@ -49,7 +49,10 @@ class Net(nn.Module):
 
 
 def trains(
-    strategy: str, plants: dict[int, tuple[int, str, float]], options: dict[str, Any] | None = None
+    strategy: str,
+    plants: dict[int, tuple[int, str, float]],
+    options: dict[str, Any] | None = None,
+    with_closure: bool = False,
 ) -> dict[str, Any]:
     """Train six steps. A plant spoils the loss or a gradient of one rank in one step."""
     notes = list[str]()
@@ -72,10 +75,18 @@ def trains(
     for step, (x,) in enumerate(loader):
         plant[:] = [plants[step]] if step in plants else []
         before = {name: value.clone() for name, value in run.weights().items()}
-        optimizer.zero_grad()
-        run.forward_backward(compute_loss, x)
-        finite.append(run.finite)
-        optimizer.step()
+
+        def closure(x: Tensor = x) -> Tensor:
+            optimizer.zero_grad()
+            loss = run.forward_backward(compute_loss, x)
+            finite.append(run.finite)
+            return loss
+
+        if with_closure:
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
         after = run.weights()
         moved.append(any(not torch.equal(before[name], after[name]) for name in before))
     weights = run.weights()
@@ -120,6 +131,16 @@ def test_a_step_that_is_not_finite_on_ranks_with_the_same_samples_is_skipped(str
     assert_skipped(results, plants)
     assert "the gradient of " in told(results)[0]
     assert "first.weight" in told(results)[0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "pipeline=2", "server=1"])
+def test_a_step_by_a_closure_is_that_without(strategy: str) -> None:
+    plants = {2: (2, "gradient", math.nan), 4: (2, "loss", math.inf)}
+    calls = [(strategy, plants, None, with_closure) for with_closure in (False, True)]
+    plain, closed = zip(*world.run(2, in_turn, trains, *calls), strict=True)
+    assert_skipped(closed, plants)
+    for one, other in zip(plain, closed, strict=True):
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
 
 
 def test_a_bucket_names_rank_and_parameter() -> None:

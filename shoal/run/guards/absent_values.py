@@ -18,14 +18,13 @@ silence; so a stand-in is shown there between steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from shoal.data.draws import FILLING_FUNCTIONS
 from shoal.errors import UsageError
@@ -271,6 +270,7 @@ class AbsentGradients:
             (name, p, absent_gradient(p, name, under)) for name, p in parameters.items()
         ]
         self._shown = False
+        self._was_shown = False
 
     def show(self) -> None:
         """Put the stand-ins where `.grad` is None."""
@@ -288,6 +288,15 @@ class AbsentGradients:
             if parameter.grad is absent and absent.absence.is_zeroed
         }
 
+    def hide_from_update(self) -> None:
+        """Hide stand-ins from the update of an optimizer, which would step by them."""
+        self._was_shown = self.hide()
+
+    def show_after_update(self) -> None:
+        """Show the stand-ins again that were hidden from an update."""
+        if self._was_shown:
+            self.show()
+
     def hide(self) -> bool:
         """Remove the stand-ins. Return True if they were shown, and none was removed since."""
         if not self._shown:
@@ -299,19 +308,3 @@ class AbsentGradients:
                 there = True
                 parameter.grad = None
         return there
-
-    def hide_in_steps(self, optimizers: Iterable[Optimizer], undo: ExitStack) -> None:
-        """Hide stand-ins from the optimizers, which would step by them, until `undo` is closed."""
-        shown = False
-
-        def before(*_: Any) -> None:
-            nonlocal shown
-            shown = self.hide()
-
-        def after(*_: Any) -> None:
-            if shown:
-                self.show()
-
-        for optimizer in optimizers:
-            undo.callback(optimizer.register_step_pre_hook(before).remove)
-            undo.callback(optimizer.register_step_post_hook(after).remove)

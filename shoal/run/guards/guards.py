@@ -99,7 +99,6 @@ class Guards:
         guard_agreement(guarded, undo, self._compares_weights, self.batches, self.at)
         if guarded.absent_gradients:
             self._absent = AbsentGradients(guarded.absent_gradients, guarded.under)
-            self._absent.hide_in_steps(optimizers, undo)
         if local_model.remote_optimizer is not None:
             self._weights = WeightWatch(guarded, undo)
         if local_model.has_sharded_params and not local_model.is_partial:
@@ -114,6 +113,16 @@ class Guards:
         self._undo.close()
         self._absent = self._weights = self._states = self._guarded = None
         self._forward_writes = None
+
+    def before_update(self) -> None:
+        """Let an optimizer see no gradients that are elsewhere."""
+        if self._absent is not None:
+            self._absent.hide_from_update()
+
+    def after_update(self) -> None:
+        """Let the script see again which gradients are elsewhere."""
+        if self._absent is not None:
+            self._absent.show_after_update()
 
     def before_step(self) -> None:
         """Check what was done since the last step. Call it first in `forward_backward`.

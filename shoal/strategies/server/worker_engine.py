@@ -30,6 +30,7 @@ from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, sett
 from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
+from shoal.platform.step_closures import call_before_update
 from shoal.platform.tensors import MIB
 from shoal.strategies import SYNCHRONOUS, base
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
@@ -170,7 +171,7 @@ class WorkerEngine(StrategyState):
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
 
-    def _note_removed(self, *_: Any) -> None:
+    def _note_removed(self) -> None:
         """Note which gradients the step is to be without, before anything changes `.grad`."""
         self._without = self.removed() if self.has_pushed and not self.leaves_out else []
 
@@ -191,7 +192,7 @@ class WorkerEngine(StrategyState):
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
         self._watch_zero_grad(optimizer)
-        optimizer.register_step_pre_hook(self._note_removed)
+        call_before_update(optimizer, self._note_removed)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
         metas = param_metas(parameters, optimizer)
