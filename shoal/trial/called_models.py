@@ -10,7 +10,7 @@ A function of one sample's output is a mean over samples if the model does not m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,7 +30,10 @@ MOST_NODES = 10_000
 class ModelCall(NamedTuple):
     """A call of a model, and what it has returned.
 
-    Attributes: used: numbers of the outputs that a loss was computed from.
+    Attributes:
+        used: numbers of the outputs that a loss was computed from.
+        kept: modules of the model and their attributes, numbers that the call has left there and
+            that a loss was computed from, such as a balance of experts.
     """
 
     model: nn.Module
@@ -38,18 +41,28 @@ class ModelCall(NamedTuple):
     kwargs: Mapping[str, Any]
     output: Any
     used: Sequence[int] = ()
+    kept: Sequence[tuple[nn.Module, str]] = ()
 
 
 def calls_behind(loss: Tensor | Counted, calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls of which a loss uses an output."""
+    """Return the calls of which a loss uses an output, or a number that a module keeps."""
     means = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
     nodes = {*islice(nodes_behind(mean.grad_fn for mean in means), MOST_NODES)}
     behind = []
     for call in calls:
         outputs = enumerate(tensors_in(call.output))
         used = [i for i, t in outputs if t.is_floating_point() and t.grad_fn in nodes]
-        behind += [call._replace(used=used)] if used else []
+        kept = [place for place, number in _kept_numbers(call.model) if number.grad_fn in nodes]
+        behind += [call._replace(used=used, kept=kept)] if used or kept else []
     return behind
+
+
+def _kept_numbers(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Tensor]]:
+    """Yield the tensors of one number in attributes of modules, each with its place."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and not value.dim() and value.grad_fn is not None:
+                yield (module, name), value
 
 
 def try_calls(
@@ -70,9 +83,11 @@ def try_calls(
         outputs = [*tensors_in(call.output)]
         rows = [i for i in call.used if num_samples in outputs[i].shape[:2]]
         numbers = [i for i in call.used if not outputs[i].dim()]
-        for chosen in filter(None, [rows, *([i] for i in numbers)]):
-            sizes = {i: outputs[i].numel() / num_samples for i in chosen if outputs[i].dim()}
-            function = _mean_of_outputs(call, chosen, sizes)
+        sizes = {i: outputs[i].numel() / num_samples for i in rows}
+        of_outputs = [
+            _mean_of_outputs(call, i, sizes) for i in [rows, *([i] for i in numbers)] if i
+        ]
+        for function in [*of_outputs, *(_kept_number(call, *place) for place in call.kept)]:
             given = call.args, dict(call.kwargs), torch.arange(num_samples)
             verdict = try_loss(function, given, {}, num_samples, models, parameters)
             # What fails on parts may do so for another reason: where others differ, it mixes too.
@@ -88,6 +103,16 @@ def _is_of_samples(call: ModelCall, samples: int) -> bool:
     """Return True if all that a model was given has a row for each sample."""
     tensors = [tensor for tensor in tensors_in([call.args, dict(call.kwargs)]) if tensor.dim()]
     return bool(tensors) and all(samples in tensor.shape[:2] for tensor in tensors)
+
+
+def _kept_number(call: ModelCall, module: nn.Module, name: str) -> Any:
+    """Return a function of (args, kwargs, rows): a number that a call leaves in a module."""
+
+    def compute(args: Any, kwargs: Any, rows: Tensor) -> Any:
+        call.model(*args, **kwargs)
+        return getattr(module, name)
+
+    return compute
 
 
 def _mean_of_outputs(call: ModelCall, chosen: Sequence[int], sizes: Mapping[int, float]) -> Any:

@@ -58,6 +58,23 @@ class Balanced(NormOfBatch):
         return self.head(hidden), use.var() / use.mean() ** 2
 
 
+class BalanceKept(Balanced):
+    """Leaves that number in an attribute of a layer, as many layers of experts do."""
+
+    def forward(self, x: Tensor) -> Any:
+        scores, self.head.balance = super().forward(x)
+        return scores
+
+
+class MeanKept(NormOfBatch):
+    """Leaves a mean over its samples in an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x).tanh()
+        self.penalty = hidden.square().sum(1).mean()
+        return self.head(hidden)
+
+
 class TimeFirst(nn.Module):
     """A recurrent model whose sequences are as long as a rank has samples."""
 
@@ -128,6 +145,14 @@ def with_balance(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tens
     return F.cross_entropy(scores, y) + 0.1 * balance
 
 
+def with_kept_balance(run: shoal.Run, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) + 0.1 * model.head.balance
+
+
+def with_kept_mean(run: shoal.Run, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) + 0.1 * model.penalty
+
+
 def without_balance(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x)[0], y)
 
@@ -158,10 +183,13 @@ MIXING: list[tuple[type[nn.Module], Any]] = [
     (Observed, cross_entropy),
     (CountedIds, cross_entropy),
     (Balanced, with_balance),
+    (BalanceKept, with_kept_balance),
 ]
 SINGLE: list[tuple[type[nn.Module], Any]] = [
     (TimeFirst, lambda run, model, x, y: cross_entropy(run, model, x.t(), y)),
     (Balanced, without_balance),
+    (BalanceKept, cross_entropy),
+    (MeanKept, with_kept_mean),
     (SumInside, divided_sum),
     (Squeezed, squared),
     (Padded, of_first_steps),
