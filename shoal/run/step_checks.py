@@ -96,6 +96,8 @@ class StepChecks:
         self._has_noted = True
         with self._guards.phase, notes:
             yield
+        if self._trials.before_passes is not None:
+            self._trials.after_passes()
         self._guards.phase.has_gradients = True
         if self._guards.enabled:
             self._guards.after_step()

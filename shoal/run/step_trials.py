@@ -53,13 +53,21 @@ WRITTEN = (
     "loop writes there is of one rank's samples, and so is what is printed or decided by it. "
     'shoal.all_reduce(value, op="sum") gives that of all ranks.'
 )
+CALLED_OFTEN = (
+    "note: compute_loss changes {names}. It is called once for each micro-batch, and in a pipeline "
+    "also to divide the models, so that a count of its calls is none of steps. Count steps in the "
+    "loop."
+)
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
 
 class StepTrials:
     """Tries each loss of a run in its first step.
 
-    Attributes: tried: steps of each function that was tried, by its `code_of`.
+    Attributes:
+        tried: steps of each function that was tried, by its `code_of`.
+        before_passes: the batch of a first step whose passes call its function several times, and
+            what the function's numbers were before them.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -72,6 +80,7 @@ class StepTrials:
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[object] = set()
         self._tried_models: set[nn.Module] = set()
+        self.before_passes: tuple[LocalBatch, dict[str, str]] | None = None
 
     def first_step(self, batch: LocalBatch) -> None:
         """Try the loss of a batch. Collective.
@@ -90,6 +99,25 @@ class StepTrials:
             self._first_tensors[code] = [ref(t) for t in tensors_of(batch.step.compute_loss)]
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
+        mesh, accumulate = self._prepared.mesh, self._prepared.settings.accumulate
+        if accumulate > 1 or mesh.pipeline.size > 1:
+            self.before_passes = batch, _digests(self._reached(batch))
+
+    def after_passes(self) -> None:
+        """Note what a function has counted in a first step that has called it several times."""
+        if self.before_passes is None:
+            return
+        (batch, before), self.before_passes = self.before_passes, None
+        after = self._reached(batch)
+        names = [
+            name
+            for name, number in after.items()
+            if not isinstance(number.value, Tensor)
+            and before.get(name, number.digest()) != number.digest()
+        ]
+        if names and CALLED_OFTEN not in self._noted:
+            self._noted.add(CALLED_OFTEN)
+            self._prepared.announce(CALLED_OFTEN.format(names=listed(names, 3)))
 
     def later_step(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch has news. Collective where models are divided.

@@ -276,6 +276,35 @@ def test_a_number_that_a_loss_writes_and_does_not_read_is_told_to_be_of_one_rank
     assert "shoal.all_reduce" in notes[0]
 
 
+def counts_its_calls(strategy: str, accumulate: int) -> list[str]:
+    """Train by a loss with a weight that grows with its calls. Returns notes."""
+    torch.manual_seed(0)
+    notes: list[str] = []
+    run = shoal.init(strategy, accumulate=accumulate, announce=notes.append)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+    x = run.share(torch.randn(8, 6).double())
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    schedule = {"step": 0}
+
+    def loss(x: Tensor) -> Tensor:
+        schedule["step"] += 1
+        return model(x).square().mean() * min(1.0, schedule["step"] / 10)
+
+    for _ in range(2):
+        run.forward_backward(loss, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [note for note in notes if "Count steps in the loop" in note]
+
+
+def test_a_count_of_calls_gets_a_note_where_a_step_has_several() -> None:
+    calls = ("pipeline=2", 1), ("ddp", 2), ("ddp", 1)
+    in_stages, in_micro_batches, in_one = world.run(2, in_turn, counts_its_calls, *calls)[0]
+    assert not in_one
+    for (note,) in (in_stages, in_micro_batches):
+        assert "compute_loss changes schedule['step']" in note
+
+
 class OwnLoss(nn.Module):
     """Computes its own loss inside, of tied layers."""
 
