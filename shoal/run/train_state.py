@@ -205,7 +205,13 @@ def full_state_dict(local_model: LocalModel) -> dict[str, Tensor]:
         local_model.pipeline.axis,
         {name: full_tensor(value) for name, value in tensors_of(local_model.module).items()},
     )
-    return {name: value for name, value in gathered.items() if value is not None}
+    state = {name: value for name, value in gathered.items() if value is not None}
+    if (full_model := local_model.pipeline.full_model) is not None:
+        # Stages hold a module that stands at several places under one of its names.
+        for name, first_name in full_model.second_names.items():
+            if first_name in state:
+                state.setdefault(name, state[first_name])
+    return state
 
 
 def save_model(local_model: LocalModel, mesh: Mesh, path: str | Path) -> None:

@@ -59,6 +59,18 @@ class FullModel:
         paths = (name.rpartition(".") for name in self.directly_read)
         return [getattr(self.model.get_submodule(owner), name) for owner, _, name in paths]
 
+    @cached_property
+    def second_names(self) -> Mapping[str, str]:
+        """Map each name of a tensor in a module that stands at several places to its first name."""
+        first_paths: dict[int, str] = {}
+        names: dict[str, str] = {}
+        for path, module in self.model.named_modules(remove_duplicate=False):
+            first = first_paths.setdefault(id(module), path)
+            if first != path:
+                own = (*own_parameters(module), *own_buffers(module))
+                names |= {f"{path}.{name}": f"{first}.{name}" for name in own}
+        return names
+
     def runs_whole(self, path: str) -> bool:
         """Return whether a module's own forward function runs in one piece: it is a unit, lies in
         one, or contains none.

@@ -41,6 +41,20 @@ class Tied(nn.Module):
         )
 
 
+class TwoPlaces(nn.Module):
+    """A layer that has two names, and so twice as many in the `state_dict`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8).double() for _ in range(3))
+        self.again = self.layers[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, self.again):
+            x = layer(x).tanh()
+        return x
+
+
 class Full(Tied):
     def save_pretrained(self, directory: Path, state_dict: dict[str, Tensor]) -> None:
         raise OSError(28, "No space left on device")
@@ -66,6 +80,17 @@ def saved(strategy: str, directory: Path) -> dict[str, Tensor]:
     run.save(directory / "model.pt")
     run.save_pretrained(directory / "pretrained", suffix=".safetensors")
     return run.weights()
+
+
+def saved_with_two_names(strategy: str, directory: Path) -> None:
+    trained(strategy, TwoPlaces()).save(directory / "model.pt")
+
+
+def test_a_layer_of_two_names_is_saved_under_both_by_stages(tmp_path: Path) -> None:
+    world.run(2, saved_with_two_names, "pipeline=2", tmp_path)
+    found = torch.load(tmp_path / "model.pt")
+    assert set(found) == set(TwoPlaces().state_dict())
+    assert torch.equal(found["again.weight"], found["layers.0.weight"])
 
 
 def test_both_formats_and_the_models_own_hold_the_whole_weights(tmp_path: Path) -> None:
