@@ -127,6 +127,7 @@ class LoopLoss:
             prepared.settings.accumulate,
             prepared.announce,
         )
+        self._phase.add_gradients = self._graph_check.add_gradients
 
     def watch(self) -> None:
         """Note the calls of the prepared models from now on."""

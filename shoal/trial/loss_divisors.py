@@ -281,6 +281,20 @@ def _is_over_samples(node: Any, rows: int) -> bool:
     return 0 in dims and sizes[0] == rows
 
 
+def is_mean_over(samples: int, number: Tensor, outputs: Sequence[Tensor]) -> bool:
+    """Return True for a mean over samples of what models have returned."""
+    if number.dim() or samples < 2:
+        return False
+    makers = {output.grad_fn for output in outputs}
+    for node in islice(nodes_behind([number.grad_fn], makers.__contains__), MOST_NODES):
+        sizes: Sequence[int] = saved_value(node, "self_sym_sizes") or ()
+        if _kind(node) == "Mean" and sizes and sizes[0] == samples:
+            dims = saved_value(node, "dim") or (0,)
+            if 0 in {_signed(dim) % len(sizes) for dim in dims}:
+                return True
+    return False
+
+
 def _number(value: Any) -> float:
     if isinstance(value, Tensor):
         is_real = value.dim() == 0 and not value.is_complex()

@@ -35,6 +35,7 @@ from shoal.trial.loss_divisors import (
     chooses_rows,
     divisors_of,
     is_divided_by,
+    is_mean_over,
     objection,
 )
 from shoal.trial.untouched import without_hooks
@@ -143,8 +144,12 @@ COUPLED = (
     "together, and so does a loss of rows that run.gather(output) has returned. Or, to train the "
     'mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
 )
-
-
+AVERAGED = (
+    "run.backward was given a loss that computes with gradients, by autograd.grad, of a mean over "
+    "samples ({place}): each is divided by this rank's samples, where one device divides by those "
+    "of all ranks. Take the gradients of a sum: torch.autograd.grad(scores.sum(), inputs, "
+    "create_graph=True)."
+)
 APART = (
     "run.backward was given a loss that each rank has computed from the rows of all ranks, and it "
     "is not the same: {losses}. One device has one loss. What it computes with beside these rows, "
@@ -189,18 +194,26 @@ class LossGraphCheck:
         self._step = 0 if self._in_parts else 1
         self._is_noted = False
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
+        self._differentiated: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
 
     def begin_step(self) -> None:
         """Forget what belongs to the step before."""
         self._step += 1
         self._outputs.clear()
+        self._differentiated.clear()
         self._parts = []
 
     def add_outputs(self, output: Any) -> None:
         """Note what a model has returned, but for numbers: such a one may be the loss itself."""
         if self._is_due():
             self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
+
+    def add_gradients(self, of: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Note gradients that a loss may be computed from, as a gradient penalty is."""
+        if self._is_due():
+            self.add_outputs([gradient for gradient in gradients if gradient is not None])
+            self._differentiated.extend(of)
 
     def compare(self, loss: Tensor | Counted, rows: int, samples: int) -> None:
         """Compare a loss with those of other ranks and micro-batches. Collective.
@@ -209,10 +222,10 @@ class LossGraphCheck:
 
         Raises: UsageError: on all ranks, if the loss is no mean over samples.
         """
-        outputs = [*self._outputs]
-        self._outputs.clear()
         if self._is_due():
-            self._compare(loss, outputs, rows, samples)
+            self._compare(loss, [*self._outputs], rows, samples)
+        self._outputs.clear()  # also what the comparison itself has differentiated
+        self._differentiated.clear()
         if not self._in_parts:
             self.begin_step()
 
@@ -223,14 +236,17 @@ class LossGraphCheck:
         if self._in_parts:
             place += f", micro-batch {len(self._parts)}"
         self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
-        couples = isinstance(loss, Tensor) and couples_samples(loss, outputs, samples)
+        is_of_mean = any(is_mean_over(samples, each, outputs) for each in self._differentiated)
+        fault = AVERAGED.format(place=place) if is_of_mean else ""
+        if isinstance(loss, Tensor) and couples_samples(loss, outputs, samples):
+            fault = COUPLED.format(place=place)
         value = loss_of_all_rows(loss, outputs)
-        told = self._data.all_gather_json([place if couples else "", value, self._parts])
+        told = self._data.all_gather_json([fault, value, self._parts])
         _check_equal([value for _, value, _ in told])
         parts = []
-        for coupled_place, _, of_rank in told:
-            if coupled_place:
-                raise UsageError(COUPLED.format(place=coupled_place))
+        for fault, _, of_rank in told:
+            if fault:
+                raise UsageError(fault)
             for place, rows, divisors in of_rank:
                 parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
         if text := objection(parts):

@@ -344,3 +344,37 @@ def test_losses_of_all_rows_that_differ_on_ranks_are_refused() -> None:
     for of_own, of_all in world.run(2, in_turn, weights_of_gathered_rows, (False,), (True,)):
         assert "and it is not the same: rank 0 " in of_own
         assert of_all == ""
+
+
+def penalised(kind: str, strategy: str) -> Any:
+    """Return the weights of a critic with a gradient penalty after two steps, or the error."""
+    torch.manual_seed(0)
+    run = shoal.init(strategy, announce=lambda _: None)
+    critic = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    samples = torch.arange(24, dtype=torch.float64).sin().view(8, 3)
+    critic, optimizer = run.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    x = run.share(samples)
+    for _ in range(2):
+        optimizer.zero_grad()
+        inputs = x.clone().requires_grad_()
+        scores = critic(inputs)
+        scored = scores.mean() if kind == "of a mean" else scores.sum()
+        (gradient,) = torch.autograd.grad(scored, inputs, create_graph=True)
+        norms = gradient.norm() if kind == "of all samples" else gradient.norm(dim=1)
+        try:
+            run.backward(scores.mean() + (norms - 1).square().mean())
+        except UsageError as error:
+            return str(error)
+        optimizer.step()
+    return run.weights()
+
+
+def test_a_gradient_penalty_is_one_of_each_sample_or_is_refused() -> None:
+    kinds = ("of each", "of a mean", "of all samples")
+    expected = penalised("of each", "single")
+    for strategy in ("ddp", "zero3"):
+        calls = [(kind, strategy) for kind in kinds]
+        for of_each, of_a_mean, of_all in world.run(2, in_turn, penalised, *calls):
+            torch.testing.assert_close(of_each, expected, rtol=1e-10, atol=1e-12)
+            assert "Take the gradients of a sum" in of_a_mean
+            assert "samples influence one another" in of_all

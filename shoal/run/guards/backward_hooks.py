@@ -28,6 +28,8 @@ from shoal.run.guards.guarded_models import (
 )
 
 _FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
+CREATE_GRAPH = 3
+"""Place of this argument in torch's backward call."""
 LENGTH_WITH_INPUTS = 5
 """Arguments of torch's backward call up to its inputs, which are the last of them."""
 _NOT_USED = "not have been used in the graph"
@@ -56,7 +58,11 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
                 _check_not_held(guarded)
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
         try:
-            return original(*args, **kwargs)
+            gradients = original(*args, **kwargs)
+            if has_inputs and args[CREATE_GRAPH]:
+                for guarded in outside:
+                    guarded.phase.add_gradients(args[0], gradients)
+            return gradients
         except RuntimeError as error:
             explained = _explained(error, outside)
             if explained is None:

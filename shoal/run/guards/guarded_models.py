@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shoal.comm.mesh import Mesh
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.platform.torch_private.replaced_functions import replace_function
-from shoal.strategies.base import LocalModel
+from shoal.strategies.base import LocalModel, no_op
 
 
 class StepPhase:
@@ -32,9 +32,12 @@ class StepPhase:
         loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
             have compared it, in the order of the calls; 0 without.
         noted: notes that were printed, by their subject.
+        add_gradients: is given what the script has differentiated outside of passes, and its
+            gradients, which have a graph of their own.
     """
 
     def __init__(self) -> None:
+        self.add_gradients: Callable[[Sequence[Tensor], Sequence[Tensor | None]], None] = no_op
         self.in_passes = False
         self.in_edit = False
         self.has_gradients = False
