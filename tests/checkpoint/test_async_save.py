@@ -30,6 +30,7 @@ def same_run(folder: Path, ranks: int, *parts: dict[str, Any]) -> None:
     assert_equal_to_the_bit(everything(folder / "beside"), everything(folder / "waits"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategy", "part"),
     [

@@ -91,6 +91,7 @@ def test_train_evaluate_plot_and_train_again(
     assert "holds another experiment: optimizer.lr" in err
 
 
+@pytest.mark.slow
 def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

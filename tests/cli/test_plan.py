@@ -26,6 +26,7 @@ def _no_calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.mark.slow
 def test_the_screen_ends_with_the_command_to_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert shoal("plan", "digits", "-n", "2", *SMALL) == 0
     lines = capsys.readouterr().out.splitlines()

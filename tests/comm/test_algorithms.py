@@ -42,6 +42,7 @@ CASES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(CASES, min_size=12, max_size=12))
 @settings(
     max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate]

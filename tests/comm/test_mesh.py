@@ -70,6 +70,7 @@ def torch_mesh(degrees: dict[str, int]) -> tuple[dict[str, list[int]], bool]:
     )
 
 
+@pytest.mark.slow
 def test_torch_sees_one_mesh_of_the_same_lines() -> None:
     all_dimensions = {"pipeline": 2, "tensor": 2, "dp_shard": 1}
     hybrid = {"tensor": 2, "dp_shard": 2}

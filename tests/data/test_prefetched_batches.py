@@ -72,6 +72,7 @@ def losses(batches: Batches, samples: int = 11) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "batches",
     [

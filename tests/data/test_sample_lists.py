@@ -140,6 +140,7 @@ def trained_on_boxes(accumulate: int, by_function: bool) -> list[float]:
     return [*losses, *model.weight.flatten().tolist()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_function", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_images_with_two_boxes_each_are_no_columns(by_function: bool) -> None:
     expected = trained_on_boxes(1, True)

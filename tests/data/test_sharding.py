@@ -165,6 +165,7 @@ def by_sample(batch: Any) -> Any:
     return list(zip(*batch, strict=True)) if isinstance(batch, tuple) else batch
 
 
+@pytest.mark.slow
 def test_a_sampler_of_1e10_indices_is_drawn_as_far_as_it_is_needed() -> None:
     sampler = RandomSampler(Numbers(), replacement=True, num_samples=10**10)
     loader = shard_batches(DataLoader(Numbers(), 4, sampler=sampler), 1, 2, seed=0)

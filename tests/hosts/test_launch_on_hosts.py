@@ -36,6 +36,7 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
     return len(list(folder.glob("ready.*"))) == ranks
 
 
+@pytest.mark.slow
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
     words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:

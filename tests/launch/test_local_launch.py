@@ -169,6 +169,7 @@ def test_output_all_shows_stdout_of_every_rank(tmp_path, capfd):
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 1] stdout of 1", "stdout of 0"]
 
 
+@pytest.mark.slow
 def test_a_line_of_rank_0_is_one_write_where_python_buffers_nothing(tmp_path):
     (tmp_path / "says.py").write_text("print('one'); print('two')")
     reader, writer = os.pipe2(os.O_DIRECT)  # a read returns what one write has written
@@ -221,6 +222,7 @@ def test_another_system_than_linux_is_refused_with_the_way_to_start_there(monkey
         local.run(launch_targets.rank, (), 2)
 
 
+@pytest.mark.slow
 def test_ctrl_c_on_the_foreground_group_leaves_no_process(tmp_path):
     with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
         process,

@@ -175,6 +175,7 @@ STARTS_ANOTHER = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [*(pytest.param(how, marks=pytest.mark.slow) for how in ("plain", "single")), "launch"]
 )
@@ -197,6 +198,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     [

@@ -143,6 +143,7 @@ def test_a_pipeline_refuses_an_optimizer_that_may_look_at_all_parameters() -> No
         assert "say so before prepare: Decay.parameterwise = True" in script
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

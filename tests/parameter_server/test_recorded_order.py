@@ -180,6 +180,7 @@ def test_parts_move_in_these_schedules() -> None:
     assert sum(fleet.moves for fleet in fleets) > 5
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(seed=st.integers(0, 2**32), which=st.integers(0, 2**32))
 def test_a_note_that_is_lost_is_missed(seed: int, which: int) -> None:

@@ -79,6 +79,7 @@ def test_a_linear_layer_has_the_operations_of_the_formula() -> None:
     assert weight.optimizer_bytes == 2 * 128 + 4  # two moments, and a count of steps
 
 
+@pytest.mark.slow
 def test_every_parameter_belongs_to_the_segment_that_uses_it_first() -> None:
     work = traced("gpt")
     named = [name for segment in work.segments for name in segment.parameters]

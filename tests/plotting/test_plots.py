@@ -47,6 +47,7 @@ def svg_text(path: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_picture_as_wide_as_a_page(tmp_path):
     run = make_run(tmp_path / "digits")
     plot([run], run / "curves.png")
@@ -62,6 +63,7 @@ def test_a_run_becomes_a_picture_as_wide_as_a_page(tmp_path):
     assert sorted(entry.name for entry in run.iterdir()) == ["curves.png", "metrics.jsonl"]
 
 
+@pytest.mark.slow
 def test_panels_show_what_there_is_and_nothing_else_and_always_the_same(tmp_path):
     plot([make_run(tmp_path / "digits")], tmp_path / "digits.svg")
     plot([tmp_path / "digits"], tmp_path / "again.svg")

@@ -226,6 +226,7 @@ def notes_on_values(sums: bool) -> list[str]:
     return [line for line in lines if line.startswith("note: what compute_loss returns beside")]
 
 
+@pytest.mark.slow
 def test_values_of_one_rank_beside_the_loss_are_told_once_and_summed_ones_are_not() -> None:
     of_one_rank, summed = world.run(2, in_turn, notes_on_values, (False,), (True,))[0]
     assert len(of_one_rank) == 1

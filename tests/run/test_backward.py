@@ -103,6 +103,7 @@ def train_in_bf16(form: str) -> Any:
     return train("ddp", form, precision="bf16")
 
 
+@pytest.mark.slow
 def test_mixed_precision_stands_around_the_models() -> None:
     in_float32 = train("single", "function")
     for expected, found in world.run(2, in_turn, train_in_bf16, ("function",), ("loop",)):

@@ -232,6 +232,7 @@ def drawn_outside_of_steps() -> list[Tensor]:
     return drawn
 
 
+@pytest.mark.slow
 def test_loops_draw_apart_on_ranks_of_other_samples_and_decide_alike() -> None:
     one, other = world.run(2, drawn_outside_of_steps)
     for index in (0, 2):

@@ -173,6 +173,7 @@ def test_models_that_get_other_names_are_refused_by_the_average() -> None:
         run.prepare(other, torch.optim.SGD(other.parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [(("zero3", 2), ("ddp", 3)), pytest.param(("ddp", 2), ("tensor=2", 2), marks=pytest.mark.slow)],

@@ -113,6 +113,7 @@ def reads_of(strategies: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "strategies"),
     [

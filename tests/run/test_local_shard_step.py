@@ -142,6 +142,7 @@ def whole_values() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_whole_values_beside_a_shard_are_refused() -> None:
     for said in world.run(2, whole_values):
         assert all("that part was combined with a whole tensor" in words for words in said), said

@@ -348,6 +348,7 @@ def test_targets_and_weights_that_a_loss_computes_from_other_samples_are_refused
             assert "of this rank (test_loop_watch.py:" in error
 
 
+@pytest.mark.slow
 def test_targets_and_weights_of_each_sample_or_of_all_ranks_are_not() -> None:
     for found in world.run(2, errors_of_losses, "ddp", OTHER_LOSSES):
         assert found == [""] * len(OTHER_LOSSES)

@@ -160,6 +160,7 @@ def pads_by_batch() -> None:
     run.predict(lambda x, y: x[:, : len(x)], DataLoader(samples(), batch_size=BATCH))
 
 
+@pytest.mark.slow
 def test_a_shape_that_one_rank_alone_finds_ends_all_ranks_with_the_cure() -> None:
     with pytest.raises(LaunchError, match=r"rows of one shape: pad them"):
         world.run(2, pads_by_batch, timeout_s=30)

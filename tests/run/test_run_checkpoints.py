@@ -49,6 +49,7 @@ def steps(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -45,6 +45,7 @@ def apart(one: Outcome, other: Outcome) -> Iterator[str]:
         yield "random numbers"
 
 
+@pytest.mark.slow
 def test_checks_leave_a_handful_of_scripts_as_they_are(monkeypatch):
     names = ("ClassWeights", "ImageTextPairs", "Dcgan")
     assert differences(names, Layout("ddp", 2), monkeypatch) == []

@@ -22,6 +22,7 @@ PLANS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(st.integers(2, 4), PLANS)
 @settings(
     max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate]

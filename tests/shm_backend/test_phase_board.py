@@ -57,6 +57,7 @@ def _all_reduce(board: PhaseBoard, tensor: Tensor, operation: str) -> Callable[[
     return lambda: collectives.all_reduce(board, tensor, operation)
 
 
+@pytest.mark.slow
 @given(
     st.integers(2, 4),
     st.lists(st.tuples(st.integers(0, 2), st.integers(1, 2000)), max_size=6),

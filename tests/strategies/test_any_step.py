@@ -172,6 +172,7 @@ def several(strategy: str) -> tuple[list[float], dict[str, float], dict[str, Ten
     return Several(strategy).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_several_models_and_optimizers_take_turns(strategy: str) -> None:
     losses, sums, weights = several("single")

@@ -20,6 +20,7 @@ from tests.matrix.cases import EXPERIMENTS, images
 QUIET = {"announce": lambda _: None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "accumulate"),
     [
@@ -99,6 +100,7 @@ def by_hand(ranks: int, every: int, rate: float, momentum: float) -> dict[str, T
     return dict(outer.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "every", "rate", "momentum"),
     [
@@ -186,6 +188,7 @@ def looked(strategy: str) -> list[bool]:
     return agreed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("local=4", marks=pytest.mark.slow), "diloco=4"])
 def test_a_meeting_between_a_backward_pass_and_its_step_changes_no_other(strategy: str) -> None:
     for agreed in world.run(2, looked, strategy):

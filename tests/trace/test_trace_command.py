@@ -30,6 +30,7 @@ def test_a_run_is_traced_and_its_trace_is_told(
     assert f"open {tmp_path}/trace.json in https://ui.perfetto.dev" in err
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_before_its_trace_says_so(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

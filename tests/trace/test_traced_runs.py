@@ -76,6 +76,7 @@ def test_a_bucket_of_ddp_is_seen_with_its_bytes_on_both_ranks(tmp_path: Path) ->
     assert met[0] == met[1]
 
 
+@pytest.mark.slow
 def test_zero_gathers_and_scatters(tmp_path: Path) -> None:
     trace, _ = traced(tmp_path, 2, "zero3")
     assert {"all_gather", "reduce_scatter"} <= {name.split()[0] for name in names(trace, EXCHANGE)}

@@ -59,6 +59,7 @@ def events(run: Path) -> Path:
     return next(run.glob("record/*/events.jsonl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "strategy"),
     [
@@ -107,6 +108,7 @@ def test_a_run_that_was_resumed_is_done_again_from_there(tmp_path: Path) -> None
     assert (found.differing, found.first, found.last) == ([], stopped.last, 12)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_is_done_again_up_to_its_last_checkpoint(tmp_path: Path) -> None:
     with world.start(
         3, tiny_jobs.is_signalled, recorded(tmp_path, MLP), 5, signal.SIGKILL

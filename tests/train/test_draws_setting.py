@@ -18,6 +18,7 @@ def losses(out: Path, ranks: int, draws: str) -> list[float]:
     return [line["loss"] for line in tiny_jobs.metrics(out) if "lr" in line]
 
 
+@pytest.mark.slow
 def test_global_draws_give_the_dropout_of_one_device(tmp_path: Path) -> None:
     single = losses(tmp_path / "single", 1, "global")
     assert losses(tmp_path / "global", 2, "global") == pytest.approx(single, rel=1e-10)

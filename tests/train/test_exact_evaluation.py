@@ -61,6 +61,7 @@ def evaluates_text() -> Report:
     return task.report(run.evaluate(supervised(task.measures, model), loader, model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "evaluates", [pytest.param(evaluates_images, marks=pytest.mark.slow), evaluates_text]
 )

@@ -45,6 +45,7 @@ def stored(run: Path, prefix: str) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [("zero3", 3), pytest.param("zero2,hybrid=2", 4, marks=pytest.mark.slow)],
@@ -126,6 +127,7 @@ def test_buffers_of_every_dtype_come_along(tmp_path: Path) -> None:
     assert all(count.dtype == torch.int64 and count > 0 for count in counts)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_what_was_exported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -67,6 +67,7 @@ def on(ranks: int, out: Path, recipe: dict[str, str]) -> list[dict[str, Any]]:
     return records(out / str(ranks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in EVERY_DAY else pytest.param(n, marks=pytest.mark.slow) for n in RECIPES]
 )
@@ -80,6 +81,7 @@ def test_a_recipe_gives_the_same_records_on_one_rank_and_on_three(
         assert given == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
     recipe = RECIPES["step schedule"] | {
         "train.batch_size": "500",
@@ -90,6 +92,7 @@ def test_the_rate_follows_warm_up_and_milestones(tmp_path: Path) -> None:
     assert rates == pytest.approx([0.2] * 3 + [0.02] * 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_autocast_trains(precision: str, tmp_path: Path) -> None:
     found = on(2, tmp_path, {"train.precision": precision, "train.max_steps": "3"})

@@ -32,6 +32,7 @@ def loses_a_bit(job: Job) -> int:
     return training.step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

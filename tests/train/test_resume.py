@@ -49,6 +49,7 @@ def test_stopped_in_the_middle_of_an_epoch_it_ends_bit_equal(tmp_path: Path, ran
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(tmp_path / "undisturbed"))
 
 
+@pytest.mark.slow
 def test_stopped_after_every_third_step_it_ends_bit_equal(tmp_path: Path) -> None:
     tiny_jobs.trains(tiny(tmp_path / "undisturbed", EVERYTHING))
     job = tiny(tmp_path / "run", EVERYTHING)

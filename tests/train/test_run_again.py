@@ -24,6 +24,7 @@ def closing_table(said: str) -> list[str]:
     return [line for line in lines if not line.startswith("time")]
 
 
+@pytest.mark.slow
 def test_a_finished_run_shows_its_results_again_and_changes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

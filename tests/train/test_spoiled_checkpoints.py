@@ -21,6 +21,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return everything(directory)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_said_and_training_goes_on(
     tmp_path: Path, undisturbed: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -40,6 +41,7 @@ def test_a_full_disk_is_said_and_training_goes_on(
     assert_equal_to_the_bit(everything(tmp_path / "run"), {**undisturbed, "checkpoints": names})
 
 
+@pytest.mark.slow
 def test_what_is_called_the_best_was_saved(tmp_path: Path, undisturbed: dict[str, Any]) -> None:
     assert undisturbed["info"]["best"]["step"] == 12
     with pytest.raises(LaunchError, match="the checkpoint of step 12 was not saved"):

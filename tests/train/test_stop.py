@@ -35,6 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
     tmp_path: Path, undisturbed: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_a_stopped_command_saves_exits_with_75_and_goes_on_when_run_again(
     assert_equal_to_the_bit(everything(tmp_path / "run"), everything(undisturbed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "after", "stopped", "position"),
     [
@@ -105,6 +107,7 @@ def test_workers_at_different_steps_stop_after_the_same_one(tmp_path: Path, stal
     assert json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])["step"] == 36
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_very_last_step_lets_the_run_end(tmp_path: Path, undisturbed: Path) -> None:
     with world.start(2, tiny_jobs.is_signalled, tiny(tmp_path / "run", PATIENT), 11) as ending:
         assert ending.wait() == [0, 0]

@@ -78,6 +78,7 @@ def test_ranks_try_their_rows_alone_and_refuse_together() -> None:
     assert first == last, "a rank whose samples show nothing tells what another one has found"
 
 
+@pytest.mark.slow
 def test_layers_in_slices_and_stages_are_tried_before_they_are_divided() -> None:
     ranks = world.run(2, all_of, ("tensor=2", "pipeline=2"))
     check(ranks, ("pipeline=2",))
@@ -105,6 +106,7 @@ def padded_later(strategy: str, compiled: bool = False) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "compiled"),
     [("ddp", False), ("zero3", False), pytest.param("ddp", True, marks=pytest.mark.slow)],
@@ -134,6 +136,7 @@ def second_loss_is_coupled(strategy: str) -> tuple[int, str]:
     return 4, ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "zero3"])
 def test_each_loss_of_a_script_is_tried_in_its_own_first_step(strategy: str) -> None:
     for count, error in world.run(2, second_loss_is_coupled, strategy):
@@ -354,6 +357,7 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
     return {name: [own_losses(name, padded) for padded in (False, True)] for name in strategies}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategies", "ranks"),
     [

@@ -248,6 +248,7 @@ def test_a_rank_that_has_ended_is_not_waited_for() -> None:
     assert hang.late in (0, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "seeds", [range(20), pytest.param(range(20, 2000), marks=pytest.mark.slow)]
 )

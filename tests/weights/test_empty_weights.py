@@ -301,6 +301,7 @@ def peak_of_first_step(strategy: str, blocks: int, width: int) -> int:
     return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "copies"),
     [

@@ -89,6 +89,7 @@ def test_sgd_on_a_quadratic_converges_to_its_optimum(text: str) -> None:
     torch.testing.assert_close(weights, optimum, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", [TopK(0.1), OneBit()], ids=str)
 def test_workers_that_disagree_meet_at_the_optimum_of_their_mean(scheme: Compression) -> None:
     def distance(steps: int, memories: list[Tensor] | list[None]) -> float:

@@ -31,6 +31,7 @@ def test_matrices_of_full_rank_are_sent_as_they_are_and_exact(name: str) -> None
     assert verdict.verdict == "exact", verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n != "onebit" else []) for n in NAMES]
 )
@@ -59,6 +60,7 @@ def trained(strategy: str) -> tuple[dict[str, Tensor], list[float]]:
     return run.weights(), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

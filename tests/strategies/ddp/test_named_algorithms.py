@@ -36,6 +36,7 @@ def _said(strategy: str) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_the_header_says_which_algorithm_is_used_and_where_bits_may_differ() -> None:
     calls = ("ddp,allreduce=ring",), ("ddp,allreduce=tree",)
     (ring, tree), *others = world.run(3, in_turn, _said, *calls)

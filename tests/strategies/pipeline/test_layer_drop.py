@@ -131,6 +131,7 @@ def test_layers_are_left_out_as_on_one_device(
                 )
 
 
+@pytest.mark.slow
 def test_whole_blocks_that_are_left_out_are_refused_under_zero() -> None:
     with pytest.raises(LaunchError, match="comes where other blocks of the model come"):
         world.run(2, trained, "zero3", "around")
@@ -176,5 +177,6 @@ def test_a_pipeline_refuses_numbers_of_python_and_numpy(
         assert "Draw with torch, or in the loop" in text
 
 
+@pytest.mark.slow
 def test_a_pipeline_takes_a_step_that_draws_nothing() -> None:
     assert world.run(2, refused_by_a_pipeline, "nowhere", False, False) == ["", ""]

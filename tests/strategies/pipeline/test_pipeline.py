@@ -40,6 +40,7 @@ def test_what_differs_by_design_says_so_before_the_first_step() -> None:
         assert any("one micro-batch at a time" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_copies_of_a_tied_weight_stay_equal_and_the_header_says_where_the_cuts_are() -> None:
     told = world.run(2, train, "gpt", "pipeline=2,balance=parameters")[0]
     assert torch.equal(told.weights["head.weight"], told.weights["token_embedding.weight"])
@@ -88,6 +89,7 @@ class Shortcut(torch.nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_what_a_stage_sends_may_be_what_its_backward_pass_has_saved() -> None:
     experiment = Experiment(Shortcut, cases.image_loader, torch.nn.functional.cross_entropy)
     check_strategy("pipeline=3,schedule=zero-bubble,cuts=a/c", 3, experiment)
@@ -101,6 +103,7 @@ def hooked() -> torch.nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_hooks_that_change_what_modules_get_and_give_are_called() -> None:
     check_strategy(
         "pipeline=2",
@@ -109,12 +112,14 @@ def test_hooks_that_change_what_modules_get_and_give_are_called() -> None:
     )
 
 
+@pytest.mark.slow
 def test_bf16_trains_through_the_cuts() -> None:
     losses, _ = half("single", "bf16", 1.0)
     for found, _ in world.run(2, half, "pipeline=2", "bf16", 1.0):
         assert found == pytest.approx(losses, rel=0.05)
 
 
+@pytest.mark.slow
 def test_all_stages_skip_a_step_that_overflowed_on_one() -> None:
     start = cases.mlp
     ranks = world.run(2, half, "pipeline=2,microbatches=2", "fp16", 1e6)

@@ -55,6 +55,7 @@ def trained(strategy: str, by_hook: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_hook", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_what_a_hook_or_an_attribute_keeps_of_a_block_is_as_on_one_device(by_hook: bool) -> None:
     expected = trained("single", by_hook)

@@ -84,6 +84,7 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: floa
         ), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -103,6 +104,7 @@ def test_clipping_sees_the_norm_over_all_servers() -> None:
         agree(found, expected)
 
 
+@pytest.mark.slow
 def test_two_runs_of_three_workers_give_the_same_bits() -> None:
     first, second = (world.run(3, trained, "server=2,part_mb=0.001") for _ in range(2))
     for name, value in first[0].items():
@@ -128,6 +130,7 @@ def apart(strategy: str) -> tuple[dict[str, Tensor], float, bool]:
     return run.weights(), loss.item(), were_apart
 
 
+@pytest.mark.slow
 def test_stale_workers_learn_and_end_at_the_same_weights() -> None:
     found = world.run(3, apart, "server=2,staleness=async,part_mb=0.001")
     (weights, _, were_apart), *others = found

@@ -87,6 +87,7 @@ def trained(strategy: str) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
     return results
 
 
+@pytest.mark.slow
 def test_a_step_reads_the_newest_weights_wherever_it_reads_them() -> None:
     expected = trained("single")
     for found in world.run(2, trained, SERVERS):
@@ -224,6 +225,7 @@ def averaged(strategy: str) -> dict[str, Tensor]:
     return {str(index): value for index, value in enumerate(average)}
 
 
+@pytest.mark.slow
 def test_weights_that_are_read_after_any_call_of_the_run_are_those_of_the_step() -> None:
     (expected, found), _ = world.run(2, in_turn, averaged, ("ddp",), (SERVERS,))
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-14)

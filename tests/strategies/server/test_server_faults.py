@@ -58,6 +58,7 @@ def test_a_run_that_loses_one_process_ends_at_the_bits_of_one_that_does_not(
     check(found, undisturbed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [pytest.param("2", marks=pytest.mark.slow), "async"])
 def test_stale_workers_go_on_as_well(staleness: str, tmp_path: Path) -> None:
     trouble = Trouble(tmp_path, "SIGKILL primary", PHASES["push"], 20)
@@ -128,6 +129,7 @@ def loses_three(strategy: str) -> tuple[dict[str, Tensor], list[dict[str, Any]],
     return run.weights(), part.remote_optimizer.client.stats(), killed
 
 
+@pytest.mark.slow
 def test_three_losses_of_a_shard_and_that_of_the_coordinator_are_told_and_change_no_bit(
     undisturbed: dict[str, Tensor], capfd: pytest.CaptureFixture[str]
 ) -> None:

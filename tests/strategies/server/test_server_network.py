@@ -29,6 +29,7 @@ def undisturbed() -> dict[str, Tensor]:
     return world.run(2, trained, "server=2,part_mb=0.01")[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", trials())
 @pytest.mark.parametrize("what", TROUBLES)
 def test_a_bad_network_changes_no_bit(
@@ -74,6 +75,7 @@ def test_connections_are_made_again_under_new_keys_and_change_no_bit(
     assert all(connections > 6 for _, _, connections in found)  # without the limit 3, or 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("fault", ["slow", pytest.param("SIGSTOP worker", marks=pytest.mark.slow)])
 def test_no_worker_reads_further_ahead_than_allowed(

@@ -209,6 +209,7 @@ def train_two(strategy: str) -> tuple[list[float], dict[str, Tensor], float]:
     return losses, weights, sums["loss"]
 
 
+@pytest.mark.slow
 def test_several_models_and_a_batch_of_names_train_and_evaluate_as_on_one_device() -> None:
     losses, weights, loss = train_two("single")
     for other_losses, other_weights, other_loss in world.run(2, train_two, "tensor=2"):

@@ -141,6 +141,7 @@ def train_sliced(strategy: str) -> tuple[Any, ...]:
     return losses, weights, model.calls, float(model.passes)
 
 
+@pytest.mark.slow
 def test_a_slice_of_a_sequential_trains_as_on_one_device_and_counts_its_own_passes() -> None:
     single = train_sliced("single")
     assert single[2:] == (2, 2.0)

@@ -16,6 +16,7 @@ SLOW = pytest.mark.slow
 QUICK = ("gpt", "cnn with BatchNorm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=SLOW) for name in CUT]
 )
@@ -23,6 +24,7 @@ def test_two_slices_are_one_device(name: str) -> None:
     check_strategy("tensor=2", 2, CUT[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "name"),
     [

@@ -72,6 +72,7 @@ def loader_of_tokens() -> DataLoader:
     return DataLoader(tokens(), batch_size=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -125,6 +126,7 @@ def count_held_and_sent(strategy: str) -> tuple[int, int, set[str]]:
     return own, max(sent), {kind.__name__ for kind in logits}
 
 
+@pytest.mark.slow
 def test_a_rank_holds_half_and_sends_no_logits() -> None:
     model = gpt()
     whole = sum(p.numel() for p in model.parameters())

@@ -90,6 +90,7 @@ def test_another_dtype_is_refused() -> None:
         shoal.init("zero3,gather=fp8")
 
 
+@pytest.mark.slow
 def test_a_pipeline_refuses_it() -> None:
     with pytest.raises((StrategyRefused, ShoalError), match="Leave out hybrid, offload and gather"):
         world.run(4, trained, "pipeline=2,zero1,gather=bf16", "matrices")

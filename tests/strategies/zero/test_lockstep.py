@@ -97,6 +97,7 @@ class Again(nn.Module):
         return output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "reentrant"),
     [
@@ -202,6 +203,7 @@ def test_ranks_whose_samples_take_different_branches_are_refused() -> None:
             assert re.search(words, said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [pytest.param("zero2,unit=Experts", marks=pytest.mark.slow), "zero3,unit=Experts"]
 )

@@ -59,6 +59,7 @@ def clipped(strategy: str) -> tuple[list[float], dict[str, Tensor]]:
     return norms, run.weights()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -92,6 +93,7 @@ def held(strategy: str) -> tuple[int, int]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [*(pytest.param(s, marks=pytest.mark.slow) for s in ("zero1", "zero2")), "zero3"]
 )
@@ -170,6 +172,7 @@ def trained_on_views(strategy: str) -> dict[str, Tensor]:
     return run.weights()
 
 
+@pytest.mark.slow
 def test_a_model_may_write_into_what_a_unit_gives() -> None:
     expected = trained_on_views("single")
     for found in world.run(2, trained_on_views, "zero3"):
@@ -194,6 +197,7 @@ class Sharing(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
