@@ -136,7 +136,7 @@ class StepTrials:
         self._has_news |= self._news.found_in([batch.args, batch.kwargs])
         is_tried_again = is_power and step.bit_length() % 4 == 1  # 16, 256, 4096, ...
         written: list[str] = []
-        if is_tried_again or step == 2:  # the script has had one step to change its numbers in
+        if is_power:  # the script may have changed its numbers
             own = self._numbers_of_ranks(batch)
             self._own_numbers = {name: number for name, number in own.items() if number.is_real}
             first = self._first_digests.get(code, {})

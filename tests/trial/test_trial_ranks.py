@@ -244,8 +244,10 @@ def test_numbers_that_the_loop_computes_from_own_losses_get_a_note() -> None:
         assert "ranks differ in balance.seen, and did not before the first step" in written
 
 
-def bank_of_own_outputs(classes: int) -> list[str]:
-    """Train towards earlier outputs of each sample, which the loop keeps. Returns notes."""
+def bank_of_own_outputs(classes: int, first: int = 0) -> list[str]:
+    """Train towards earlier outputs of each sample, which the loop keeps from the step `first` on.
+    Returns notes.
+    """
     torch.manual_seed(0)
     notes: list[str] = []
     run = shoal.init("ddp", precision="fp64", announce=notes.append)
@@ -257,16 +259,17 @@ def bank_of_own_outputs(classes: int) -> list[str]:
     def loss(index: Tensor, x: Tensor) -> Tensor:
         return (model(x) - bank[index]).square().mean()
 
-    for _ in range(3):
+    for step in range(first + 3):
         run.forward_backward(loss, index, x)
         optimizer.step()
         optimizer.zero_grad()
-        bank[index] = model(x).detach()
+        if step >= first:
+            bank[index] = model(x).detach()
     return [note for note in notes if "ranks differ in" in note]
 
 
 def test_a_bank_of_own_outputs_gets_a_note_with_as_many_classes_as_samples_too() -> None:
-    for notes in world.run(2, in_turn, bank_of_own_outputs, (3,), (4,))[0]:
+    for notes in world.run(2, in_turn, bank_of_own_outputs, (3,), (4,), (3, 2))[0]:
         (note,) = notes
         assert "ranks differ in bank, with which compute_loss computes" in note
 
