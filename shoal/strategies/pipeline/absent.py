@@ -130,6 +130,14 @@ class ReceivedValues:
         """Labels of the events so far."""
         self.walking = True
         """False after the function has ended, in the backward pass."""
+        self.written: list[Tensor] = []
+        """Tensors of the script into which absent values were written."""
+
+    def forget_written(self) -> None:
+        """Let tensors have their own values again, after a walk that has computed nothing."""
+        for target in self.written:
+            vars(target).pop("shoal_absent", None)
+        self.written = []
 
     def of(self, absent: AbsentTensor) -> Tensor:
         """Return the value that was received for an absent tensor.
@@ -223,6 +231,7 @@ def absent_of(value: Any) -> AbsentTensor | None:
 def mark_absent(target: Tensor, absent: AbsentTensor) -> None:
     """Note that an absent value was written into `target`."""
     target.shoal_absent = absent  # type: ignore[attr-defined]
+    absent.received.written.append(target)
 
 
 def filled(value: Any) -> Any:

@@ -362,6 +362,8 @@ class DryRun(Walk):
             # Behind the last unit the rank of the last stage has all values.
             if not self._is_behind_last_unit():
                 raise
+        finally:
+            self.received.forget_written()
         self.pass_to(self.stage_map.last, "the end")
         return self._crossing()
 

@@ -61,3 +61,33 @@ def test_what_a_hook_or_an_attribute_keeps_of_a_block_is_as_on_one_device(by_hoo
     expected = trained("single", by_hook)
     for losses in world.run(2, trained, "pipeline=2", by_hook):
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def kept_in_a_tensor(strategy: str) -> tuple[list[float], Tensor]:
+    """Train with a loss that keeps the outputs of its last rows, which do not count in it."""
+    run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+    x = torch.arange(12, dtype=torch.float64).sin().view(4, 3)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    kept = torch.zeros(2, 4, dtype=torch.float64)
+
+    def compute_loss(x: Tensor) -> Tensor:
+        out = model(x)
+        loss = out.square().mean() + 0.0 * kept.clone().sum()
+        kept[:, : len(out)] = out.detach().T
+        return loss
+
+    losses = []
+    for _ in range(2):
+        losses.append(run.forward_backward(compute_loss, run.share(x)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, kept
+
+
+def test_what_the_loss_writes_into_a_tensor_of_the_script_has_values_on_the_last_rank() -> None:
+    expected, _ = kept_in_a_tensor("single")
+    (losses, _), (_, kept) = world.run(2, kept_in_a_tensor, "pipeline=2")
+    assert losses == pytest.approx(expected, rel=1e-10)
+    assert kept.abs().sum() > 0
