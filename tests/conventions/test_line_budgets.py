@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 470,
     "shoal/run": 9_420,
     "shoal/shm_backend": 2_740,
-    "shoal/strategies": 16_420,
+    "shoal/strategies": 16_430,
     "shoal/testing": 240,
     "shoal/trace": 780,
     "shoal/train": 3_220,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_510,
     "shoal/watchdog": 940,
     "shoal/weights": 590,
-    "tests": 67_770,
+    "tests": 67_800,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
