@@ -34,6 +34,10 @@ from shoal.run.replica_check import find_differences, replicated_tensors
 
 LONGEST_INTERVAL = 64
 """Steps between two comparisons, at most."""
+SCHEDULER_CURE = (
+    "If a scheduler saw another number on each rank, step it with what run.evaluate or "
+    "run.forward_backward returns: those are the same on all ranks."
+)
 
 
 def guard_agreement(
@@ -52,14 +56,17 @@ def guard_agreement(
     """
 
     def comparing() -> Callable[..., None]:
-        steps = count(1)
+        steps, rates = count(1), 0
 
         def compare(optimizer: Optimizer, *_: Any) -> None:
+            nonlocal rates
             step = next(steps)
+            # Ranks that lower their rates one after the other have the same ones afterwards.
+            rates = hash((rates, *map(_rate_of, optimizer.param_groups)))
             if step % LONGEST_INTERVAL and (step & (step - 1) or step > LONGEST_INTERVAL):
                 return
             with at("optimizer.step()"):
-                _compare(guarded, optimizer, batches)
+                _compare(guarded, optimizer, batches, rates)
                 if with_weights:
                     check_equal_weights(guarded)
 
@@ -71,15 +78,28 @@ def guard_agreement(
             undo.callback(optimizer.register_step_pre_hook(comparing()).remove)
 
 
-def _compare(guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory) -> None:
-    """Raise UsageError on all ranks if numbers, loaded values or batches differ. Collective."""
+def _rate_of(group: dict[str, Any]) -> float:
+    rate = group.get("lr")
+    return rate if isinstance(rate, int | float) else 0.0
+
+
+def _compare(
+    guarded: GuardedModels, optimizer: Optimizer, batches: BatchHistory, rates: int
+) -> None:
+    """Raise UsageError on all ranks if numbers, loaded values or batches differ. Collective.
+
+    Args: rates: digest of the learning rates of all steps so far.
+    """
     phase = guarded.phase
-    own = [group_settings(optimizer), batches.places, phase.loaded]
+    own = [group_settings(optimizer), rates, batches.places, phase.loaded]
     first, *others = guarded.mesh.all_gather_json(own)
-    groups, places, loaded_by_first = first
-    for rank, (other_groups, other_places, loaded_by_other) in enumerate(others, start=1):
+    groups, first_rates, places, loaded_by_first = first
+    for rank, (other_groups, other_rates, other_places, loaded_by_other) in enumerate(others, 1):
         if other_groups != groups:
             raise UsageError(_describe(groups, rank, other_groups))
+        if other_rates != first_rates:
+            fact = f"rank 0 and rank {rank} have stepped with other learning rates in a step before"
+            raise UsageError(f"{fact}{call_site()}. {SCHEDULER_CURE}")
         if loaded_by_other != loaded_by_first:
             raise UsageError(_describe_loaded(loaded_by_first, rank, loaded_by_other))
         ours, theirs = BatchPlaces(*places), BatchPlaces(*other_places)
@@ -111,9 +131,7 @@ def _describe(first: list[dict[str, Any]], rank: int, other: list[dict[str, Any]
             if ours.get(key) != theirs.get(key):
                 return (
                     f"rank 0 steps with {key}={ours.get(key)}, rank {rank} with "
-                    f"{key}={theirs.get(key)} (group {group}){call_site()}. If a scheduler saw "
-                    "another number on each rank, step it with what run.evaluate or "
-                    "run.forward_backward returns: those are the same on all ranks."
+                    f"{key}={theirs.get(key)} (group {group}){call_site()}. {SCHEDULER_CURE}"
                 )
     return f"rank 0 has {len(first)} optimizer groups, rank {rank} has {len(other)}{call_site()}."
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import shoal
 from shoal.errors import ShoalError
 from shoal.testing import world
+from tests.harness.in_turn import in_turn
 from tests.run.guards.optimizer_acts import OPTIMIZER_READS, OPTIMIZER_WRITES, OptimizerActs
 
 
@@ -337,15 +338,19 @@ def test_each_bypass_is_exact_or_refused_by_its_true_reason(
                 assert result == "exact", (act, result)
 
 
-def rates_apart() -> str:
-    run = shoal.init(announce=lambda _: None)
+def rates_apart(strategy: str, meet_again: bool) -> str:
+    """Lower the rate on rank 1 after the first step, or after the second and on rank 0 after the
+    third. Return the error.
+    """
+    run = shoal.init(strategy, announce=lambda _: None)
     model = net()
     model, optimizer, loader = run.prepare(model, Script.sgd(model), DataLoader(data(), 8))
     try:
-        for x, y in loader:
+        for step in range(4):
+            x, y = next(iter(loader))
             run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
             optimizer.step()
-            if run.rank == 1:
+            if step == (2 - run.rank if meet_again else 0) and (meet_again or run.rank == 1):
                 optimizer.param_groups[0]["lr"] = 0.05
     except ShoalError as error:
         return str(error)
@@ -353,5 +358,9 @@ def rates_apart() -> str:
 
 
 def test_learning_rates_that_come_apart_are_named_with_their_ranks() -> None:
-    for text in world.run(2, rates_apart):
-        assert re.search(r"rank 0 steps with lr=0\.1, rank 1 with lr=0\.05 \(group 0\)", text)
+    calls = ("ddp", False), ("zero3", True)
+    for apart, met_again in world.run(2, in_turn, rates_apart, *calls):
+        assert re.search(r"rank 0 steps with lr=0\.1, rank 1 with lr=0\.05 \(group 0\)", apart)
+        assert (
+            "rank 0 and rank 1 have stepped with other learning rates in a step before" in met_again
+        )
