@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_720,
     "shoal/platform": 2_020,
     "shoal/plotting": 470,
-    "shoal/run": 9_420,
+    "shoal/run": 9_440,
     "shoal/shm_backend": 2_740,
     "shoal/strategies": 16_430,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_510,
     "shoal/watchdog": 940,
     "shoal/weights": 590,
-    "tests": 67_800,
+    "tests": 67_810,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
