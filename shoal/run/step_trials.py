@@ -105,8 +105,7 @@ class StepTrials:
 
     def after_passes(self) -> None:
         """Note what a function has counted in a first step that has called it several times."""
-        if self.before_passes is None:
-            return
+        assert self.before_passes is not None
         (batch, before), self.before_passes = self.before_passes, None
         after = self._reached(batch)
         names = [

@@ -84,10 +84,9 @@ def try_calls(
         rows = [i for i in call.used if num_samples in outputs[i].shape[:2]]
         numbers = [i for i in call.used if not outputs[i].dim()]
         sizes = {i: outputs[i].numel() / num_samples for i in rows}
-        of_outputs = [
-            _mean_of_outputs(call, i, sizes) for i in [rows, *([i] for i in numbers)] if i
-        ]
-        for function in [*of_outputs, *(_kept_number(call, *place) for place in call.kept)]:
+        chosen = [*([rows] if rows else ()), *([number] for number in numbers)]
+        functions = [_mean_of_outputs(call, each, sizes) for each in chosen]
+        for function in [*functions, *(_kept_number(call, *place) for place in call.kept)]:
             given = call.args, dict(call.kwargs), torch.arange(num_samples)
             verdict = try_loss(function, given, {}, num_samples, models, parameters)
             # What fails on parts may do so for another reason: where others differ, it mixes too.

@@ -207,8 +207,7 @@ def _divisor(node: Any, name: str) -> float:
         return float(saved_value(node, "self").numel() if weight is None else weight)
     if name == "Mean":
         sizes = saved_value(node, "self_sym_sizes")
-        dims = saved_value(node, "dim") or range(len(sizes))
-        return float(math.prod(sizes[_signed(dim)] for dim in dims))
+        return float(math.prod(sizes[dim] for dim in _reduced_dims(node, sizes)))
     if name == "Div":
         return _number(saved_value(node, "other"))
     return 1.0
@@ -274,11 +273,19 @@ def _slope(node: Any, index: int, rows: int, begun: bool) -> float:
 
 def _is_over_samples(node: Any, rows: int) -> bool:
     """Return True for a node of means, or sums, over samples."""
-    if node is None or _kind(node) not in ("Mean", "Sum"):
-        return False
+    is_reduction = node is not None and _kind(node) in ("Mean", "Sum")
+    return is_reduction and bool(saved_value(node, "dim")) and _reduces_samples(node, rows)
+
+
+def _reduces_samples(node: Any, rows: int) -> bool:
+    """Return True for a sum or mean of numbers of which each sample has as many."""
     sizes: Sequence[int] = saved_value(node, "self_sym_sizes") or ()
-    dims = {_signed(dim) % len(sizes) for dim in saved_value(node, "dim") or () if sizes}
-    return 0 in dims and sizes[0] == rows
+    return bool(sizes) and sizes[0] == rows and 0 in _reduced_dims(node, sizes)
+
+
+def _reduced_dims(node: Any, sizes: Sequence[int]) -> set[int]:
+    """Return the dimensions over which a node takes a sum or a mean; all, where it names none."""
+    return {_signed(dim) % len(sizes) for dim in saved_value(node, "dim") or range(len(sizes))}
 
 
 def is_mean_over(samples: int, number: Tensor, outputs: Sequence[Tensor]) -> bool:
@@ -286,13 +293,8 @@ def is_mean_over(samples: int, number: Tensor, outputs: Sequence[Tensor]) -> boo
     if number.dim() or samples < 2:
         return False
     makers = {output.grad_fn for output in outputs}
-    for node in islice(nodes_behind([number.grad_fn], makers.__contains__), MOST_NODES):
-        sizes: Sequence[int] = saved_value(node, "self_sym_sizes") or ()
-        if _kind(node) == "Mean" and sizes and sizes[0] == samples:
-            dims = saved_value(node, "dim") or (0,)
-            if 0 in {_signed(dim) % len(sizes) for dim in dims}:
-                return True
-    return False
+    nodes = islice(nodes_behind([number.grad_fn], makers.__contains__), MOST_NODES)
+    return any(_kind(node) == "Mean" and _reduces_samples(node, samples) for node in nodes)
 
 
 def _number(value: Any) -> float:

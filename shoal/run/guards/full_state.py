@@ -70,7 +70,7 @@ def note_state_requests(guarded: GuardedModels) -> None:
 def _calls_of(path: str, name: str) -> list[str]:
     """Return lines of a source file that call `state_dict` of a variable of this name."""
     try:
-        source = Path(path).read_text()
+        source = Path(path).read_text(encoding="utf-8")
         if f"{name}.state_dict(" not in source:  # to parse a script takes a tenth of a second
             return []
         tree = ast.parse(source)

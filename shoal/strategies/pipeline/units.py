@@ -133,7 +133,8 @@ class Units:
 
         Raises: WalkRefusal: another rank has them.
         """
-        if any(parameter.is_meta for parameter in self.modules[name].parameters()):
+        parameter = next(self.modules[name].parameters(), None)  # all are here, or none is
+        if parameter is not None and parameter.is_meta:
             raise WalkRefusal(
                 f"pipeline: a checkpoint computes the block {name} again, which another rank has: "
                 "the checkpoint lies around blocks of several stages. Checkpoint block by block, "
