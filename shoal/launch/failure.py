@@ -19,8 +19,8 @@ from typing import Any
 
 from shoal.errors import BAD_INPUT, PeerLost, ServerLost, ShoalError, headline_of
 
-# Modules that only call the user's code: a traceback is clearer without their frames.
-CALLING_MODULES = ("shoal.launch.rank", "shoal.testing.world", "runpy")
+# How modules that only call the user's code begin: a traceback is clearer without their frames.
+CALLING_MODULES = ("shoal.launch.rank", "shoal.testing.", "shoal.verification.", "runpy")
 # Texts of the RuntimeErrors that Gloo and torch raise when a peer has ended.
 LOST_PEER_PATTERNS = (
     "closed by peer",
@@ -159,7 +159,7 @@ def _script_line(error: BaseException) -> str:
 def _frames(error: BaseException) -> TracebackType | None:
     """Return the frames of the error from the user's code on."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__name__") in CALLING_MODULES:
+    while frames and frames.tb_frame.f_globals.get("__name__", "").startswith(CALLING_MODULES):
         frames = frames.tb_next
     # A script that cannot be parsed has no frame of its own, and its error says where it is wrong.
     return frames if frames is not None or isinstance(error, SyntaxError) else error.__traceback__
