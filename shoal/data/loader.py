@@ -62,8 +62,6 @@ class DistributedBatchLoader(ShardedLoader):
         super().__init__(rank, ranks, seed, recorder)
         self.dataset = loader.dataset
         self.batch_size = loader.batch_size
-        self.drop_last = loader.drop_last
-        self.sampler = loader.sampler
         self._loader = loader
         self._announce = announce
         self._indices = IndexBatches(loader, seed)

@@ -89,6 +89,13 @@ class ShardedLoader(ABC):
         self._reading: WeakSet[Any] = WeakSet()
         """Iterators of `_workers` that something holds."""
 
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the script's loader, such as `batch_sampler`."""
+        loader = None if name.startswith("_") else self.__dict__.get("_loader")
+        if loader is None:
+            raise AttributeError(f"a prepared loader has no attribute '{name}'")
+        return getattr(loader, name)
+
     def __iter__(self) -> Iterator[Any]:
         watch = self.watch
         watch.end()  # of another loader's batch, in a loop over both

@@ -1,5 +1,6 @@
 """Which sample comes when is a function of (seed, epoch, global index) alone."""
 
+import copy
 import random
 
 import numpy as np
@@ -114,6 +115,16 @@ def test_a_position_that_is_loaded_within_a_loop_is_where_the_next_one_begins() 
     shared.load_state_dict(state)
     left.close()
     assert [number for index, _ in shared for number in index.tolist()] == list(range(5, 23))
+
+
+def test_it_has_the_attributes_of_the_script_s_loader_and_no_others() -> None:
+    script_loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2, drop_last=True)
+    loader = DistributedBatchLoader(script_loader, 0, 2, seed=0)
+    assert loader.batch_sampler is script_loader.batch_sampler
+    assert loader.drop_last
+    assert copy.copy(loader).num_workers == 0
+    with pytest.raises(AttributeError, match="no attribute 'mixup'"):
+        loader.mixup  # noqa: B018
 
 
 def test_a_tensor_dataset_gives_the_same_batches_as_one_that_is_fetched_sample_by_sample() -> None:
