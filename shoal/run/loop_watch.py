@@ -56,6 +56,12 @@ TABLE = (
     "ranks differ. One device has one, of all samples: compute it from run.gather(tensor), the "
     "same on all ranks."
 )
+BRANCH = (
+    "note: the loop asks a tensor of this rank's samples alone whether something holds ({place}). "
+    "One device asks all samples, and here each rank may take another branch. "
+    'shoal.all_reduce(answer.float(), op="max") > 0 tells if it holds on any rank, and '
+    "run.gather(tensor) gives the samples of all."
+)
 DRAWN = (
     "note: the loop draws random numbers by torch ({place}): other ones on each data rank, so same "
     'law, other numbers. Drawn inside of compute_loss, draws="global" makes them those of one '
@@ -170,18 +176,26 @@ class LoopWatch(YieldWatch):
         return is_due and has_source
 
     def _agree(self, objection: str) -> None:
-        """Raise UsageError on all ranks if one of them has an objection, and note tables in which
-        they differ. Collective.
+        """Raise UsageError on all ranks if one of them has an objection; note tables in which they
+        differ, and branches that they take by themselves. Collective.
         """
         tables, self._rows.tables = self._rows.tables, []
+        answers, self._rows.answers = self._rows.answers, {}
+        # A loop asks of each sample by itself more than once.
+        branches = {
+            place: asked[0] for place, asked in answers.items() if len(asked) == 1 and place
+        }
         if not self._is_due:
             self._rows.forget()
         self._rows.mixed_place = ""
-        told = self._data.all_gather_json([objection, tables])
-        for text, _ in told:
+        told = self._data.all_gather_json([objection, tables, branches])
+        for text, _, _ in told:
             if text:
                 raise UsageError(text)
-        for same in zip(*(tables for _, tables in told), strict=False):
+        for place in branches:
+            if len({answer for *_, others in told for answer in others.get(place, ())}) > 1:
+                self._note(BRANCH, place=place)
+        for same in zip(*(tables for _, tables, _ in told), strict=False):
             places = {place for place, _ in same}
             if len(places) == 1 and len({digest for _, digest in same}) > 1:
                 self._note(TABLE, place=places.pop())

@@ -78,6 +78,8 @@ class ReplacedRows(DispatchMode):
         mixed_place: the line of a loss that takes numbers which were computed from other samples,
             and have no gradient, such as targets; "" if none was seen.
         tables: (place, digest) of other constants that a loss takes, such as a bank of features.
+        answers: place -> what each question there, true or false, was answered for the rows of this
+            rank, and with replaced ones.
     """
 
     def __init__(self) -> None:
@@ -86,6 +88,7 @@ class ReplacedRows(DispatchMode):
         self.own_draws: dict[str, tuple[int, ...]] = {}
         self.of_loss = False
         self.mixed_place = ""
+        self.answers: dict[str, list[tuple[bool, bool]]] = {}
         self.tables: list[tuple[str, int]] = []
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
@@ -142,16 +145,20 @@ class ReplacedRows(DispatchMode):
     def forget(self) -> None:
         """Forget all copies."""
         self.of_loss = False
-        self.tables = []
+        self.tables, self.answers = [], {}
         self._known.clear()
         self._numbers.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        self._note_draw(func, args, kwargs, caller())
+        frame = caller()
+        self._note_draw(func, args, kwargs, frame)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = [memory for memory in map(self._memory, given) if memory is not None]
         if not known:
+            return func(*args, **kwargs)
+        if _is_inside(_COLLECTIVES, frame):  # what comes of them is of all ranks
+            self._drop(_written(func, args, kwargs))
             return func(*args, **kwargs)
         self._operators += 1
         if func is READ_NUMBER:
@@ -201,6 +208,9 @@ class ReplacedRows(DispatchMode):
     def _note_number(self, tensor: Tensor) -> Any:
         number = READ_NUMBER(tensor)
         copies = self.copies_of(tensor)
+        if copies is not None and type(number) is bool:
+            answers = self.answers.setdefault(calling_line(caller(2)), [])
+            answers.append((number, READ_NUMBER(copies[1])))
         # Whole numbers are lengths and counts more often than means, and come again by chance.
         if copies is not None and type(number) is float and not number.is_integer():
             same, replaced = READ_NUMBER(copies[0]), READ_NUMBER(copies[1])
@@ -236,7 +246,7 @@ class ReplacedRows(DispatchMode):
 
         A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
         """
-        if not draws_numbers(func, args, kwargs) or _is_of_loader(frame):
+        if not draws_numbers(func, args, kwargs) or _is_inside(_LOADERS, frame):
             return
         line = calling_line(frame)
         operator = schema_of(func).name.partition("::")[2].removesuffix("_")
@@ -405,11 +415,12 @@ def _most_bytes(device: torch.device) -> int:
 
 
 _LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
+_COLLECTIVES = f"{Path(__file__).parents[1] / 'comm'}/"
 
 
-def _is_of_loader(frame: FrameType | None) -> bool:
+def _is_inside(folder: str, frame: FrameType | None) -> bool:
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_LOADERS):
+        if frame.f_code.co_filename.startswith(folder):
             return True
         frame = frame.f_back
     return False

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -523,3 +524,31 @@ def test_a_bank_of_a_rank_s_own_outputs_is_told_once_and_one_of_all_outputs_is_n
     assert len(of_own) == 1
     assert "a tensor of shape (3, 15) at test_loop_watch.py:" in of_own[0]
     assert of_all == []
+
+
+def branches(of_all: bool) -> tuple[Tensor, list[str]]:
+    """Add a term to the loss of a batch whose mean is above 0. Returns weights and notes."""
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    torch.manual_seed(0)
+    model, extra = nn.Linear(6, 3).double(), nn.Linear(6, 3).double()
+    optimizer = torch.optim.SGD([*model.parameters(), *extra.parameters()], lr=0.1)
+    model, extra, optimizer, loader = run.prepare(model, extra, optimizer, data())
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        answer = x.mean() > 0
+        if shoal.all_reduce(answer.float(), op="max") > 0 if of_all else answer:
+            loss = loss + F.cross_entropy(extra(x), y)
+        run.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return run.weights()["model0.weight"], [line for line in lines if "another branch" in line]
+
+
+def test_a_branch_on_a_rank_s_own_samples_is_told_once_and_one_on_all_is_exact() -> None:
+    whole, untold = world.run(1, branches, False)[0]
+    (_, own), (weights, of_all) = world.run(2, in_turn, branches, (False,), (True,))[0]
+    assert len(own) == 1
+    assert "(test_loop_watch.py:" in own[0]
+    assert untold == of_all == []
+    assert_close(weights, whole, rtol=0, atol=1e-12)
