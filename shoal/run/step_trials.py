@@ -54,9 +54,9 @@ WRITTEN = (
     'shoal.all_reduce(value, op="sum") gives that of all ranks.'
 )
 CALLED_OFTEN = (
-    "note: compute_loss changes {names}. It is called once for each micro-batch, and in a pipeline "
-    "also to divide the models, so that a count of its calls is none of steps. Count steps in the "
-    "loop."
+    "note: compute_loss, or a model, changes {names}. It runs once for each micro-batch, and in a "
+    "pipeline also to divide the models, so that a count of its calls is none of steps. Count "
+    "steps in the loop."
 )
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
@@ -67,7 +67,7 @@ class StepTrials:
     Attributes:
         tried: steps of each function that was tried, by its `code_of`.
         before_passes: the batch of a first step whose passes call its function several times, and
-            what the function's numbers were before them.
+            what the numbers of the function and of the models were before them.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -101,19 +101,18 @@ class StepTrials:
         self._tell(self._try(batch))
         mesh, accumulate = self._prepared.mesh, self._prepared.settings.accumulate
         if accumulate > 1 or mesh.pipeline.size > 1:
-            self.before_passes = batch, _digests(self._reached(batch))
+            self.before_passes = batch, self._countable(batch)
 
     def after_passes(self) -> None:
-        """Note what a function has counted in a first step that has called it several times."""
+        """Note what was counted in a first step that calls its function several times. Collective
+        over the stages of a pipeline.
+        """
         assert self.before_passes is not None
         (batch, before), self.before_passes = self.before_passes, None
-        after = self._reached(batch)
-        names = [
-            name
-            for name, number in after.items()
-            if not isinstance(number.value, Tensor)
-            and before.get(name, number.digest()) != number.digest()
-        ]
+        after = self._countable(batch)
+        own = [name for name, number in after.items() if before.get(name, number) != number]
+        stages = self._prepared.mesh.pipeline.all_gather_json(own)
+        names = [*dict.fromkeys(name for stage in stages for name in stage)]
         if names and CALLED_OFTEN not in self._noted:
             self._noted.add(CALLED_OFTEN)
             self._prepared.announce(CALLED_OFTEN.format(names=listed(names, 3)))
@@ -173,6 +172,21 @@ class StepTrials:
         others = data.all_gather_json(own)
         # A tensor may have as many rows as the samples of some rank, which leaves it out.
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
+
+    def _countable(self, batch: LocalBatch) -> dict[str, str]:
+        """Return the numbers with which the loss or a model here may count its calls, by name."""
+        reached = self._reached(batch).items()
+        numbers = {name: n.digest() for name, n in reached if not isinstance(n.value, Tensor)}
+        modules = [pair for model in self._prepared.models for pair in model.named_modules()]
+        for name, module in modules:
+            if isinstance(module, BatchNormBase):
+                continue  # has a note of its own
+            values = {**vars(module), **dict(module.named_buffers(recurse=False))}
+            for key, value in values.items():
+                is_whole = isinstance(value, Tensor) and not value.dtype.is_floating_point
+                if type(value) in (int, float) or (is_whole and value.numel() == 1):
+                    numbers[f"{name}.{key}".removeprefix(".")] = repr(value)
+        return numbers
 
     def _reached(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
         """Return the numbers of the script that the loss reaches, without those of its batch."""

@@ -282,33 +282,65 @@ def test_a_number_that_a_loss_writes_and_does_not_read_is_told_to_be_of_one_rank
     assert "shoal.all_reduce" in notes[0]
 
 
-def counts_its_calls(strategy: str, accumulate: int) -> list[str]:
-    """Train by a loss with a weight that grows with its calls. Returns notes."""
+class CountsItsCalls(nn.Module):
+    """Divides its outputs by a number that grows with its calls."""
+
+    calls: Any
+
+    def __init__(self, in_buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).double()
+        if in_buffer:
+            self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        else:
+            self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.layers(x) / (1 + self.calls)
+
+
+def counts_its_calls(strategy: str, accumulate: int, in_model: bool) -> list[Any]:
+    """Train by a loss, or models, that count calls. Returns the names in notes, and a count."""
     torch.manual_seed(0)
     notes: list[str] = []
     run = shoal.init(strategy, accumulate=accumulate, announce=notes.append)
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-    x = run.share(torch.randn(8, 6).double())
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    models: list[Any] = [CountsItsCalls(False), CountsItsCalls(True)] if in_model else [net()]
+    x = run.share(torch.randn(16, 6).double())
+    parameters = [p for model in models for p in model.parameters()]
+    *models, optimizer = run.prepare(*models, torch.optim.SGD(parameters, 0.1))
     schedule = {"step": 0}
 
     def loss(x: Tensor) -> Tensor:
-        schedule["step"] += 1
-        return model(x).square().mean() * min(1.0, schedule["step"] / 10)
+        if not in_model:
+            schedule["step"] += 1
+        scale = min(1.0, (schedule["step"] + 1) / 10)
+        return sum(model(x).square().mean() for model in models) * scale
 
     for _ in range(2):
         run.forward_backward(loss, x)
         optimizer.step()
         optimizer.zero_grad()
-    return [note for note in notes if "Count steps in the loop" in note]
+    told = [n.partition(" changes ")[2] for n in notes if "Count steps in the loop" in n]
+    counts = [models[0].calls] if in_model else []
+    return [*(note.partition(". It")[0] for note in told), *counts]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
 
 def test_a_count_of_calls_gets_a_note_where_a_step_has_several() -> None:
-    calls = ("pipeline=2", 1), ("ddp", 2), ("ddp", 1)
-    in_stages, in_micro_batches, in_one = world.run(2, in_turn, counts_its_calls, *calls)[0]
-    assert not in_one
-    for (note,) in (in_stages, in_micro_batches):
-        assert "compute_loss changes schedule['step']" in note
+    layouts = ("pipeline=2,microbatches=4", 1), ("ddp", 2), ("ddp", 1)
+    calls = [(*layout, in_model) for in_model in (False, True) for layout in layouts]
+    assert world.run(2, in_turn, counts_its_calls, *calls)[0] == [
+        ["schedule['step']"],
+        ["schedule['step']"],
+        [],
+        ["calls", 8],
+        ["calls", 4],
+        [2],
+    ]
 
 
 class OwnLoss(nn.Module):

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from shoal.platform.script_line import caller
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import function_modes, pop_mode_temporarily
+from shoal.strategies.module_snapshot import ModelSnapshot
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
     GRADIENT_INSIDE,
@@ -347,10 +348,11 @@ class DryRun(Walk):
         self._stage_used: dict[ValueName, int] = {}
 
     def run(self, function: Callable[[], Any]) -> Crossing:
-        """Run the function.
+        """Run the function, and put back what it has changed in the model.
 
         Raises: WalkRefusal: it cannot be divided.
         """
+        saved = ModelSnapshot(self.units.model)
         try:
             with self.units.observed_by(self), self:
                 result = [*tensors_of_result(function())]
@@ -364,6 +366,7 @@ class DryRun(Walk):
                 raise
         finally:
             self.received.forget_written()
+            saved.restore()
         self.pass_to(self.stage_map.last, "the end")
         return self._crossing()
 
