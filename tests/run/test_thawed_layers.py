@@ -93,7 +93,9 @@ def test_local_steps_train_other_layers_from_phase_to_phase() -> None:
 
 
 def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
-    """Train the last layer, then all, by learning rates alone; then ask for other parameters."""
+    """Train the last layer, all by learning rates alone, the last layer again by freezing the
+    first, and all; then ask for other parameters.
+    """
     torch.manual_seed(0)
     run = shoal.init(strategy, **QUIET)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
@@ -101,9 +103,10 @@ def at_rest(strategy: str) -> tuple[str, list[float], dict[str, Tensor]]:
     optimizer = torch.optim.SGD(groups, lr=0.1)
     net, optimizer, batches = run.prepare(net, optimizer, loader())
     losses: list[float] = []
-    for phase in range(2):
+    for phase in range(4):
         if phase == 1:
             optimizer.param_groups[0]["lr"] = 0.05
+        net[0].requires_grad_(phase != 2)
         for x, y in batches:
             loss = run.forward_backward(lambda x, y: F.cross_entropy(net(x), y), x, y)
             losses.append(loss.item())

@@ -220,9 +220,10 @@ class DividedModel:
 
 
 def shape_key(model: nn.Module, nest: Any) -> Hashable:
-    """Return what determines the shapes of all values of a run."""
+    """Return what determines the shapes of all values of a run, and which have gradients."""
     return (
         tuple(module.training for module in model.modules()),
+        tuple(parameter.requires_grad for parameter in model.parameters()),
         torch.is_grad_enabled(),
         tuple(form_of(leaf) for leaf in tree_leaves(nest)),
     )
