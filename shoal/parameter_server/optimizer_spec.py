@@ -10,13 +10,14 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.errors import ConfigError, StrategyRefused
 from shoal.optim.traits import ELEMENTWISE_OPTIMIZERS, declaration, is_elementwise
 
-Setting = float | int | bool | None | list[float]
+Setting = float | int | bool | str | None | list[float]
 Settings = dict[str, Setting]
 """Settings of one optimizer group: learning rate, momentum, betas and the like, as JSON values."""
 
@@ -54,7 +55,7 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
 
     Raises:
         StrategyRefused: the optimizer does not treat each value by itself, or is unknown and does
-            not declare that it does.
+            not declare that it does; or no server can build one like it.
     """
     kind = type(optimizer)
     if not is_elementwise(kind):
@@ -64,18 +65,60 @@ def recipe_of(optimizer: Optimizer) -> OptimizerSpec:
             "that treats every number by itself gives the same result on pieces. Use one of "
             f"{', '.join(ELEMENTWISE_OPTIMIZERS)}. {declaration(kind, 'elementwise')}".rstrip()
         )
-    return OptimizerSpec(kind, [settings_of(group) for group in optimizer.param_groups])
+    name_of_kind(kind)
+    spec = OptimizerSpec(kind, [settings_of(group) for group in optimizer.param_groups])
+    _check_built_alike(optimizer, spec)
+    return spec
+
+
+def _check_built_alike(optimizer: Optimizer, spec: OptimizerSpec) -> None:
+    """Raise StrategyRefused if an optimizer that is built of the spec has other settings."""
+    name = spec.kind.__name__
+    cure = (
+        "Servers build their own of the numbers and texts in param_groups: let __init__ take each "
+        f"by its name there, {name}(params, lr=0.1, scale=2.0) with defaults=dict(lr=lr, "
+        "scale=scale), and step() read them from the group."
+    )
+    known = vars(Optimizer([nn.Parameter(torch.zeros(1))], {})).keys()
+    for number, group in enumerate(optimizer.param_groups):
+        try:
+            built = spec.build([nn.Parameter(torch.zeros(1))], number)
+        except Exception as error:
+            raise StrategyRefused(
+                f"{name} cannot be built on parameter servers ({error}). {cure}"
+            ) from error
+        other = [
+            k
+            for k in group
+            if k not in ("params", "foreach") and not _are_same(k, group, built.param_groups[0])
+        ]
+        other += [
+            k for k in vars(built).keys() - known if not _are_same(k, vars(optimizer), vars(built))
+        ]
+        if other:
+            raise StrategyRefused(
+                f"{name} on parameter servers would have other values than here of: "
+                f"{', '.join(other)}. {cure}"
+            )
+
+
+def _are_same(key: str, here: dict[str, Any], there: dict[str, Any]) -> bool:
+    """Return False if one of two values can be compared, and they differ."""
+    mine, built = here.get(key), there.get(key)
+    if _is_plain(mine) and _is_plain(built):
+        return _to_json(mine) == _to_json(built)
+    return not (_is_plain(mine) or _is_plain(built))
 
 
 def name_of_kind(kind: type[Optimizer]) -> str:
-    """Return `module:class`, by which servers on other hosts import an optimizer.
+    """Return `module:class`, by which servers import an optimizer.
 
     Raises: StrategyRefused: the class is in the script itself, or in a function.
     """
     if kind.__module__ == "__main__" or "." in kind.__qualname__:
         raise StrategyRefused(
-            f"{kind.__name__} is a class of the script itself, which servers on hosts of their own "
-            "do not run. Put it at the top of a module that the script imports."
+            f"{kind.__name__} is a class of the script itself, which servers do not run. Put it "
+            "at the top of a module that the script imports."
         )
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -110,12 +153,14 @@ def update(optimizer: Optimizer, settings: Settings) -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a setting is None, a number, a scalar tensor, or a list of the latter two."""
+    """Return whether a setting is None, a text, a number, a scalar tensor, or a list of the latter
+    two.
+    """
     if isinstance(value, (tuple, list)):
-        return all(_is_plain(item) and item is not None for item in value)
+        return all(_is_plain(item) and not isinstance(item, str | None) for item in value)
     return (
         value is None
-        or isinstance(value, (bool, int, float))
+        or isinstance(value, (bool, int, float, str))
         or (isinstance(value, Tensor) and value.dim() == 0)
     )
 

@@ -158,3 +158,46 @@ def test_an_optimizer_that_declares_it_is_stepped_as_often_as_the_script_does(
     for refusal, weights, steps in world.run(2, trained, strategy, Declared):
         assert (refusal, steps) == ("", 3)
         assert_same(weights, expected)
+
+
+class Signed(Optimizer):
+    """Counts its steps in a group, which has a text too, and may have a factor beside it."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.1, mode: str = "plain", scale: float = 1.0):
+        super().__init__(params, {"lr": lr, "mode": mode, "steps": 0})
+        self.scale = scale
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            rate = self.scale * group["lr"] / (1 + group["steps"])
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    is_signed = group["mode"] == "sign"
+                    parameter.sub_(
+                        parameter.grad.sign() if is_signed else parameter.grad, alpha=rate
+                    )
+
+
+def on_servers() -> list[tuple[str, dict[str, Tensor], int]]:
+    class Inner(Signed):
+        pass
+
+    makers: list[Callable[[Any], Optimizer]] = [
+        lambda params: Signed(params, mode="sign"),
+        lambda params: Signed(params, scale=2.0),
+        Inner,
+    ]
+    return [trained("server=2", make) for make in makers]
+
+
+def test_servers_build_an_optimizer_of_its_groups_or_refuse_it() -> None:
+    _, expected, _ = trained("single", lambda params: Signed(params, mode="sign"))
+    for (refusal, weights, _), (scaled, *_), (inner, *_) in world.run(2, on_servers):
+        assert refusal == ""
+        assert_same(weights, expected)
+        assert "would have other values than here of: scale" in scaled
+        assert "Put it at the top of a module" in inner

@@ -26,7 +26,7 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.parameter_server.events import StepRequest
 from shoal.parameter_server.launcher import ClusterLauncher, report_servers, spans_machines
 from shoal.parameter_server.node.event_log import Event
-from shoal.parameter_server.optimizer_spec import OptimizerSpec, recipe_of, settings_of
+from shoal.parameter_server.optimizer_spec import OptimizerSpec, Settings, recipe_of, settings_of
 from shoal.parameter_server.partitioning import param_metas, partition, partition_bytes
 from shoal.parameter_server.worker.client import WorkerClient
 from shoal.parameter_server.worker.flat_params import FlatParams
@@ -93,6 +93,7 @@ class WorkerEngine(StrategyState):
         self.removed: Callable[[], list[str]] = list
         self.zeroed: Container[str] = ()
         self._without: list[str] = []
+        self._settings: list[Settings] = []
         self._is_connected = False
         self.launcher = ClusterLauncher(mesh)
         self.client: WorkerClient
@@ -148,7 +149,8 @@ class WorkerEngine(StrategyState):
         """
         if not self.has_pushed:
             return
-        settings = [settings_of(group) for group in self.optimizer.param_groups]
+        settings = self._settings or self._read_settings()
+        self._settings = []
         if not self.is_synchronous:
             # The pushes of all workers together are one step of the full learning rate.
             for group in settings:
@@ -171,8 +173,15 @@ class WorkerEngine(StrategyState):
 
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
 
-    def _note_removed(self) -> None:
-        """Note which gradients the step is to be without, before anything changes `.grad`."""
+    def _read_settings(self) -> list[Settings]:
+        return [settings_of(group) for group in self.optimizer.param_groups]
+
+    def _before_update(self) -> None:
+        """Note the settings of the step, and the gradients that it is to be without.
+
+        The optimizer's own step has none here, and changes settings such as a count of steps.
+        """
+        self._settings = self._read_settings() if self.has_pushed else []
         self._without = self.removed() if self.has_pushed and not self.leaves_out else []
 
     def _sync_stop(self, stop_requested: bool) -> None:
@@ -192,7 +201,7 @@ class WorkerEngine(StrategyState):
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
         self._watch_zero_grad(optimizer)
-        call_before_update(optimizer, self._note_removed)
+        call_before_update(optimizer, self._before_update)
         recipe = recipe_of(optimizer)
         parameters = dict(self.model.trainable_params)
         metas = param_metas(parameters, optimizer)
