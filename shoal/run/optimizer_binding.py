@@ -298,6 +298,7 @@ def optimizer_state(
 
     Raises: CheckpointError: state of another kind.
     """
+    check_state_is_held(optimizer)
     name_local_state(optimizer)
     tensors: dict[str, Tensor] = {}
     scalars: Scalars = {}
@@ -320,6 +321,25 @@ def optimizer_state(
                     "8-bit states use shoal.optim.AdamW8bit."
                 )
     return tensors, scalars
+
+
+def check_state_is_held(optimizer: Optimizer) -> None:
+    """Raise CheckpointError if `state_dict()` has what is neither state of a parameter nor a
+    group's setting: a run that is resumed would begin it anew.
+    """
+    with access_by_shoal():
+        given = optimizer.state_dict()
+    lost = {*given} - {"state", "param_groups"}
+    for index, parameter in enumerate(params_of(optimizer)):
+        held = optimizer.state.get(parameter, {})
+        lost |= {key for key in given.get("state", {}).get(index, {}) if key not in held}
+    if lost:
+        raise CheckpointError(
+            f"{type(optimizer).__name__}.state_dict() has {listed(sorted(map(str, lost)), 3)}, "
+            "which a checkpoint would not hold: it has self.state[parameter] (tensors and numbers) "
+            "and the numbers of param_groups. Keep it there, or in an object with state_dict and "
+            "load_state_dict that run.checkpoint(directory, name=object) is given."
+        )
 
 
 def load_optimizer_state(

@@ -22,6 +22,7 @@ from shoal.run.checks import check_path, check_state
 from shoal.run.collective_calls import CollectiveCalls
 from shoal.run.ema import Ema
 from shoal.run.loop_progress import LoopProgress
+from shoal.run.optimizer_binding import check_state_is_held
 from shoal.run.preparation import is_loader
 from shoal.run.prepared import Prepared
 from shoal.run.run_checkpoints import RunCheckpoints
@@ -197,9 +198,12 @@ class StatefulRun:
             objects: the script's own objects whose state belongs to the run, by name; each has
                 `state_dict` and `load_state_dict`, and the same state on every rank.
 
-        Raises: UsageError: an object has no such methods; `keep` is below 1.
+        Raises: UsageError: an object has no such methods; `keep` is below 1. CheckpointError: an
+            optimizer has state that a checkpoint does not hold.
         """
         check_path("run.checkpoint", directory)
+        for optimizer in self._prepared.optimizers:
+            check_state_is_held(optimizer)
         checkpoints = Checkpoints(Path(directory), keep)
         return RunCheckpoints(self, checkpoints, objects, self._prepared.announce)
 

@@ -184,6 +184,42 @@ def test_what_cannot_be_saved_is_refused_with_its_place(
     assert list(tmp_path.iterdir()) == []
 
 
+class Slow(torch.optim.SGD):
+    """Has a number in its state_dict that belongs to no parameter."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"slow": 1}
+
+
+class Outer(torch.optim.SGD):
+    """Saves the state of an optimizer inside of it, and none of its own."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([*params], lr, momentum=0.9)
+        self.inner = torch.optim.SGD(self.param_groups, lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+
+def test_an_optimizer_with_state_that_would_be_lost_is_refused(tmp_path: Path) -> None:
+    run, model = quiet(), nn.Linear(4, 3).double()
+    run.prepare(model, Slow(model.parameters(), lr=0.1))
+    with pytest.raises(CheckpointError, match=r"Slow.state_dict\(\) has slow, which a checkpoint"):
+        run.checkpoint(tmp_path)
+    run, model = quiet(), nn.Linear(4, 3).double()
+    model, optimizer = run.prepare(model, Outer(model.parameters(), lr=0.1))
+    checkpoint = run.checkpoint(tmp_path)
+    run.forward_backward(lambda x: model(x).square().mean(), torch.ones(2, 4).double())
+    optimizer.step()
+    with pytest.raises(CheckpointError, match=r"Outer.state_dict\(\) has momentum_buffer"):
+        checkpoint.save(1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nothing_saved_begins_at_zero_and_nothing_good_is_an_error(tmp_path: Path) -> None:
     run = prepared()
     assert run.checkpoint(tmp_path / "new").resume() == 0
