@@ -191,8 +191,14 @@ def batch_norm(
     divisor = count.clamp(min=1)
     mean = sums[:-1] / divisor
     deviations = counted - mean.view(shape)
-    squares = sum_over_ranks(deviations.square().sum(dims), axis)
+    own_squares = deviations.square().sum(dims)
+    squares = sum_over_ranks(own_squares, axis)
     variance = squares / divisor
+    if not torch.is_grad_enabled() and axis.is_same(
+        [*map(Tensor.tolist, (own_count, own_squares))]
+    ):
+        # `update_bn` gives each rank the whole batch.
+        count, squares = own_count, own_squares
     if running_mean is not None and running_var is not None:
         with torch.no_grad():
             unbiased = squares / (count - 1).clamp(min=1)
