@@ -72,7 +72,7 @@ SHARED_CURE = (
     "samples with a generator of its own, the same on all ranks: torch.randperm(n, "
     "generator=torch.Generator().manual_seed(epoch)), and by priorities that follow from the "
     "losses of all samples: priority[run.gather(index)] = run.gather(losses.detach()). Draw noise "
-    "after run.share."
+    "after run.share, and leave a loop on all ranks or on none."
 )
 
 

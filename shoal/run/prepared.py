@@ -328,7 +328,7 @@ class Prepared:
                 "strategy has divided or sent away those of the first. Give all models to the "
                 "first prepare, with all layers trainable that any phase trains, and a learning "
                 "rate of 0 for those that rest; or save with run.save(path) and train the next "
-                "phase in a run of its own; or use ddp."
+                "phase in a run of its own (run = shoal.init(), as for each fold); or use ddp."
             )
         root = as_one_module(self.models)
         group_names(self.optimizers, root, self._bound)  # raises where one is missing

@@ -130,7 +130,9 @@ def _answer(
     if answer is None and absence.is_in_stage and label not in _DRAWS:
         answer = _without_values(absence, func, args, options)
     if answer is None:
-        raise absence.refusal("" if label.startswith("__get") else label.strip("_"))
+        if label == "__get__":  # of a property
+            label = func.__self__.__name__  # type: ignore[attr-defined]
+        raise absence.refusal(label.strip("_"))
     return answer
 
 

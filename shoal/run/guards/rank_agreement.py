@@ -158,5 +158,6 @@ def check_equal_weights(guarded: GuardedModels) -> None:
                 f"noticed{call_site() or ' now'}: the script has written it on one of them, or "
                 "differently on each. Draw weights anew under one seed, torch.manual_seed(epoch) "
                 "on all ranks, for after run.prepare torch draws other numbers on each data rank; "
-                "load weights on all ranks; and take gradients from run.forward_backward alone."
+                "load weights on all ranks; give a layer that is new to run.prepare(model, "
+                "optimizer); and take gradients from run.forward_backward alone."
             )

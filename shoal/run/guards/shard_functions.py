@@ -173,7 +173,8 @@ def _explained(name: str, error: Exception, active: Sequence[GuardedModels]) -> 
         return None  # of a layer in a step the strategy says more
     instead = (
         "Take whole values from run.weights() or run.gradients(), on all ranks, for an average of "
-        f"weights for example; or use ddp, where every rank holds whole parameters.{cure}"
+        "weights for example. For a loss, as a penalty on weights is, these have no gradient: use "
+        f"ddp, where every rank holds whole parameters, or weight_decay.{cure}"
     )
     if in_passes:
         instead = (
