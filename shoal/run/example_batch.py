@@ -13,7 +13,6 @@ from shoal.comm.mesh import Mesh
 from shoal.data.tree_map import tensors_in
 from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import version
 from shoal.strategies import base
 from shoal.strategies.microbatch import chunk, chunk_args
@@ -30,7 +29,7 @@ def example_of(
     accumulate: int,
     full_batch_rows: int = 0,
 ) -> base.ExampleBatch:
-    """Return a few samples of a batch, and the calls of models that `compute_loss` makes on them.
+    """Return a few samples of a batch, and the models that `compute_loss` calls on them.
 
     The models, the script and the random numbers are left as they were.
 
@@ -42,10 +41,10 @@ def example_of(
         chunk(dict(batch.kwargs), window, batch.num_samples),
     )
     args, kwargs = _copied(taken[0]), _copied(taken[1])
-    calls: list[base.ModuleCall] = []
+    called: set[nn.Module] = set()
     with (
         leaving_no_trace(models, batch.step.compute_loss, ()),
-        _recorded_calls(models, calls),
+        _noted_calls(models, called),
         torch.enable_grad(),  # compute_loss may take gradients itself
     ):
         batch.step.compute_loss(*args, **kwargs)
@@ -59,19 +58,18 @@ def example_of(
     if batch.step.sizes_known:
         share = -(-max(batch.step.global_batch_size, full_batch_rows) // mesh.data.size)
     num_samples = -(-share // accumulate)
-    return base.ExampleBatch(batch.step.compute_loss, args, kwargs, num_samples, tuple(calls))
+    return base.ExampleBatch(batch.step.compute_loss, args, kwargs, num_samples, called)
 
 
 @contextmanager
-def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -> Iterator[None]:
-    """Add the calls of the models to `calls`; a call inside of another one does not count."""
+def _noted_calls(models: Sequence[nn.Module], called: set[nn.Module]) -> Iterator[None]:
+    """Add the models that are called to `called`; a call inside of another one does not count."""
     depth = 0
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, _args: Any) -> None:
         nonlocal depth
         if depth == 0:
-            args, kwargs = tree_map(_without_graph, (args, kwargs))
-            calls.append(base.ModuleCall(module, args, kwargs))
+            called.add(module)
         depth += 1
 
     def after(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -80,7 +78,7 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
 
     with ExitStack() as hooks:
         for model in models:
-            hooks.callback(model.register_forward_pre_hook(before, with_kwargs=True).remove)
+            hooks.callback(model.register_forward_pre_hook(before).remove)
             hooks.callback(model.register_forward_hook(after, always_call=True).remove)
         yield
 
@@ -88,8 +86,3 @@ def _recorded_calls(models: Sequence[nn.Module], calls: list[base.ModuleCall]) -
 def _copied(batch: Any) -> Any:
     """Return a nest with tensors of its own: the function may write into its batch."""
     return batch.clone() if isinstance(batch, Tensor) else map_items(batch, _copied)
-
-
-def _without_graph(value: Any) -> Any:
-    """Return a tensor without the graph that has made it, whose memory it would hold."""
-    return value.detach() if isinstance(value, Tensor) and value.grad_fn is not None else value

@@ -270,14 +270,6 @@ class StepResult(NamedTuple):
     """Values beside the loss, of every micro-batch of this call."""
 
 
-class ModuleCall(NamedTuple):
-    """A call of a prepared model that `compute_loss` has made."""
-
-    module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-
 class ExampleBatch(NamedTuple):
     """The first batch of a run, for strategies that trace or measure the model."""
 
@@ -288,23 +280,8 @@ class ExampleBatch(NamedTuple):
     """Keyword arguments of `compute_loss`, with as many samples."""
     num_samples: int
     """Samples of a complete batch on this rank."""
-    calls: tuple[ModuleCall, ...]
-    """Calls of the prepared models in one run of `compute_loss` on this batch, in order."""
-
-    @property
-    def inputs(self) -> tuple[Any, ...]:
-        """Positional arguments of the first call of a model."""
-        return self.calls[0].args if self.calls else ()
-
-
-@dataclass(frozen=True)
-class Planning:
-    """The facts that a strategy may look at before it divides the model."""
-
-    example: ExampleBatch | None = None
-    """The first batch; None for strategies that are applied before there is one."""
-    weights: DeferredWeights | None = None
-    """Weights of the model that have no memory yet; None if all have."""
+    called_models: Set[nn.Module]
+    """Prepared models that `compute_loss` calls on this batch, and not inside of another one."""
 
 
 @dataclass(frozen=True)
@@ -336,8 +313,10 @@ class LocalModel:
     """Facts about the passes that `forward` and `run` make through `module`."""
     pipeline: PipelineTraits = field(default_factory=PipelineTraits)
     """How `module` lies in a pipeline."""
-    planning: Planning = Planning()
-    """Facts that strategies may look at before they divide the model."""
+    example: ExampleBatch | None = None
+    """The first batch; None for strategies that are applied before there is one."""
+    weights: DeferredWeights | None = None
+    """Weights of the model that have no memory yet; None if all have."""
     finite_check: FiniteCheck = field(default_factory=FiniteCheck)
     """Looks for values that are not finite. All local models of a run share one."""
     summary_lines: tuple[str, ...] = ()
@@ -351,15 +330,18 @@ class LocalModel:
         """
         return self.strategy_state.remote_optimizer
 
-    def replace_params(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Put parameters in the place of those that a later strategy has divided; return them.
+    def renew_params(self, instead: Mapping[str, nn.Parameter] | None = None) -> None:
+        """Take what `module` has now in the places of the trainable parameters.
 
         All local models share the dict. Later ones refer to earlier ones, which would hold the
         memory of whole parameters.
+
+        Args: instead: by name, parameters that take the places of those of the module.
         """
-        self.trainable_params.clear()
-        self.trainable_params.update(parameters)
-        return self.trainable_params
+        aliases = self.pipeline.tied_names
+        named = {aliases.get(name, name): p for name, p in self.module.named_parameters()}
+        for name in self.trainable_params:
+            self.trainable_params[name] = (instead or {}).get(name, named[name])
 
     @property
     def is_partial(self) -> bool:
@@ -379,12 +361,12 @@ class Strategy(StrategyOptions, ABC):
 
     Attributes:
         needs_helper_processes: it starts processes beside the ranks.
-        needs_example_batch: it needs `Planning.example`: it applies before all others, when the
+        needs_example_batch: it needs `LocalModel.example`: it applies before all others, when the
             first batch is there.
         can_apply_again: it leaves whole parameters in their places on every rank, so that it can be
             applied anew after `OutsideStep.close`.
         takes_empty_weights: it may be applied to weights that have no memory yet: it reads no
-            values, or fills what this rank needs by `Planning.weights`. Others find all filled.
+            values, or fills what this rank needs by `LocalModel.weights`. Others find all filled.
     """
 
     needs_helper_processes: ClassVar[bool] = False
@@ -427,11 +409,7 @@ def apply_strategies(model: LocalModel, strategies: Iterable[Strategy], mesh: Me
 
 def _with_all_weights(model: LocalModel) -> LocalModel:
     """Fill the weights that have no memory. Sends nothing: strategies compare ranks."""
-    weights = model.planning.weights
-    if weights is not None:
-        weights.fill([model.module])
-        named = dict(model.module.named_parameters())
-        aliases = model.pipeline.tied_names
-        named = {aliases.get(name, name): parameter for name, parameter in named.items()}
-        model.replace_params({name: named[name] for name in model.trainable_params})
-    return replace(model, planning=replace(model.planning, weights=None))
+    if model.weights is not None:
+        model.weights.fill([model.module])
+        model.renew_params()
+    return replace(model, weights=None)

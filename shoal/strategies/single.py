@@ -9,7 +9,7 @@ from torch import nn
 from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
-from shoal.strategies.base import ExampleBatch, LocalModel, Planning, Strategy
+from shoal.strategies.base import ExampleBatch, LocalModel, Strategy
 from shoal.strategies.local_step import compute_weighted_loss, run_microbatch
 from shoal.strategies.options import ONE_RANK, NoOptions
 from shoal.weights.deferred_weights import DeferredWeights
@@ -50,5 +50,6 @@ def single_device(
         compute_weighted_loss,
         run_microbatch,
         trainable,
-        planning=Planning(example, weights=weights),
+        example=example,
+        weights=weights,
     )

@@ -89,23 +89,23 @@ class Pipeline(PipelineOptions, Strategy):
 
         Raises: StrategyRefused: the model cannot be divided into these stages.
         """
-        if self.ranks > 1 and model.planning.example is None:
+        if self.ranks > 1 and model.example is None:
             raise StrategyRefused(
                 "pipeline: all ranks of a pipeline must see the same samples, which a prepared "
                 "loader takes care of. Prepare a loader: run.prepare(model, optimizer, loader)."
             )
         if mesh.pipeline.size == 1:
             return model
-        assert model.planning.example is not None
+        assert model.example is not None
         # Stages come from the ranks of one pipeline: together they must be one model.
         broadcast_filled(model.module, mesh.pipeline)
-        staged = self._divide(model, model.planning.example, mesh)
+        staged = self._divide(model, model.example, mesh)
         _check_mutated_buffers(model.module, staged)
         summary = summary_lines(
             model.module,
             staged.table,
             staged.stage_plan,
-            model.planning.example.num_samples,
+            model.example.num_samples,
             microbatches_chosen=self.microbatches == 0,
         )
         return _keep_local_stages(model, mesh, staged, summary)
@@ -129,7 +129,7 @@ class Pipeline(PipelineOptions, Strategy):
         module = model.module
         schedule = self._table(example, module)
         # What has no memory yet takes no time that could be measured.
-        balance = self.balance if model.planning.weights is None else "parameters"
+        balance = self.balance if model.weights is None else "parameters"
         request = PlanRequest(schedule.num_stages, balance, self.cuts)
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         # Ranks see other samples, so they may find other units, or one of them a refusal. After
@@ -196,15 +196,13 @@ def _keep_local_stages(
     }
     # Here memory is saved: until now every rank has held the full model.
     free_other_params(module, local_module)
-    if model.planning.weights is not None:
-        model.planning.weights.fill([local_module], keeps=True)
+    if model.weights is not None:
+        model.weights.fill([local_module], keeps=True)
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
     executor = PipelineExecutor(
         staged.divided, local_module, staged.table, axis, ties, mesh.recorder
     )
-    example = model.planning.example
-    user_models = {call.module for call in example.calls} if example else set()
-    for user_model in user_models:
+    for user_model in model.example.called_models if model.example else ():
         route_calls(user_model, executor)
     return replace(
         model,

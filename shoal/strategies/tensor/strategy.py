@@ -116,7 +116,7 @@ class TensorParallel(TensorOptions, Strategy):
         made = tensor_plan(module if full_model is None else full_model.model, self, full_model)
         former = FormerModules(module)
         plan_here = made.within(dict(module.named_modules()))
-        apply(plan_here, module, mesh, self.sequence, model.planning.weights)
+        apply(plan_here, module, mesh, self.sequence, model.weights)
         former.note_changes()
         if self.sequence:
             # The script, or the next stage, takes whole sequences.
@@ -125,9 +125,7 @@ class TensorParallel(TensorOptions, Strategy):
             # The full parameters that were divided just now.
             free_other_params(full_model.model, module)
 
-        aliases = model.pipeline.tied_names
-        named = {aliases.get(name, name): each for name, each in module.named_parameters()}
-        params = model.replace_params({name: named[name] for name in model.trainable_params})
+        model.renew_params()
         step = TensorParallelStep(model, mesh)
         whole_models = partial(former.whole, mesh.tensor) if full_model is None else None
         outside = replace(model.outside_step, call=step.call, whole_models=whole_models)
@@ -135,7 +133,6 @@ class TensorParallel(TensorOptions, Strategy):
             model,
             forward=step.forward,
             run=step.run,
-            trainable_params=params,
             reduce_gradients=step.reduce_gradients,
             outside_step=outside,
             summary_lines=(*model.summary_lines, *describe(made, self.sequence)),

@@ -54,7 +54,7 @@ from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.fsdp import is_gathered
 from shoal.platform.torch_private.pytree import tree_flatten, tree_unflatten
 from shoal.platform.torch_private.tensor_state import in_backward_pass, in_function_transform
-from shoal.strategies.finite_check import FiniteCheck
+from shoal.strategies.base import LocalModel
 from shoal.strategies.grad_checks import accumulated_twice_error
 
 END_OF_STEP = 2**31
@@ -72,11 +72,9 @@ class Lockstep:
 
     Args:
         root: the engine's root, around the user's model.
-        model: the user's model, or a container of several.
-        units: the units inside `model`, by name.
-        trained: names of all trainable parameters, in the same order on every rank.
+        local: the local model, whose parameters have one order on all ranks.
+        units: the units inside its module, by name.
         frees: units are freed after their forward pass (zero3).
-        finite_check: looks at the gradients of this rank before they are reduced.
 
     Attributes:
         root_hooks: hooks around the forward pass of the root.
@@ -94,16 +92,14 @@ class Lockstep:
         self,
         data: Axis,
         root: nn.Module,
-        model: nn.Module,
+        local: LocalModel,
         units: Mapping[str, nn.Module],
-        trained: list[str],
         frees: bool,
-        finite_check: FiniteCheck,
     ) -> None:
         self.data = data
-        self.finite_check = finite_check
-        self.model = model
-        self.trained = trained
+        self.finite_check = local.finite_check
+        self.model = local.module
+        self.trained = [*local.trainable_params]
         self.frees = frees
         # Numbers of runs travel over the CPU, where no rank waits for a GPU to read them.
         self.group = data.group if data.device.type == "cpu" else data.new_group()

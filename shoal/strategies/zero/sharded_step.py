@@ -19,13 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal.comm.axis import Axis
@@ -48,96 +42,65 @@ class ShardedStep:
     `fully_shard` takes no 0-dimensional parameters. These *scalars* are replicated. The optimizer
     steps a DTensor that shares the memory of the scalar, for it takes no mix of both kinds.
 
+    Args:
+        unit: class name of the units; empty for the rule of `wrap_units`.
+        arguments: of `fully_shard`: mesh and policies. The constructor is collective.
+
     Attributes:
         totals: totals of this step; their sum over ranks when `totals_work` is done.
         scalars: 0-dimensional trainable parameters, by name.
-        replicated: their DTensors, by name.
-        sharded: parameters that the optimizer steps, by name.
+        replicated: their DTensors, by name, which the optimizer steps.
         lockstep: None on one rank.
         root: the module around the user's model, which the engine takes for the model.
         engines: units and the root, as the engine knows them.
     """
 
-    def __init__(self, stage: int, model: LocalModel, data: Axis) -> None:
+    def __init__(
+        self, stage: int, model: LocalModel, data: Axis, unit: str, arguments: dict[str, Any]
+    ) -> None:
         self.stage = stage
         self.model = model
         self.data = data
         self.totals: Tensor | None = None
         self.totals_work: dist.Work | None = None
         self.scalars = {name: p for name, p in model.trainable_params.items() if p.dim() == 0}
-        self.replicated: dict[str, nn.Parameter] = {}
-        self.sharded: dict[str, nn.Parameter] = {}
-        self.lockstep: Lockstep | None = None
-        self.root = StepRoot(model.module)
-        self.engines: list[FSDPModule] = []
-        self._offloads = False
         self._former = FormerModules(model.module)
-
-    def shard(
-        self,
-        mesh: DeviceMesh,
-        unit: str,
-        policy: OffloadPolicy,
-        precision: MixedPrecisionPolicy,
-    ) -> None:
-        """Shard the parameters of all units, and then of the root around them. Collective.
-
-        Args: unit: class name of the units; empty for the rule of `wrap_units`.
-        """
-        model = self.model.module
-        # fully_shard divides dimension 0, which a scalar does not have: `_reduce_scalars`.
-        arguments: dict[str, Any] = {
-            "mesh": mesh,
-            "offload_policy": policy,
-            "mp_policy": precision,
-            "ignored_params": {p for p in model.parameters() if p.dim() == 0},
-        }
         # Units inside each other would run at the same time, and have no order.
-        wrapped = innermost(units(model, unit))
-        _check_one_dtype(model, wrapped.values())
-        if self.data.size > 1:
-            trained = [*self.model.trainable_params]
-            self.lockstep = Lockstep(
-                self.data,
-                self.root,
-                model,
-                wrapped,
-                trained,
-                frees=self.stage == 3,
-                finite_check=self.model.finite_check,
-            )
+        wrapped = innermost(units(model.module, unit))
+        _check_one_dtype(model.module, wrapped.values())
+        self.root = StepRoot(model.module)
+        self.lockstep: Lockstep | None = None
+        if data.size > 1:
+            self.lockstep = Lockstep(data, self.root, model, wrapped, frees=stage == 3)
             register_cleanup(self.lockstep)
         self.root.lockstep = self.lockstep
+        # fully_shard divides dimension 0, which a scalar does not have: `_reduce_scalars`.
+        ignored = {p for p in model.module.parameters() if p.dim() == 0}
+        shard = partial(fully_shard, ignored_params=ignored, **arguments)
         for module in wrapped.values():
             module.register_forward_hook(_clone_views)
             self._fill([module])
             with self.lockstep.wrap_unit(module) if self.lockstep else nullcontext():
-                fully_shard(module, reshard_after_forward=self.stage == 3, **arguments)
-        self._fill([model])
+                shard(module, reshard_after_forward=stage == 3)
+        self._fill([model.module])
         # What belongs to no unit is needed again as soon as the backward pass begins.
-        fully_shard(self.root, reshard_after_forward=False, **arguments)
+        shard(self.root, reshard_after_forward=False)
         self.engines = [m for m in self.root.modules() if isinstance(m, FSDPModule)]
         for engine in self.engines:
             type(engine).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        self.root.open_for_calls({*user_models(model), *wrapped.values()}, self.release)
+        self.root.open_for_calls({*user_models(model.module), *wrapped.values()}, self.release)
         self._former.note_changes()
-        self._offloads = isinstance(policy, CPUOffloadPolicy)
-        for name, scalar in self.scalars.items():
-            self.replicated[name] = nn.Parameter(_replicated(scalar.detach(), mesh))
+        self._offloads = "offload_policy" in arguments
+        self.replicated = {
+            name: nn.Parameter(_replicated(scalar.detach(), arguments["mesh"]))
+            for name, scalar in self.scalars.items()
+        }
+        model.renew_params(self.replicated)
 
     def _fill(self, modules: list[nn.Module]) -> None:
         """Give modules their weights, so that a rank has its shards and one unit. Collective."""
-        if self.model.planning.weights is not None:
-            self.model.planning.weights.fill(modules, self.data)
-
-    def trainable_params(self) -> dict[str, nn.Parameter]:
-        """Return this rank's shard of every trainable parameter, by name, for its optimizer."""
-        parameters = dict(self.model.module.named_parameters())
-        self.sharded = {
-            name: self.replicated.get(name, parameters[name])
-            for name in self.model.trainable_params
-        }
-        return self.model.replace_params(self.sharded)
+        if self.model.weights is not None:
+            self.model.weights.fill(modules, self.data)
 
     @contextmanager
     def whole_models(self) -> Iterator[bool]:
@@ -261,7 +224,7 @@ class ShardedStep:
         if used:
             self._reduce_scalars(used)
         for name in unused - self.scalars.keys():
-            self.sharded[name].grad = None
+            self.model.trainable_params[name].grad = None
 
     def _reduce_scalars(self, used: dict[str, nn.Parameter]) -> None:
         """Average the gradients of scalars in one message. Collective.

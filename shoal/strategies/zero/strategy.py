@@ -20,10 +20,10 @@ The engine is PyTorch's `fully_shard` (Zhao et al., VLDB 2023). ZeRO is Rajbhand
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from shoal.comm.mesh import Mesh, ensure_group
 from shoal.costs.step_cost import StepCost
@@ -63,22 +63,22 @@ class Zero1(ZeroOptions, Strategy):
         ensure_group(mesh.device)
         broadcast_filled(model.module, mesh.data)
         self._check_gather(model)
-        engine = ShardedStep(self.stage, model, mesh.data)
         is_hybrid = "replicate" in (mesh.device_mesh.mesh_dim_names or ())
-        shard_mesh = mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
-        offload, precision = OffloadPolicy(), MixedPrecisionPolicy()
+        arguments: dict[str, Any] = {
+            "mesh": mesh.device_mesh[("replicate", "shard") if is_hybrid else "shard"]
+        }
         if self.offload:
-            offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
+            pins = mesh.device.type == "cuda"
+            arguments["offload_policy"] = CPUOffloadPolicy(pin_memory=pins)
         if self.gather:  # inputs and outputs have the dtypes that autocast gives them
-            precision = MixedPrecisionPolicy(
+            arguments["mp_policy"] = MixedPrecisionPolicy(
                 torch.bfloat16, torch.float32, cast_forward_inputs=False
             )
-        engine.shard(shard_mesh, self.unit, offload, precision)
+        engine = ShardedStep(self.stage, model, mesh.data, self.unit, arguments)
         return replace(
             model,
             forward=engine.forward,
             run=engine.run,
-            trainable_params=engine.trainable_params(),
             reduce_gradients=engine.reduce,
             outside_step=replace(
                 model.outside_step,
