@@ -44,39 +44,10 @@ Compute = Callable[[int, int, tuple[Tensor, ...]], StageOutput]
 """(stage, micro-batch, received values) -> output."""
 
 
-class _SavedForward(NamedTuple):
-    """The graph of a micro-batch between its forward and its backward pass.
-
-    Attributes: leaves: the received values; their `.grad` is sent back.
-    """
-
-    leaves: list[Tensor]
-    output: StageOutput
-
-
-class _Roots(NamedTuple):
-    """Tensors that are differentiated, with the gradients received for them.
-
-    A gradient of None stands for ones: the root is the objective.
-    """
-
-    values: list[Tensor]
-    gradients: list[Tensor | None]
-
-    def __bool__(self) -> bool:
-        return bool(self.values)
-
-
-class _WeightBackward(NamedTuple):
-    """The remaining half of a backward pass: gradients of weights.
-
-    Attributes:
-        roots: roots that do not depend on received values; nothing of them is computed yet.
-        groups: torch's notes on the graph between the other roots and the weights.
-    """
-
-    roots: _Roots
-    groups: list[dict[str, Any]]
+Roots = list[tuple[Tensor, Tensor | None]]
+"""Tensors that are differentiated, with the gradients received for them. A gradient of None stands
+for ones: the root is the objective.
+"""
 
 
 class ScheduleExecutor:
@@ -97,8 +68,11 @@ class ScheduleExecutor:
         self.table = table
         self.comm = comm
         self.compute = compute
-        self._saved: dict[tuple[int, int], _SavedForward] = {}
-        self._weight_backwards: dict[tuple[int, int], _WeightBackward] = {}
+        # Graphs between forward and backward pass: received values, whose `.grad` is sent back.
+        self._saved: dict[tuple[int, int], tuple[list[Tensor], StageOutput]] = {}
+        # The remaining halves of backward passes: roots that do not depend on received values, and
+        # torch's notes on the graph between the other roots and the weights.
+        self._weight_backwards: dict[tuple[int, int], tuple[Roots, list[dict[str, Any]]]] = {}
         self._has_split_backward = any(action.kind == "W" for row in table.rows for action in row)
         # The look-up takes as long as a small layer.
         split = table.stages_of(comm.rank) if self._has_split_backward else []
@@ -148,88 +122,83 @@ class ScheduleExecutor:
             # torch's split backward detaches the roots in place. It cannot detach a view, nor a
             # tensor that the stage's own graph has saved.
             output = output._replace(values=tuple(value.clone() for value in output.values))
-        self._saved[stage, microbatch] = _SavedForward(leaves, output)
+        self._saved[stage, microbatch] = leaves, output
         sent = message_after(self.table, action)
         if sent is not None:
             self.comm.send(sent, output.values)
 
     def _backward(self, action: Action) -> None:
-        saved = self._saved.pop(action[1:])
-        roots = self._roots(action, saved)
-        if roots:
-            torch.autograd.backward(roots.values, roots.gradients)
-        self._send_gradients(action, saved)
+        received, output = self._saved.pop(action[1:])
+        _differentiate(self._roots(action, output))
+        self._send_gradients(action, received)
 
     def _backward_inputs(self, action: Action) -> None:
         """Compute gradients of inputs only: the stage before waits for them."""
         from shoal.platform.torch_private.pipelining import stage_backward_input
 
-        saved = self._saved.pop(action[1:])
-        roots = self._roots(action, saved)
-        leaves = [leaf for leaf in saved.leaves if leaf.requires_grad]
+        received, output = self._saved.pop(action[1:])
+        roots = self._roots(action, output)
+        leaves = [leaf for leaf in received if leaf.requires_grad]
         parameters = self._trainable[action.stage]
         # torch's halves find only parameters between the roots and the leaves. Roots that do not
         # depend on a leaf wait for the half of the weights; nobody waits for their gradients.
         dependent, independent = _split_roots(roots, leaves)
         groups: list[dict[str, Any]] = []
         if dependent and parameters:
+            values = [value for value, _ in dependent]
             # torch takes None for gradients of ones.
-            gradients = (
-                None
-                if saved.output.objective is not None
-                else [gradient for gradient in dependent.gradients if gradient is not None]
-            )
-            _, groups = stage_backward_input(dependent.values, gradients, leaves, iter(parameters))
+            gradients = [gradient for _, gradient in dependent if gradient is not None] or None
+            _, groups = stage_backward_input(values, gradients, leaves, iter(parameters))
             groups = disjoint_groups(groups, parameters)
-        elif dependent:
-            torch.autograd.backward(
-                dependent.values, dependent.gradients, retain_graph=bool(independent)
-            )
-        self._weight_backwards[action[1:]] = _WeightBackward(independent, groups)
-        self._send_gradients(action, saved)
+        else:
+            _differentiate(dependent, retain_graph=bool(independent))
+        self._weight_backwards[action[1:]] = independent, groups
+        self._send_gradients(action, received)
 
     def _backward_weights(self, action: Action) -> None:
         """Compute gradients of weights: the rest of the backward pass."""
         roots, groups = self._weight_backwards.pop(action[1:])
-        if roots:
-            # Both calls may go through values that were computed from parameters alone.
-            torch.autograd.backward(roots.values, roots.gradients, retain_graph=bool(groups))
+        # Both calls may go through values that were computed from parameters alone.
+        _differentiate(roots, retain_graph=bool(groups))
         add_weight_gradients(groups)
 
-    def _roots(self, action: Action, saved: _SavedForward) -> _Roots:
+    def _roots(self, action: Action, output: StageOutput) -> Roots:
         """Return the roots of a backward pass; receive their gradients. Blocks."""
-        objective = saved.output.objective
+        objective = output.objective
         if objective is not None:
             if not objective.requires_grad:
                 raise UsageError(
                     "pipeline: the loss has no gradient: it was computed from detached tensors or "
                     "under torch.no_grad. Compute it from the model's output itself."
                 )
-            return _Roots([objective], [None])
+            return [(objective, None)]
         message = message_before(self.table, action)
         assert message is not None
-        values = [value for value in saved.output.values if value.requires_grad]
+        values = [value for value in output.values if value.requires_grad]
         pairs = zip(values, self.comm.recv_backward(message), strict=True)
-        reached = [(value, gradient) for value, gradient in pairs if gradient is not None]
-        return _Roots([value for value, _ in reached], [gradient for _, gradient in reached])
+        return [(value, gradient) for value, gradient in pairs if gradient is not None]
 
-    def _send_gradients(self, action: Action, saved: _SavedForward) -> None:
+    def _send_gradients(self, action: Action, received: Sequence[Tensor]) -> None:
         message = message_after(self.table, action)
         if message is not None:
-            gradients = [leaf.grad for leaf in saved.leaves if leaf.requires_grad]
+            gradients = [leaf.grad for leaf in received if leaf.requires_grad]
             self.comm.send(message, gradients)
 
 
-def _split_roots(roots: _Roots, leaves: Sequence[Tensor]) -> tuple[_Roots, _Roots]:
+def _differentiate(roots: Roots, retain_graph: bool = False) -> None:
+    if roots:
+        values, gradients = zip(*roots, strict=True)
+        torch.autograd.backward(values, gradients, retain_graph=retain_graph)
+
+
+def _split_roots(roots: Roots, leaves: Sequence[Tensor]) -> tuple[Roots, Roots]:
     """Return the roots that depend on `leaves`, and the others."""
-    dependent = _Roots([], [])
-    independent = _Roots([], [])
+    dependent: Roots = []
+    independent: Roots = []
     leaf_ids = {id(leaf) for leaf in leaves}
-    for value, gradient in zip(roots.values, roots.gradients, strict=True):
-        depends = any(id(leaf) in leaf_ids for leaf in _leaves_of(value))
-        group = dependent if depends else independent
-        group.values.append(value)
-        group.gradients.append(gradient)
+    for root in roots:
+        depends = any(id(leaf) in leaf_ids for leaf in _leaves_of(root[0]))
+        (dependent if depends else independent).append(root)
     return dependent, independent
 
 
