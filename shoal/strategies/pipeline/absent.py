@@ -121,10 +121,13 @@ class ReceivedValues:
 
     Absent tensors refer to it, because a checkpoint in the user's code may hand an absent argument
     to a block again, in the backward pass.
+
+    Args: device: of this rank.
     """
 
-    def __init__(self, stage: int | None, labels: list[str]) -> None:
+    def __init__(self, stage: int | None, labels: list[str], device: torch.device) -> None:
         self.by_name: dict[ValueName, Tensor] = {}
+        self.device = device
         self.stage = stage
         self.labels = labels
         """Labels of the events so far."""

@@ -14,7 +14,7 @@ from typing import Any
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.pipeline.absent import WalkRefusal, refusals_as_errors
-from shoal.strategies.pipeline.observed_units import ObservedUnits, observe_named
+from shoal.strategies.pipeline.observed_units import UnitProfile, observe_named
 from shoal.strategies.pipeline.units import UnitCall, Units
 
 
@@ -37,9 +37,9 @@ def agreed(axis: Axis, function: Callable[[], Any]) -> Any:
 
 
 def units_of_first_rank(
-    world: Axis, observed: ObservedUnits, function: Callable[[], Any]
-) -> ObservedUnits:
-    """Return the units that the first rank has found, with the calls that it has seen.
+    world: Axis, observed: UnitProfile, function: Callable[[], Any]
+) -> UnitProfile:
+    """Return a run with the units that the first rank has found, with the calls that it has seen.
 
     Collective.
 
@@ -48,14 +48,15 @@ def units_of_first_rank(
     own = [*observed.units.modules]
     names, calls = world.broadcast_json([own, observed.calls])
 
-    def observe() -> ObservedUnits:
+    def observe() -> UnitProfile:
         if names == own:
             return observed
         units = observed.units
         return observe_named(Units(units.model, names, units.device), function)
 
-    same: ObservedUnits = agreed(world, observe)
-    return same._replace(calls=[UnitCall(*call) for call in calls])
+    same: UnitProfile = agreed(world, observe)
+    same.calls = [UnitCall(*call) for call in calls]
+    return same
 
 
 def users_on_any_rank(world: Axis, users: Mapping[str, Set[int]]) -> dict[str, set[int]]:

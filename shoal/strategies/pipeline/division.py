@@ -21,25 +21,14 @@ from shoal.strategies.base import LocalBatch, LossWrapper
 from shoal.strategies.full_model import FullModel, enclosing
 from shoal.strategies.pipeline.absent import StageDone, filled_result
 from shoal.strategies.pipeline.agreement import agreed
-from shoal.strategies.pipeline.meta_call import OutputForms, form_of
+from shoal.strategies.pipeline.meta_call import form_of
 from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused, seeded
+from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.strategies.pipeline.units import Crossing, StageMap, Units
 from shoal.strategies.pipeline.walk import DryRun, Walk, digest
 
 MAX_CROSSINGS = 4096
 """Dry runs of that many shapes are kept."""
-
-
-class StageRun(NamedTuple):
-    """The result of one stage for one micro-batch.
-
-    Attributes:
-        values: for the next stage.
-        result: of the last stage, what the function returned.
-    """
-
-    values: tuple[Tensor, ...]
-    result: Any
 
 
 class StageCall(NamedTuple):
@@ -70,24 +59,21 @@ class DividedModel:
 
     Args:
         parameter_users: name of a parameter -> stages in which code around the units uses it.
+        table: the schedule, with the ranks of the stages.
     """
 
     def __init__(
         self,
         units: Units,
-        forms: OutputForms,
         stage_map: StageMap,
         parameter_users: dict[str, set[int]],
+        table: ScheduleTable,
     ) -> None:
         self.units = units
-        self.forms = forms
+        self.table = table
         self.stage_map = stage_map
         self.parameter_users = parameter_users
         self._crossings: dict[Hashable, Crossing] = {}
-
-    @property
-    def num_stages(self) -> int:
-        return self.stage_map.last + 1
 
     @cached_property
     def stages_by_unit(self) -> dict[str, set[int]]:
@@ -185,7 +171,7 @@ class DividedModel:
         known = self._crossings.get(call.key)
         if known is not None:
             return known
-        dry = DryRun(self.units, self.forms, self.stage_map)
+        dry = DryRun(self.units, self.stage_map)
         with self.units.watched(), seeded(call.seed, self.units.device):
             before = torch.get_rng_state()
             with host_draws_refused():
@@ -197,26 +183,28 @@ class DividedModel:
 
     def run_stage(
         self, stage: int, call: StageCall, crossing: Crossing, received: Sequence[Tensor]
-    ) -> StageRun:
+    ) -> tuple[tuple[Tensor, ...], Any]:
         """Run one stage of the function.
+
+        Returns: the values for the next stage; of the last stage, what the function returned.
 
         Raises: WalkRefusal: the function does something else than in the dry run.
         """
-        walk = Walk(self.units, self.forms, self.stage_map, stage, crossing, received)
+        walk = Walk(self.units, self.stage_map, stage, crossing, received)
         try:
             with (
                 self.units.watched(),
-                self.units.observed_by(walk),
+                self.units.observed_by(walk.call),
                 seeded(call.seed, self.units.device),
                 walk,
             ):
                 result = call.function()
                 walk.end()
         except StageDone:
-            return StageRun(walk.values_to_send(), None)
+            return walk.values_to_send(), None
         finally:
             walk.received.walking = False
-        return StageRun((), filled_result(result))
+        return (), filled_result(result)
 
 
 def shape_key(model: nn.Module, nest: Any) -> Hashable:

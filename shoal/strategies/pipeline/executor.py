@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.comm.axis import Axis
+from shoal.comm.axis import Axis, new_group
 from shoal.costs.pass_table import Action
 from shoal.data.seeds import derive_seed
 from shoal.data.tree_map import SPARSE
@@ -43,7 +43,6 @@ from shoal.strategies.pipeline.absent import refusals_as_errors
 from shoal.strategies.pipeline.division import (
     DividedModel,
     StageCall,
-    StageRun,
     code_key,
     shape_key,
 )
@@ -55,7 +54,6 @@ from shoal.strategies.pipeline.engine import (
 from shoal.strategies.pipeline.p2p import (
     P2PLink,
     StageComm,
-    downward_group,
 )
 from shoal.strategies.pipeline.random_streams import draw_seed, host_draws_refused
 from shoal.strategies.pipeline.schedules import ScheduleTable
@@ -71,7 +69,6 @@ class PipelineExecutor:
     Args:
         divided: the user's model; only the modules of this rank have memory.
         home: the modules of this rank.
-        table: the schedule.
         axis: the pipeline axis.
         ties: sums the gradients of tied parameters.
         recorder: records passes and messages in a trace.
@@ -81,20 +78,20 @@ class PipelineExecutor:
         self,
         divided: DividedModel,
         home: StageModule,
-        table: ScheduleTable,
         axis: Axis,
         ties: Ties,
         recorder: Recorder,
     ) -> None:
         self.divided = divided
         self.home = home
-        self.table = table
+        self.table = divided.table
         self.axis = axis
         self.ties = ties
-        self.link = P2PLink(axis, recorder, downward_group(axis))
+        # Messages to lower ranks have a group of their own on GPUs: [5] of `p2p.py`.
+        downward = new_group(axis.all_groups) if axis.device.type == "cuda" else None
+        self.link = P2PLink(axis, recorder, downward)
         self.model = divided.units.model
-        self.stages = table.stages_of(axis.rank)
-        self.last_stage = table.num_stages - 1
+        self.last_stage = divided.stage_map.last
         floating = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self.dtype = accumulation_dtype(floating[0] if floating else torch.float32)
         self._planned: tuple[StageCall, Crossing] | None = None
@@ -102,11 +99,11 @@ class PipelineExecutor:
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Run stage `batch.stage` on a micro-batch; the last stage computes the loss too."""
         assert self._planned is not None, "`run` plans each micro-batch"
-        found = self._run_stage(batch.stage, *self._planned, batch.values)
+        values, result = self._run_stage(batch.stage, *self._planned, batch.values)
         if batch.stage == self.last_stage:
-            return weighted_loss(found.result, batch)
+            return weighted_loss(result, batch)
         zero = torch.zeros((), device=self.axis.device)
-        return ForwardOutput(zero, zero, False, values=found.values)
+        return ForwardOutput(zero, zero, False, values=values)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Send all micro-batches through all stages; gradients add up in `.grad`.
@@ -164,13 +161,12 @@ class PipelineExecutor:
             [crossing] = self.divided.plan([call], self.axis)
             with refusals_as_errors(), host_draws_refused():
                 result = self._run_stages(call, crossing)
-            return self._broadcast(result)
+            return broadcast_nest(self.axis, result, self.table.rank_of(self.last_stage))
 
     def _run_stage(
         self, stage: int, call: StageCall, crossing: Crossing, values: Sequence[Tensor]
-    ) -> StageRun:
-        found: StageRun = self.home(partial(self.divided.run_stage, stage, call, crossing, values))
-        return found
+    ) -> Any:
+        return self.home(partial(self.divided.run_stage, stage, call, crossing, values))
 
     def _common_seed(self) -> int:
         """Begin a step: return a seed that is the same on all ranks of the pipeline. Collective.
@@ -190,11 +186,11 @@ class PipelineExecutor:
 
         def compute(stage: int, _: int, values: tuple[Tensor, ...]) -> StageOutput:
             nonlocal result
-            found = self._run_stage(stage, call, crossing, values)
+            values, found = self._run_stage(stage, call, crossing, values)
             if stage == self.last_stage:
-                result = found.result
-            self._check_constants(stage, found.values)
-            return StageOutput(found.values)
+                result = found
+            self._check_constants(stage, values)
+            return StageOutput(values)
 
         forward_only = _as_single_microbatch(self.table)
         comm = StageComm(self.link, forward_only, lambda _: call.key)
@@ -212,10 +208,6 @@ class PipelineExecutor:
                 "run.gather has returned. Only the last stage can. Put these blocks into it with "
                 "cuts=NAME, or use zero3 with accumulate."
             )
-
-    def _broadcast(self, result: Any) -> Any:
-        """Return on every rank what the last stage has. Collective over the pipeline."""
-        return broadcast_nest(self.axis, result, self.table.rank_of(self.last_stage))
 
     def _reduce_totals(self, outputs: list[ForwardOutput], batch: LocalBatch) -> StepResult:
         """Return the last stage's totals and extras and all stop requests, on every rank.
@@ -235,7 +227,9 @@ class PipelineExecutor:
         if batch.previous_totals is not None:
             sums = sums + batch.previous_totals
         if has_extras:
-            extras = tuple(Extra(*extra) for extra in self._broadcast([*map(tuple, extras)]))
+            rank = self.table.rank_of(self.last_stage)
+            everywhere = broadcast_nest(self.axis, [*map(tuple, extras)], rank)
+            extras = tuple(Extra(*extra) for extra in everywhere)
         return StepResult(sums, is_sum_and_count, extras)
 
 

@@ -52,14 +52,12 @@ def call_on_meta(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    make_absent: Callable[[Tensor, torch.device], AbsentTensor],
-    device: torch.device,
+    received: ReceivedValues,
 ) -> Any:
     """Call a torch function of which at least one argument is absent.
 
-    Args:
-        make_absent: (meta tensor, device) -> an absent tensor.
-        device: of results whose arguments do not tell it.
+    Args: received: where absent results find their values; with the device of those whose arguments
+        do not tell it.
 
     Returns: the results, absent tensors for tensors. An argument that is returned stays itself.
 
@@ -68,7 +66,7 @@ def call_on_meta(
     label = getattr(func, "__name__", "")
     arguments: dict[int, Tensor] = {}  # id of a meta tensor -> the argument for which it stands
     held = (x for x in tensors_in((args, kwargs)) if absent_of(x) is not None or not x.is_meta)
-    device_of_results = next((x.device for x in held), device)
+    device = next((x.device for x in held), received.device)
     target = written_target(label, args, kwargs)
     func, args, kwargs = _without_values(func, label, args, kwargs)
     try:
@@ -86,11 +84,12 @@ def call_on_meta(
             return value
         argument = arguments.get(id(value))
         is_returned = argument is not None and absent_of(argument) is not None
-        return argument if is_returned else make_absent(value, device_of_results)
+        return argument if is_returned else AbsentTensor(value, device, received)
 
     if target is not None and absent_of(target) is None:  # written into a real tensor
         if not target.is_meta:
-            mark_absent(target, make_absent(target.detach().to("meta"), target.device))
+            meta = target.detach().to("meta")
+            mark_absent(target, AbsentTensor(meta, target.device, received))
         return None if out is None else target
     return tree_map(to_absent, out)
 
@@ -144,7 +143,6 @@ _IS_META = Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 DEVICE_FUNCTIONS = frozenset((_DEVICE_OF, _IS_META, _IS_CPU, _IS_CUDA))
-MakeAbsent = Callable[[Tensor, torch.device], AbsentTensor]
 
 
 class _Leaf(NamedTuple):
@@ -184,16 +182,14 @@ class OutputForms:
         self._known: dict[Any, _Form] = {}
         self._likeness: dict[str, _Form] = {}
 
-    def results(
-        self, name: str, args: Any, kwargs: Any, make_absent: MakeAbsent, device: torch.device
-    ) -> Any:
+    def results(self, name: str, args: Any, kwargs: Any, received: ReceivedValues) -> Any:
         """Return what a unit gives for these arguments: absent tensors for tensors."""
         leaves, spec = tree_flatten((args, kwargs))
         module = self._modules[name]
         key = (name, module.training, spec, tuple(form_of(leaf) for leaf in leaves))
         form = self._known.get(key)
         if form is None:
-            form = self._known[key] = self._asked(name, leaves, spec, device)
+            form = self._known[key] = self._asked(name, leaves, spec, received.device)
 
         def made(leaf: _Leaf) -> Any:
             if leaf.kind == "same":
@@ -204,7 +200,7 @@ class OutputForms:
             absent = absent_of(value)
             meta = value.detach().to("meta") if absent is None else absent.meta
             # A tensor of its own: two results may look like one argument.
-            return make_absent(meta.detach(), device)
+            return AbsentTensor(meta.detach(), received.device, received)
 
         return tree_unflatten([made(leaf) for leaf in form.leaves], form.spec)
 
@@ -239,20 +235,18 @@ class _OnMeta(TorchFunctionMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device = device
-        received = ReceivedValues(None, ["it"])
-        self._make_absent = partial(AbsentTensor, received=received)
+        self.received = ReceivedValues(None, ["it"], device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in DEVICE_FUNCTIONS:
-            return device_answer(func, args[0], self.device)
+            return device_answer(func, args[0], self.received.device)
         if func in SHAPE_FUNCTIONS:
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if not any(absent_of(x) is not None or _IS_META(x) for x in tensors):
             return func(*args, **kwargs)
-        return call_on_meta(func, args, kwargs, self._make_absent, self.device)
+        return call_on_meta(func, args, kwargs, self.received)
 
 
 def device_answer(func: Any, tensor: Tensor, device: torch.device) -> Any:

@@ -50,12 +50,10 @@ class SideWay(NamedTuple):
 class UnitProfile(TorchFunctionMode):
     """Observes one whole run of a function.
 
-    Args:
-        forms: learns how results look like arguments; None to learn nothing.
-        timed: measure each unit, forward and backward.
+    Args: timed: measure each unit, forward and backward.
 
     Attributes:
-        calls: of units, in order.
+        calls: of units, in order. Those of the first rank of the world, where ranks have agreed.
         times_s: of each call; empty if not timed.
         side_ways: values that leave units.
         mutated_buffers: ids of the buffers into which the run has written; set by its caller.
@@ -63,10 +61,9 @@ class UnitProfile(TorchFunctionMode):
         parameters_around: names of parameters that the code around units uses.
     """
 
-    def __init__(self, units: Units, forms: OutputForms | None, timed: bool) -> None:
+    def __init__(self, units: Units, timed: bool) -> None:
         super().__init__()
         self.units = units
-        self.forms = forms
         self.timed = timed
         self.calls: list[UnitCall] = []
         self.times_s: list[float] = []
@@ -117,11 +114,19 @@ class UnitProfile(TorchFunctionMode):
             out = run(name, forward, args, kwargs, seed)
         finally:
             self._call = -1
-        if self.forms is not None:
-            self.forms.learn_likeness(name, leaves, out)
+        if self.units.forms is not None and not self.timed:
+            self.units.forms.learn_likeness(name, leaves, out)
         for result in tree_leaves(out):
             self._makers.pop(id(result), None)
         return out
+
+    def stage_map(self, stage_starts: Sequence[int]) -> StageMap:
+        """Return the stages of all calls."""
+        stages = {
+            call: sum(start <= index for start in stage_starts)
+            for index, call in enumerate(self.calls)
+        }
+        return StageMap([*self.units.modules], stages, len(stage_starts))
 
     def _check_gradient(self, roots: Iterable[Tensor]) -> None:
         """Raise WalkRefusal if what is differentiated comes of a parameter of the model."""
@@ -209,30 +214,9 @@ class PlanRequest(NamedTuple):
         return self.cuts.split("/") if self.cuts else []
 
 
-class ObservedUnits(NamedTuple):
-    """The units of a model, and one run of the user's function on a sample with them.
-
-    Attributes:
-        calls: of units, in order. Those of the first rank of the world, where ranks have agreed.
-    """
-
-    units: Units
-    forms: OutputForms
-    profile: UnitProfile
-    calls: Sequence[UnitCall]
-
-    def stage_map(self, stage_starts: Sequence[int]) -> StageMap:
-        """Return the stages of all calls."""
-        stages = {
-            call: sum(start <= index for start in stage_starts)
-            for index, call in enumerate(self.calls)
-        }
-        return StageMap([*self.units.modules], stages, len(stage_starts))
-
-
 def observe_units(
     model: nn.Module, function: Callable[[], Any], request: PlanRequest, device: torch.device
-) -> ObservedUnits:
+) -> UnitProfile:
     """Find the units of a model, and run the function once. The model stays as it was.
 
     Modules are looked into until there are enough places between calls of units. Modules without
@@ -249,9 +233,9 @@ def observe_units(
     while True:
         names = find_units(model, request.num_stages, expanded, named | writers, with_plain)
         units = Units(model, names, device)
-        profile = observed_run(units, None, function)
-        inside = _used_without_call(units, profile)
-        more_writers = _writers_around(units, profile) - writers
+        profile = observed_run(units, function)
+        inside = _used_without_call(profile)
+        more_writers = _writers_around(profile) - writers
         if more_writers:
             writers |= more_writers
             continue
@@ -265,24 +249,21 @@ def observe_units(
         expanded |= more
 
 
-def observe_named(units: Units, function: Callable[[], Any]) -> ObservedUnits:
-    """Run the function once with these units. The model stays as it was."""
-    forms = OutputForms(units.model, units.modules)
-    profile = observed_run(units, forms, function)
-    return ObservedUnits(units, forms, profile, profile.calls)
+def observe_named(units: Units, function: Callable[[], Any]) -> UnitProfile:
+    """Run the function once with these units, and learn the forms of their results."""
+    units.forms = OutputForms(units.model, units.modules)
+    return observed_run(units, function)
 
 
-def observed_run(
-    units: Units, forms: OutputForms | None, function: Callable[[], Any], timed: bool = False
-) -> UnitProfile:
+def observed_run(units: Units, function: Callable[[], Any], timed: bool = False) -> UnitProfile:
     """Run the function with all units. The model and the random numbers stay as they were."""
     saved = ModelSnapshot(units.model)
-    profile = UnitProfile(units, forms, timed)
+    profile = UnitProfile(units, timed)
     try:
         with (
             preserve_rng_state([units.device]),
             units.watched(),
-            units.observed_by(profile),
+            units.observed_by(profile.call),
             profile,
             host_draws_refused(),
         ):
@@ -321,8 +302,9 @@ def _check_cut_name(model: nn.Module, name: str, cuts: str) -> None:
         )
 
 
-def _used_without_call(units: Units, profile: UnitProfile) -> set[str]:
+def _used_without_call(profile: UnitProfile) -> set[str]:
     """Return the units of which modules inside are called without the unit itself."""
+    units = profile.units
     called = {call.unit for call in profile.calls}
     used = {enclosing(name, units.modules) for name in profile.parameters_around}
     return {
@@ -334,10 +316,11 @@ def _used_without_call(units: Units, profile: UnitProfile) -> set[str]:
     }
 
 
-def _writers_around(units: Units, profile: UnitProfile) -> set[str]:
+def _writers_around(profile: UnitProfile) -> set[str]:
     """Return the modules around units that write into buffers of their own, as a BatchNorm without
     weights does. They must be units; a module that contains units cannot be one.
     """
+    units = profile.units
     return {
         name
         for name, module in units.model.named_modules()

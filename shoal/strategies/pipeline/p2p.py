@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.axis import Axis, new_group
+from shoal.comm.axis import Axis
 from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
 from shoal.platform.tensors import DTYPE_NUMBERS, DTYPES
@@ -182,11 +182,8 @@ shapes of its values.
 """
 
 
-class PendingRecv(NamedTuple):
-    """A posted receive: `tensor` is filled when `work` is complete."""
-
-    work: dist.Work
-    tensor: Tensor
+PendingRecv = tuple[dist.Work, Tensor]
+"""A posted receive: the tensor is filled when the work is complete."""
 
 
 class P2PLink:
@@ -205,7 +202,7 @@ class P2PLink:
         self, axis: Axis, recorder: Recorder, downward: dist.ProcessGroup | None = None
     ) -> None:
         self.axis = axis
-        self._downward = downward
+        self._downward = downward or axis.group
         self.recorder = recorder
         self.sent_headers: dict[HeaderKey, TensorMetas] = {}
         self.received_headers: dict[HeaderKey, TensorMetas] = {}
@@ -240,25 +237,17 @@ class P2PLink:
         tensor = torch.empty(meta.shape, dtype=meta.dtype, device=self.axis.device)
         work = dist.irecv(tensor, group=self._group(sender, self.axis.rank), group_src=sender)
         assert work is not None
-        return PendingRecv(work, tensor)
+        return work, tensor
 
     def _group(self, sender: int, receiver: int) -> dist.ProcessGroup | None:
         """Return the group in which `sender` sends to `receiver` [5]."""
-        return self.axis.group if sender < receiver else self._downward or self.axis.group
+        return self.axis.group if sender < receiver else self._downward
 
     def flush(self) -> None:
         """Wait until all sends are complete."""
         for in_flight in self._in_flight.values():
             while in_flight:
                 in_flight.popleft()[0].wait()
-
-
-def downward_group(axis: Axis) -> dist.ProcessGroup | None:
-    """Make the group for messages to lower ranks [5]; None on the CPU, which needs none.
-
-    Collective over the world.
-    """
-    return new_group(axis.all_groups) if axis.device.type == "cuda" else None
 
 
 class StageComm:
@@ -360,9 +349,9 @@ class StageComm:
         if message not in self._posted:
             self.post_recv(message)
         tensors = []
-        for pending in self._posted.pop(message):
-            pending.work.wait()
-            tensors.append(pending.tensor)
+        for work, tensor in self._posted.pop(message):
+            work.wait()
+            tensors.append(tensor)
         if tensors:  # a message without a tensor has not arrived: it was never sent
             self._release_acknowledged(message)
         metas = self.link.received_headers[self._key(message)]
@@ -407,9 +396,9 @@ class StageComm:
         key = self._key(message)
         if key not in self.link.received_headers:
             meta = TensorMeta(torch.uint8, (HEADER_BYTES,), False)
-            pending = self.link.post_recv(meta, sender)
-            pending.work.wait()
-            self.link.received_headers[key] = decode_metas(pending.tensor)
+            work, header = self.link.post_recv(meta, sender)
+            work.wait()
+            self.link.received_headers[key] = decode_metas(header)
         return self.link.received_headers[key]
 
     def _key(self, message: Message) -> HeaderKey:

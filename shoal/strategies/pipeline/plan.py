@@ -21,7 +21,6 @@ from shoal.strategies.full_model import enclosing
 from shoal.strategies.pipeline.absent import absence_explained
 from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.observed_units import (
-    ObservedUnits,
     PlanRequest,
     UnitProfile,
     observed_run,
@@ -53,7 +52,7 @@ class StagePlan(NamedTuple):
 
 def plan(
     world: Axis,
-    observed: ObservedUnits,
+    observed: UnitProfile,
     request: PlanRequest,
     function: Callable[[], Any],
 ) -> StagePlan:
@@ -66,59 +65,52 @@ def plan(
     return StagePlan(**chosen)
 
 
-def parameter_users(
-    observed: ObservedUnits, stage_map: StageMap, function: Callable[[], Any]
-) -> dict[str, set[int]]:
-    """Return the parameters that code around units uses, with the stages in which it does."""
-    return _dry_run(observed, stage_map, function).parameter_users
-
-
-def _dry_run(observed: ObservedUnits, stage_map: StageMap, function: Callable[[], Any]) -> DryRun:
-    dry = DryRun(observed.units, observed.forms, stage_map)
+def dry_run(observed: UnitProfile, stage_map: StageMap, function: Callable[[], Any]) -> DryRun:
+    """Return a dry run of the function with these stages. The model stays as it was."""
+    dry = DryRun(observed.units, stage_map)
     device = observed.units.device
     with preserve_rng_state([device]), observed.units.watched(), absence_explained():
         dry.run(function)
     return dry
 
 
-def _plan(observed: ObservedUnits, request: PlanRequest, function: Callable[[], Any]) -> StagePlan:
-    profile = observed.profile
-    places = open_places(profile, request)
+def _plan(observed: UnitProfile, request: PlanRequest, function: Callable[[], Any]) -> StagePlan:
+    places = open_places(observed, request)
     measured = request.by == "time"
     costs = _costs(observed, function, measured)
     if request.cuts:
-        starts = _named_starts(profile, request, places)
+        starts = _named_starts(observed, request, places)
     else:
         crossing = _crossing_bytes(observed, function)
         starts = balanced(costs, crossing, places, request.num_stages)
     return StagePlan(
         stage_starts=starts,
-        names=[profile.calls[start].unit for start in starts],
+        names=[observed.calls[start].unit for start in starts],
         cost_fractions=_cost_fractions(costs, starts),
         measured=measured,
     )
 
 
-def _costs(observed: ObservedUnits, function: Callable[[], Any], measured: bool) -> list[float]:
+def _costs(observed: UnitProfile, function: Callable[[], Any], measured: bool) -> list[float]:
     """Return the seconds of each call, or the number of parameters that it is the first to use."""
     if measured:
-        runs = [observed_run(observed.units, None, function, timed=True) for _ in range(REPEATS)]
+        runs = [observed_run(observed.units, function, timed=True) for _ in range(REPEATS)]
         return [min(times) for times in zip(*(run.times_s for run in runs), strict=True)]
     counted: set[int] = set()
     counts = []
-    for call in observed.profile.calls:
+    for call in observed.calls:
         new = {id(p): p for p in observed.units.modules[call.unit].parameters()}
         counts.append(float(sum(p.numel() for key, p in new.items() if key not in counted)))
         counted |= new.keys()
     return counts
 
 
-def _crossing_bytes(observed: ObservedUnits, function: Callable[[], Any]) -> list[float]:
+def _crossing_bytes(observed: UnitProfile, function: Callable[[], Any]) -> list[float]:
     """Return for each place the bytes that a cut there sends: a dry run with a stage for each
     call.
     """
-    every_place = observed.stage_map(range(1, len(observed.profile.calls)))
-    dry = _dry_run(observed, every_place, function)
+    every_place = observed.stage_map(range(1, len(observed.calls)))
+    dry = dry_run(observed, every_place, function)
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
 
 

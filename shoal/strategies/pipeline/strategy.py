@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 from torch import nn
 
@@ -48,12 +48,13 @@ from shoal.strategies.pipeline.agreement import (
 from shoal.strategies.pipeline.cost import cost
 from shoal.strategies.pipeline.division import DividedModel
 from shoal.strategies.pipeline.executor import PipelineExecutor, route_calls
-from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
-from shoal.strategies.pipeline.plan import StagePlan, parameter_users, plan
+from shoal.strategies.pipeline.observed_units import PlanRequest, UnitProfile, observe_units
+from shoal.strategies.pipeline.plan import StagePlan, dry_run, plan
 from shoal.strategies.pipeline.schedule_timing import bubble_fractions, timeline
 from shoal.strategies.pipeline.schedules import ScheduleTable, problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
 from shoal.strategies.pipeline.ties import Ties
+from shoal.strategies.pipeline.walk import DryRun
 from shoal.strategies.wrap_units import has_dropout
 from shoal.weights.deferred_weights import broadcast_filled
 
@@ -61,19 +62,6 @@ MICROBATCHES_PER_RANK = 4
 """Default number of micro-batches for each rank of a pipeline. 1F1B is then idle for at most a
 fifth of the time.
 """
-
-
-class _StagedModel(NamedTuple):
-    """A model divided into stages, the same on all ranks.
-
-    Attributes:
-        mutated_buffers: ids of the buffers that the user's function writes into.
-    """
-
-    table: ScheduleTable
-    stage_plan: StagePlan
-    divided: DividedModel
-    mutated_buffers: Set[int]
 
 
 class Pipeline(PipelineOptions, Strategy):
@@ -99,16 +87,15 @@ class Pipeline(PipelineOptions, Strategy):
         assert model.example is not None
         # Stages come from the ranks of one pipeline: together they must be one model.
         broadcast_filled(model.module, mesh.pipeline)
-        staged = self._divide(model, model.example, mesh)
-        _check_mutated_buffers(model.module, staged)
+        divided, stage_plan = self._divide(model, model.example, mesh)
         summary = summary_lines(
             model.module,
-            staged.table,
-            staged.stage_plan,
+            divided.table,
+            stage_plan,
             model.example.num_samples,
             microbatches_chosen=self.microbatches == 0,
         )
-        return _keep_local_stages(model, mesh, staged, summary)
+        return _keep_local_stages(model, mesh, divided, summary)
 
     def cost(self, step: StepCost) -> StepCost:
         """Return the cost of stages: `pipeline/cost.py`.
@@ -124,7 +111,9 @@ class Pipeline(PipelineOptions, Strategy):
         )
         return cost(self, microbatches, step)
 
-    def _divide(self, model: LocalModel, example: ExampleBatch, mesh: Mesh) -> _StagedModel:
+    def _divide(
+        self, model: LocalModel, example: ExampleBatch, mesh: Mesh
+    ) -> tuple[DividedModel, StagePlan]:
         """[1] Divide the model into stages. Collective over the world."""
         module = model.module
         schedule = self._table(example, module)
@@ -140,21 +129,22 @@ class Pipeline(PipelineOptions, Strategy):
         stage_plan = plan(mesh, observed, request, function)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
-        users = agreed(mesh, partial(parameter_users, observed, stage_map, function))
-        users = users_on_any_rank(mesh, users)
-        divided = DividedModel(observed.units, observed.forms, stage_map, users)
-        found = observed.profile.mutated_buffers
+        dry: DryRun = agreed(mesh, partial(dry_run, observed, stage_map, function))
+        users = users_on_any_rank(mesh, dry.parameter_users)
+        divided = DividedModel(observed.units, stage_map, users, schedule)
+        found = observed.mutated_buffers
         buffers = [*module.named_buffers(remove_duplicate=False)]
         written: dict[str, set[int]] = {name: set() for name, b in buffers if id(b) in found}
         names = users_on_any_rank(mesh, written)
         mutated = {id(buffer) for name, buffer in buffers if name in names}
-        return _StagedModel(schedule, stage_plan, divided, mutated)
+        _check_mutated_buffers(module, divided, mutated)
+        return divided, stage_plan
 
     def _check_halves(
-        self, schedule: ScheduleTable, observed: ObservedUnits, module: nn.Module
+        self, schedule: ScheduleTable, observed: UnitProfile, module: nn.Module
     ) -> None:
         in_halves = any(action.kind == "W" for row in schedule.rows for action in row)
-        has_hooks = observed.profile.registers_hooks or any(
+        has_hooks = observed.registers_hooks or any(
             hooks_of(inner, "backward", "backward_pre") for inner in module.modules()
         )
         if in_halves and has_hooks:
@@ -175,12 +165,12 @@ class Pipeline(PipelineOptions, Strategy):
 
 
 def _keep_local_stages(
-    model: LocalModel, mesh: Mesh, staged: _StagedModel, summary: Iterable[str]
+    model: LocalModel, mesh: Mesh, divided: DividedModel, summary: Iterable[str]
 ) -> LocalModel:
     """Return the stages of this rank as its local model; free the tensors of all other stages."""
     module = model.module
     axis = mesh.pipeline
-    local_module = _collect_local(module, staged, axis.rank)
+    local_module = _collect_local(module, divided, axis.rank)
     local_ids = {id(parameter) for parameter in local_module.parameters()}
     full_names = {id(parameter): name for name, parameter in module.named_parameters()}
     aliases = {
@@ -188,7 +178,7 @@ def _keep_local_stages(
         for name, parameter in local_module.named_parameters()
         if full_names[id(parameter)] != name
     }
-    shared = _tied_params(model.trainable_params, staged)
+    shared = _tied_params(model.trainable_params, divided)
     trainable = {
         name: parameter
         for name, parameter in model.trainable_params.items()
@@ -199,9 +189,7 @@ def _keep_local_stages(
     if model.weights is not None:
         model.weights.fill([local_module], keeps=True)
     ties = Ties(axis, {name: shared[name] for name in sorted(shared)}, local_module, aliases)
-    executor = PipelineExecutor(
-        staged.divided, local_module, staged.table, axis, ties, mesh.recorder
-    )
+    executor = PipelineExecutor(divided, local_module, axis, ties, mesh.recorder)
     for user_model in model.example.called_models if model.example else ():
         route_calls(user_model, executor)
     return replace(
@@ -214,8 +202,8 @@ def _keep_local_stages(
         pass_traits=PassTraits(complete_after_run=True),
         pipeline=PipelineTraits(
             axis,
-            staged.table.num_microbatches,
-            staged.divided.full_model,
+            divided.table.num_microbatches,
+            divided.full_model,
             ties.owned_by_earlier_stage,
             tied_names=aliases,
         ),
@@ -223,17 +211,16 @@ def _keep_local_stages(
     )
 
 
-def _collect_local(module: nn.Module, staged: _StagedModel, rank: int) -> StageModule:
+def _collect_local(module: nn.Module, divided: DividedModel, rank: int) -> StageModule:
     """Return what the stages of this rank use. The rank of stage 0 also holds what no stage uses,
     so that checkpoints are complete.
     """
-    divided = staged.divided
     targets: set[str] = set()
-    for stage in staged.table.stages_of(rank):
+    for stage in divided.table.stages_of(rank):
         targets |= divided.targets(stage)
     others: set[str] = set()
-    if staged.table.rank_of(0) == rank:
-        all_targets = (divided.targets(stage) for stage in range(divided.num_stages))
+    if divided.table.rank_of(0) == rank:
+        all_targets = map(divided.targets, range(divided.table.num_stages))
         others = unused(module, set().union(*all_targets))
     everywhere = divided.plain_modules() | divided.buffers_around()
     return collect(module, targets | everywhere, others - everywhere)
@@ -258,30 +245,32 @@ def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
 
 
 def _tied_params(
-    trainable: Mapping[str, nn.Parameter], staged: _StagedModel
+    trainable: Mapping[str, nn.Parameter], divided: DividedModel
 ) -> dict[str, list[int]]:
     """Return the trainable parameters that stages of several ranks use, with these ranks."""
     users: dict[int, set[int]] = {}
-    for stage in range(staged.divided.num_stages):
-        for parameter in staged.divided.parameters(stage):
-            users.setdefault(id(parameter), set()).add(staged.table.rank_of(stage))
+    for stage in range(divided.table.num_stages):
+        for parameter in divided.parameters(stage):
+            users.setdefault(id(parameter), set()).add(divided.table.rank_of(stage))
     ranks_by_name = {
         name: sorted(users.get(id(parameter), set())) for name, parameter in trainable.items()
     }
     return {name: ranks for name, ranks in ranks_by_name.items() if len(ranks) > 1}
 
 
-def _check_mutated_buffers(module: nn.Module, staged: _StagedModel) -> None:
+def _check_mutated_buffers(module: nn.Module, divided: DividedModel, mutated: Set[int]) -> None:
     """Raise StrategyRefused if several ranks call a module that writes into its buffers.
 
     A buffer that nobody writes into, such as a mask or a table of sines, may have copies.
+
+    Args: mutated: ids of the buffers that the user's function writes into.
     """
     names = {id(inner): name for name, inner in module.named_modules()}
     users: dict[str, set[int]] = {}
-    for stage in range(staged.divided.num_stages):
-        for inner in staged.divided.modules(stage):
-            if any(id(b) in staged.mutated_buffers for b in inner.buffers(recurse=False)):
-                users.setdefault(names[id(inner)], set()).add(staged.table.rank_of(stage))
+    for stage in range(divided.table.num_stages):
+        for inner in divided.modules(stage):
+            if any(id(b) in mutated for b in inner.buffers(recurse=False)):
+                users.setdefault(names[id(inner)], set()).add(divided.table.rank_of(stage))
     for path, ranks in users.items():
         if len(ranks) > 1:
             raise StrategyRefused(

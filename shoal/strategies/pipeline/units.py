@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.strategies.full_model import given_up_params
 from shoal.strategies.module_snapshot import uncompiled
 from shoal.strategies.pipeline.absent import ValueName, WalkRefusal, own_functions_refused
+from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
 
 
@@ -33,17 +34,8 @@ class UnitCall(NamedTuple):
     turn: int
 
 
-class UnitObserver(Protocol):
-    """Receives the calls of units while a function runs."""
-
-    def call(
-        self,
-        name: str,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Return the result of a unit that is called with these arguments."""
+CallUnit = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""(name, forward function, args, kwargs) -> the result of a unit."""
 
 
 class Units:
@@ -58,6 +50,7 @@ class Units:
         modules: name -> unit, in the order of the model.
         observer: receives the calls of units; None to let them run as they are.
         is_watching: calls of units are reported.
+        forms: the results of units without memory; None until a run has observed these units.
         parameters, buffers: id -> name, of all tensors of the model, as of the last `watched`.
         given_up: those of parameters of which this rank keeps no values, and a script may.
     """
@@ -70,7 +63,8 @@ class Units:
             if name in names
         }
         self.device = device
-        self.observer: UnitObserver | None = None
+        self.observer: CallUnit | None = None
+        self.forms: OutputForms | None = None
         self.parameters: dict[int, str] = {}
         self.given_up: dict[int, str] = {}
         self.buffers: dict[int, str] = {}
@@ -111,7 +105,7 @@ class Units:
                     vars(module)["forward"] = forward
 
     @contextmanager
-    def observed_by(self, observer: UnitObserver) -> Iterator[None]:
+    def observed_by(self, observer: CallUnit) -> Iterator[None]:
         """Report calls to `observer` inside this context."""
         before, self.observer = self.observer, observer
         try:
@@ -148,7 +142,7 @@ class Units:
                 "jvp), and other ranks hold layers that it would go through. Use ddp."
             )
         if self.observer is not None:
-            return self.observer.call(name, forward, args, kwargs)
+            return self.observer(name, forward, args, kwargs)
         self._check_present(name)
         return self.run(name, forward, args, kwargs, draw_seed())
 

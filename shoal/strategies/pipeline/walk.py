@@ -58,7 +58,6 @@ from shoal.strategies.pipeline.absent import (
 from shoal.strategies.pipeline.meta_call import (
     DEVICE_FUNCTIONS,
     VALUE_FUNCTIONS,
-    OutputForms,
     call_on_meta,
     device_answer,
     written_target,
@@ -83,7 +82,6 @@ class Walk(TorchFunctionMode):
     def __init__(
         self,
         units: Units,
-        forms: OutputForms,
         stage_map: StageMap,
         stage: int | None,
         crossing: Crossing | None = None,
@@ -91,13 +89,12 @@ class Walk(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.units = units
-        self.forms = forms
         self.stage_map = stage_map
         self.stage = stage
         self.crossing = crossing
         self.at = 0
         self.labels: list[str] = []
-        self.received = ReceivedValues(stage, self.labels)
+        self.received = ReceivedValues(stage, self.labels, units.device)
         self.kept: dict[ValueName, Tensor] = {}
         self._wanted: set[ValueName] = set()
         if crossing is not None and stage is not None:
@@ -179,7 +176,7 @@ class Walk(TorchFunctionMode):
         else:
             if label in VALUE_FUNCTIONS:
                 self._refuse_look(label)
-            out = call_on_meta(func, args, kwargs, self._make_absent, self.units.device)
+            out = call_on_meta(func, args, kwargs, self.received)
             note_gradients(out, tensors, property_of(func) or label)
         self._name_results(target if out is None else out)
         return out
@@ -251,7 +248,9 @@ class Walk(TorchFunctionMode):
             with self._aside():
                 out = self.units.run(name, forward, filled_nest(args), filled_nest(kwargs), seed)
         else:
-            out = self._absent_results(name, args, kwargs)
+            assert self.units.forms is not None
+            with self._aside():
+                out = self.units.forms.results(name, args, kwargs, self.received)
             note_gradients(out, leaves, trains=self.units.trains(name))
         self._name_results(out)
         return out
@@ -278,10 +277,6 @@ class Walk(TorchFunctionMode):
                 self._is_done = True
                 raise StageDone
             self.at += 1
-
-    def _absent_results(self, name: str, args: Any, kwargs: Any) -> Any:
-        with self._aside():
-            return self.forms.results(name, args, kwargs, self._make_absent, self.units.device)
 
     def _draw_seed(self) -> int:
         self.num_seeds += 1
@@ -329,9 +324,6 @@ class Walk(TorchFunctionMode):
         if name in self._wanted and absent_of(value) is None:
             self.kept[name] = value
 
-    def _make_absent(self, meta: Tensor, device: torch.device) -> AbsentTensor:
-        return AbsentTensor(meta, device, self.received)
-
 
 class DryRun(Walk):
     """One run of a function, in which all units are absent.
@@ -340,8 +332,8 @@ class DryRun(Walk):
         parameter_users: name of a parameter -> stages in which code around units uses it.
     """
 
-    def __init__(self, units: Units, forms: OutputForms, stage_map: StageMap) -> None:
-        super().__init__(units, forms, stage_map, None)
+    def __init__(self, units: Units, stage_map: StageMap) -> None:
+        super().__init__(units, stage_map, None)
         self.parameter_users: dict[str, set[int]] = {}
         self._stage_made: dict[ValueName, int] = {}
         self._size_bytes: dict[ValueName, int] = {}
@@ -354,7 +346,7 @@ class DryRun(Walk):
         """
         saved = ModelSnapshot(self.units.model)
         try:
-            with self.units.observed_by(self), self:
+            with self.units.observed_by(self.call), self:
                 result = [*tensors_of_result(function())]
                 self.end()
                 self._use(result)

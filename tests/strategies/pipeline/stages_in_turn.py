@@ -13,8 +13,9 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, StageCall, shape_key
-from shoal.strategies.pipeline.observed_units import ObservedUnits, PlanRequest, observe_units
-from shoal.strategies.pipeline.plan import parameter_users, plan
+from shoal.strategies.pipeline.observed_units import PlanRequest, UnitProfile, observe_units
+from shoal.strategies.pipeline.plan import dry_run, plan
+from shoal.strategies.pipeline.schedules import table
 
 DEVICE = torch.device("cpu")
 
@@ -31,7 +32,7 @@ class OneRank(Axis):
 
 def observed(
     model: nn.Module, function: Callable[..., Any], args: Any, num_stages: int, cuts: str = ""
-) -> tuple[PlanRequest, ObservedUnits]:
+) -> tuple[PlanRequest, UnitProfile]:
     """Run a function once with the units of its model."""
     request = PlanRequest(num_stages, "parameters", cuts)
     return request, observe_units(model, lambda: function(*args), request, DEVICE)
@@ -64,8 +65,8 @@ def divided(
     observed = observe_units(model, call, request, DEVICE)
     made = plan(OneRank(), observed, request, call)
     stage_map = observed.stage_map(made.stage_starts)
-    users = parameter_users(observed, stage_map, call)
-    return DividedModel(observed.units, observed.forms, stage_map, users)
+    users = dry_run(observed, stage_map, call).parameter_users
+    return DividedModel(observed.units, stage_map, users, table("gpipe", num_stages, 1))
 
 
 def difference(
