@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -99,76 +99,58 @@ def find_pairs(graph: fx.Graph, root: str, candidates: Candidates) -> set[Column
         root: name of the module whose forward pass it is.
         candidates: gains reasons against layers that almost form a pair.
     """
-    full_model = candidates.full_model
-    stages: Mapping[fx.Node, int] = (
-        dict.fromkeys(graph.nodes, 0) if full_model is None else full_model.stages_in(graph, root)
-    )
-    usage = GraphUsage(graph, stages)
-    pairs: set[ColumnRowPair] = set()
-    for node in graph.nodes:
-        for kinds in (LINEAR, CONVOLUTIONS):
-            matcher = PairMatcher(root, candidates, kinds, usage)
-            if matcher.is_layer(node) and matcher.reaches_columns(node):
-                pairs.add(matcher.pair(node))
-                usage.paired |= {node, *matcher.columns}
-    return pairs
+    matcher = PairMatcher(graph, root, candidates)
+    kinds = (LINEAR, CONVOLUTIONS)
+    found = (matcher.search(node, kind) for node in graph.nodes for kind in kinds)
+    return {pair for pair in found if pair is not None}
 
 
-class GraphUsage:
-    """Uses of the modules of a graph.
+class PairMatcher:
+    """Searches a graph backwards from row layers for their column layers.
+
+    Args: as of `find_pairs`.
 
     Attributes:
-        stages: node -> pipeline stage; 0 for all nodes without a pipeline.
+        stages: node -> pipeline stage; empty without a pipeline. A pair lies in one stage.
         paired: nodes of layers that are in a pair already.
+        kinds: LINEAR or CONVOLUTIONS, the kind of both layers in this search.
+        columns: nodes of column layers, as far as this search has found them.
+        inside: nodes whose values are shards in a pair, the column layers included.
+        between: names of modules for `ColumnRowPair.between`.
     """
 
-    def __init__(self, graph: fx.Graph, stages: Mapping[fx.Node, int]) -> None:
-        self.stages = stages
+    def __init__(self, graph: fx.Graph, root: str, candidates: Candidates) -> None:
+        full_model = candidates.full_model
+        self.prefix = f"{root}." if root else ""
+        self.candidates = candidates
+        self.stages = {} if full_model is None else full_model.stages_in(graph, root)
         self.paired: set[fx.Node] = set()
         self._calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
         self._directly_read = {
             str(node.target).rpartition(".")[0] for node in graph.nodes if node.op == "get_attr"
         }
 
-    def is_used_once(self, node: fx.Node) -> bool:
-        """Return True if the graph calls the node's module once and reads no tensor of it."""
-        return self._calls[node.target] <= 1 and node.target not in self._directly_read
-
-
-class PairMatcher:
-    """Search backwards from one row layer for its column layers, inside one pipeline stage.
-
-    Args:
-        root: name of the module whose graph this is.
-        kinds: LINEAR or CONVOLUTIONS, the kind of both layers.
-
-    Attributes:
-        columns: nodes of column layers, as far as the search has found them.
-        inside: nodes whose values are shards in a pair, the column layers included.
-        between: names of modules for `ColumnRowPair.between`.
-    """
-
-    def __init__(
-        self,
-        root: str,
-        candidates: Candidates,
-        kinds: tuple[type[nn.Module], ...],
-        usage: GraphUsage,
-    ) -> None:
-        self.prefix = f"{root}." if root else ""
-        self.candidates = candidates
+    def search(self, row: fx.Node, kinds: tuple[type[nn.Module], ...]) -> ColumnRowPair | None:
+        """Return the pair whose row layer a node is; None if it is none."""
         self.kinds = kinds
-        self.usage = usage
-        self.stage: int | None = None
         self.columns: list[fx.Node] = []
         self.inside: set[fx.Node] = set()
         self.between: list[str] = []
+        if not self._is_layer(row) or not self._reaches_columns(row):
+            return None
+        self.paired |= {row, *self.columns}
+        columns = sorted({self._name(node) for node in self.columns})
+        between = sorted(set(self.between))
+        caller = self._innermost_caller((*self.inside, row))
+        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), caller)
 
-    def is_layer(self, node: fx.Node) -> bool:
+    def _is_used_once(self, node: fx.Node) -> bool:
+        """Return True if the graph calls the node's module once and reads no tensor of it."""
+        return self._calls[node.target] <= 1 and node.target not in self._directly_read
+
+    def _is_layer(self, node: fx.Node) -> bool:
         """Return True for a call of a layer that could be column or row parallel."""
-        if node.op != "call_module" or node in self.usage.paired:
-            return False
-        if not self.usage.is_used_once(node):
+        if node.op != "call_module" or node in self.paired or not self._is_used_once(node):
             return False
         module = self._module(node)
         return (
@@ -177,13 +159,13 @@ class PairMatcher:
             and _has_one_input(node)
         )
 
-    def reaches_columns(self, row: fx.Node) -> bool:
+    def _reaches_columns(self, row: fx.Node) -> bool:
         """Return True if the row layer's input comes from column layers, by known operations.
 
         Only the row layer may use it.
         """
         source = row.args[0]
-        self.stage = self.usage.stages.get(row)
+        self.stage = self.stages.get(row)
         if not isinstance(source, fx.Node) or not self._is_known(source):
             return False
         # A column layer of this pair is no legitimate user: its input is a full tensor.
@@ -194,13 +176,6 @@ class PairMatcher:
             if ESCAPES in node.meta or not set(node.users) <= users:
                 return False
         return self._widths_fit(row) and self._no_hook_sees(row)
-
-    def pair(self, row: fx.Node) -> ColumnRowPair:
-        """Return the pair that `reaches_columns` has found."""
-        columns = sorted({self._name(node) for node in self.columns})
-        between = sorted(set(self.between))
-        caller = self._innermost_caller((*self.inside, row))
-        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), caller)
 
     def _innermost_caller(self, nodes: Iterable[fx.Node]) -> str | None:
         """Return the module in whose forward function all nodes were recorded, if that is known.
@@ -224,10 +199,10 @@ class PairMatcher:
         """Return True if all paths back from the node end in column layers."""
         if node in self.inside:
             return True
-        if self.usage.stages.get(node) != self.stage:
+        if self.stages.get(node) != self.stage:
             return False
         self.inside.add(node)
-        if self.is_layer(node):
+        if self._is_layer(node):
             self.columns.append(node)
             return True
         if node.op == "call_module":
@@ -255,7 +230,7 @@ class PairMatcher:
         if isinstance(module, nn.GroupNorm) and module.num_groups % degree:
             return self._reject(node, f"its {module.num_groups} groups are no multiple of {degree}")
         if _needs_class_swap(module):
-            if not self.usage.is_used_once(node):
+            if not self._is_used_once(node):
                 return False
             self.between.append(self._name(node))
         source = node.args[0]
