@@ -67,17 +67,12 @@ class LocalSgd(LocalOptions, Strategy):
     can_apply_again: ClassVar[bool] = True
     _action: ClassVar[str] = "weights are averaged"
 
-    @property
-    def _outer(self) -> DilocoOptions | None:
-        """Options of the outer optimizer; None for a mean of weights."""
-        return None
-
     def apply(self, model: LocalModel, mesh: Mesh) -> LocalModel:
         """Replace `run`, `gather_params` and `strategy_state`. Collective.
 
         Raises: StrategyRefused: nothing to train; beside tensor or pipeline.
         """
-        name, every = self.name, self.every
+        name = self.name
         if not model.trainable_params:
             raise StrategyRefused(
                 f"strategy {name} averages what was trained; the model has no trainable parameter."
@@ -85,7 +80,7 @@ class LocalSgd(LocalOptions, Strategy):
         if model.is_partial or model.has_sharded_params:
             raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
         mesh.data.broadcast_module(model.module)
-        engine = LocalSgdStep(model, mesh.data, every, self._outer)
+        engine = LocalSgdStep(model, mesh.data, self)
         return replace(model, run=engine.run, gather_params=engine.gather, strategy_state=engine)
 
     def cost(self, step: StepCost) -> StepCost:
@@ -93,7 +88,7 @@ class LocalSgd(LocalOptions, Strategy):
         if step.layout.data < step.layout.world:
             raise StrategyRefused(PARTIAL_MESSAGE.format(name=self.name))
         size = total(step.parameters_of_rank(0))
-        held = 0.0 if self._outer is None else 2 * size
+        held = 2 * size if isinstance(self, DilocoOptions) else 0.0
         if step.layout.data == 1:
             return replace(step, always_held={0: held}, is_exact=False)
         sync_round = SentMessage("all_reduce", size, share=1 / self.every)
@@ -116,19 +111,13 @@ class Diloco(DilocoOptions, LocalSgd):
 
     _action = "an outer optimizer steps by the mean change"
 
-    @property
-    def _outer(self) -> DilocoOptions:
-        return self
-
 
 class LocalSgdStep(StrategyState):
     """Counts the steps of one rank, and makes sync rounds.
 
-    Args:
+    Attributes:
         every: steps from one regular round to the next.
         outer: options of an outer optimizer; None for a plain mean of weights.
-
-    Attributes:
         steps: steps taken since the beginning of the run.
         stepped_since_round: a step was taken since the last round, regular or not.
         stepped_since_sync: a step was taken since `synchronize` was last called.
@@ -142,13 +131,11 @@ class LocalSgdStep(StrategyState):
     is_synchronous = False
     in_gradient_units = True
 
-    def __init__(
-        self, model: LocalModel, data: Axis, every: int, outer: DilocoOptions | None
-    ) -> None:
+    def __init__(self, model: LocalModel, data: Axis, options: LocalOptions) -> None:
         self.model = model
         self.data = data
-        self.every = every
-        self.outer = outer
+        self.every = options.every
+        self.outer = options if isinstance(options, DilocoOptions) else None
         self.steps = 0
         self.stepped_since_round = False
         self.stepped_since_sync = False
@@ -163,11 +150,8 @@ class LocalSgdStep(StrategyState):
         Totals are those of all ranks in the step before a regular round, and of this rank in other
         steps.
         """
-        if (
-            self.outer is not None
-            and not self.stepped_since_round
-            and batch.previous_totals is None
-        ):
+        begins_step = batch.previous_totals is None
+        if self.outer is not None and begins_step and not self.stepped_since_round:
             # Here and not at the end of a round: weights that are loaded or set before the next
             # step count too.
             self.round_weights = {
@@ -265,11 +249,12 @@ class LocalSgdStep(StrategyState):
 
     def _means(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return means over ranks of tensors that are sent in one message, in float32 at least."""
-        return apply_flattened(self._mean_of_flat, tensors)
 
-    def _mean_of_flat(self, flat: Tensor) -> Tensor:
-        flat = flat.to(accumulation_dtype(flat.dtype))
-        return mean(flat, self.data) if self.data.size > 1 else flat
+        def mean_of(flat: Tensor) -> Tensor:
+            flat = flat.to(accumulation_dtype(flat.dtype))
+            return mean(flat, self.data) if self.data.size > 1 else flat
+
+        return apply_flattened(mean_of, tensors)
 
     def _share_buffers(self) -> None:
         """Broadcast the first rank's buffers, as far as a rank has changed them. Collective.
