@@ -15,7 +15,7 @@ reads buffers and numbers of modules as the forward pass found them, and changes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from itertools import groupby
@@ -161,8 +161,16 @@ def _recomputed(module: nn.Module) -> Callable[..., Any]:
         is_compiling = torch.compiler.is_compiling()
         extra: dict[str, Any] = {}
         if has_buffers or not is_compiling:  # torch.compile takes no contexts
-            modes = _torch_function_modes()
-            extra["context_fn"] = lambda: _contexts(_UnitState(self, modes))
+            # Recomputing enters them again: dropout of tensor parallel shards is such a mode. That
+            # of the default device is active in the backward pass anyway.
+            active = () if is_compiling else function_modes()
+            modes = [mode for mode in active if not isinstance(mode, DeviceMode)]
+
+            def contexts() -> Any:
+                state = _UnitState(self, modes)
+                return state.noted(), state  # for the forward pass, and for recomputing it
+
+            extra["context_fn"] = contexts
         compute = forward if is_compiling else _explained(forward)
         return checkpoint(compute, self, *inputs, use_reentrant=False, **extra, **options)
 
@@ -190,24 +198,6 @@ def _explained(forward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return compute
-
-
-def _torch_function_modes() -> list[TorchFunctionMode]:
-    """Return the active torch function modes, which recomputing must enter again.
-
-    Dropout of tensor parallel shards is such a mode. The mode of the default device is left out,
-    because it is active in the backward pass anyway.
-    """
-    if torch.compiler.is_compiling():
-        return []
-    return [mode for mode in function_modes() if not isinstance(mode, DeviceMode)]
-
-
-def _contexts(
-    state: _UnitState,
-) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the contexts of one run of a unit: for its forward pass, and for recomputing it."""
-    return state.noted(), state
 
 
 class _UnitState:
