@@ -15,7 +15,7 @@ from shoal.data.tree_map import tree_map as map_items
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.tensor_state import version
 from shoal.strategies import base
-from shoal.strategies.microbatch import chunk, chunk_args
+from shoal.strategies.microbatch import samples_of
 from shoal.trial.untouched import leaving_no_trace
 
 MAX_EXAMPLES = 8
@@ -36,11 +36,7 @@ def example_of(
     Args: full_batch_rows: samples of a full global batch, where `batch` may be a shorter one.
     """
     window = slice(0, min(max(batch.num_samples, 1), MAX_EXAMPLES))
-    taken = (
-        chunk_args(batch.args, window, batch.num_samples),
-        chunk(dict(batch.kwargs), window, batch.num_samples),
-    )
-    args, kwargs = _copied(taken[0]), _copied(taken[1])
+    args, kwargs = map(_copied, samples_of(batch, window))
     called: set[nn.Module] = set()
     with (
         leaving_no_trace(models, batch.step.compute_loss, ()),

@@ -31,9 +31,10 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
         # A stand-in computes the first sample: a forward pass needs one.
         window = slice(start, start + num_samples) if num_samples else slice(0, 1)
         is_last = index == count - 1
+        args, kwargs = samples_of(batch, window)
         yield batch._replace(
-            args=chunk_args(batch.args, window, batch.num_samples),
-            kwargs=chunk(dict(batch.kwargs), window, batch.num_samples),
+            args=args,
+            kwargs=kwargs,
             num_samples=num_samples,
             first_row=batch.first_row + start,
             microbatch=batch.microbatch * count + index,
@@ -43,24 +44,21 @@ def split_microbatches(batch: LocalBatch, count: int, min_count: int = 1) -> Ite
         start += num_samples
 
 
-def chunk_args(args: tuple[Any, ...], window: slice, num_samples: int) -> tuple[Any, ...]:
-    """Return the samples `window` of each argument: `args` itself is no list of samples, though it
-    may be as long as one.
-    """
-    return tuple(chunk(value, window, num_samples) for value in args)
+def samples_of(batch: LocalBatch, window: slice) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments with the samples `window` alone.
 
-
-def chunk(value: Any, window: slice, num_samples: int) -> Any:
-    """Return the samples `window` of a nest, as `take_rows` does.
-
-    Raises: UsageError: dimension 0 of a tensor is not `num_samples`.
+    Raises: UsageError: dimension 0 of a tensor is not the number of samples.
     """
 
     def mismatch(tensor: Tensor) -> UsageError:
         return UsageError(
             "accumulate and pipeline split batches along dimension 0; this rank has "
-            f"{num_samples} samples and a tensor of shape {tuple(tensor.shape)}. Put the batch "
-            "dimension first, or use accumulate=1 and microbatches=1."
+            f"{batch.num_samples} samples and a tensor of shape {tuple(tensor.shape)}. Put the "
+            "batch dimension first, or use accumulate=1 and microbatches=1."
         )
 
-    return take_rows(value, window, num_samples, mismatch)
+    def taken(value: Any) -> Any:
+        return take_rows(value, window, batch.num_samples, mismatch)
+
+    # `args` itself is no list of samples, though it may be as long as one.
+    return tuple(map(taken, batch.args)), taken(dict(batch.kwargs))
