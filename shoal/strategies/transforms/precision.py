@@ -92,22 +92,15 @@ class Precision(Strategy):
         """Replace `forward`."""
         if self.name not in AUTOCAST:
             return model
-        dtype = AUTOCAST[self.name]
+        dtype, scale = AUTOCAST[self.name], self.loss_scale
 
         def forward(batch: LocalBatch) -> ForwardOutput:
             with torch.autocast(mesh.device.type, dtype):
-                return model.forward(batch)
+                output = model.forward(batch)
+            return output if scale is None else output._replace(loss=output.loss * scale.scale)
 
-        model = replace(model, pass_traits=replace(model.pass_traits, autocast=dtype))
-        scale = self.loss_scale
-        if scale is None:
-            return replace(model, forward=forward)
-
-        def scaled(batch: LocalBatch) -> ForwardOutput:
-            output = forward(batch)
-            return output._replace(loss=output.loss * scale.scale)
-
-        return replace(model, forward=scaled)
+        traits = replace(model.pass_traits, autocast=dtype)
+        return replace(model, forward=forward, pass_traits=traits)
 
 
 def unscale(model: LocalModel, loss_scale: LossScale) -> bool:
