@@ -62,14 +62,6 @@ class PipelineZeroOne:
             name: self._shard(name, parameter, mesh) for name, parameter in self.sharded.items()
         }
 
-    @property
-    def trainable_params(self) -> dict[str, nn.Parameter]:
-        """This rank's shards, and all scalars, for its optimizer."""
-        return {
-            name: self.shards.get(name, parameter)
-            for name, parameter in self.model.trainable_params.items()
-        }
-
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute all passes of a step. Collective."""
         result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
@@ -90,9 +82,16 @@ class PipelineZeroOne:
             self._reduce_scatter(used)
 
     def gather(self) -> None:
-        """Copy all rows of all parameters to every rank. Collective."""
+        """Copy each rank's rows of all parameters to all ranks. Collective."""
         if self.sharded:
-            self._all_gather()
+            pieces, length = self._pieces_of_ranks(
+                {name: to_local(parameter.detach()) for name, parameter in self.sharded.items()}
+            )
+            sent = _flat(pieces[self.data.rank], length)
+            received = sent.new_empty(self.data.size * length)
+            all_gather(received, sent, self.data.group)
+            for of_rank, flat in zip(pieces, received.view(self.data.size, length), strict=True):
+                _unflatten(flat, of_rank)
         self.model.gather_params()
 
     def _fill_missing_grads(self) -> None:
@@ -107,23 +106,13 @@ class PipelineZeroOne:
             if num_ranks and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
-    def _pieces_of_ranks(self, tensors: Mapping[str, Tensor]) -> list[list[Tensor]]:
-        """Return for each data rank its rows of all tensors."""
-        return [
+    def _pieces_of_ranks(self, tensors: Mapping[str, Tensor]) -> tuple[list[list[Tensor]], int]:
+        """Return for each data rank its rows of all tensors, and the largest number of values."""
+        pieces = [
             [tensor[self.rows[name][rank]] for name, tensor in tensors.items()]
             for rank in range(self.data.size)
         ]
-
-    def _all_gather(self) -> None:
-        """Copy each rank's rows to all ranks. Collective."""
-        values = {name: to_local(parameter.detach()) for name, parameter in self.sharded.items()}
-        pieces = self._pieces_of_ranks(values)
-        length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
-        sent = _flat(pieces[self.data.rank], length)
-        received = sent.new_empty(self.data.size * length)
-        all_gather(received, sent, self.data.group)
-        for of_rank, flat in zip(pieces, received.view(self.data.size, length), strict=True):
-            _unflatten(flat, of_rank)
+        return pieces, max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
 
     def _reduce_scatter(self, names: Sequence[str]) -> None:
         """Replace full gradients by the means of this rank's rows. Collective.
@@ -131,12 +120,13 @@ class PipelineZeroOne:
         An all-to-all and a sum in the order of ranks, so that the bits are those of ddp.
         """
         size = self.data.size
-        found = {name: self.sharded[name].grad for name in names}
-        gradients = {
-            name: dense(to_local(grad)) for name, grad in found.items() if grad is not None
-        }
-        pieces = self._pieces_of_ranks(gradients)
-        length = max(sum(piece.numel() for piece in of_rank) for of_rank in pieces)
+        pieces, length = self._pieces_of_ranks(
+            {
+                name: dense(to_local(parameter.grad))
+                for name, parameter in self.sharded.items()
+                if parameter.grad is not None
+            }
+        )
         sent = torch.cat([_flat(of_rank, length) for of_rank in pieces])
         received = torch.empty_like(sent)
         all_to_all(received, sent, self.data.group)

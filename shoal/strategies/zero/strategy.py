@@ -124,7 +124,7 @@ class Zero1(ZeroOptions, Strategy):
         return replace(
             model,
             run=engine.run,
-            trainable_params=engine.trainable_params,
+            trainable_params=model.trainable_params | engine.shards,
             reduce_gradients=engine.reduce,
             gather_params=engine.gather,
             summary_lines=summary_lines,
