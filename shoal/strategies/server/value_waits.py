@@ -94,29 +94,22 @@ class ValueWaits:
     def _waiting_class(self, own_class: type) -> type:
         """Return a subclass of a parameter's class that waits when a function is to use it."""
         if own_class not in self._waiting_classes:
-            attributes = {"__torch_function__": classmethod(partial(_wait_first, self))}
+
+            def wait_first(
+                _class: type, function: Any, _types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                self._wait_for_uses((args, kwargs or {}))
+                return function(*args, **(kwargs or {}))
+
+            attributes: Any = {"__torch_function__": classmethod(wait_first)}
             self._waiting_classes[own_class] = type("WaitingParameter", (own_class,), attributes)
         return self._waiting_classes[own_class]
 
-    def wait_for_uses(self, arguments: Any) -> None:
+    def _wait_for_uses(self, arguments: Any) -> None:
         """Wait for the values of all waiting parameters among the arguments of a function."""
         leaves = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, nn.Parameter)]
         names = [self._names[id(leaf)] for leaf in leaves if id(leaf) in self._names]
         self.arrive(dict.fromkeys(name for name in names if name in self._classes))
-
-
-def _wait_first(
-    waits: ValueWaits,
-    _class: type,
-    function: Any,
-    _types: Any,
-    arguments: tuple[Any, ...] = (),
-    options: Mapping[str, Any] | None = None,
-) -> Any:
-    """Call a function of torch when the parameters among its arguments have their values."""
-    options = options or {}
-    waits.wait_for_uses((arguments, dict(options)))
-    return function(*arguments, **options)
 
 
 def _become(parameter: Any, kind: type) -> None:
