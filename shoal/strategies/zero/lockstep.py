@@ -182,12 +182,10 @@ class Lockstep:
             work.wait()
             self._pending_count = None
 
-    def begin(self, name: str) -> UnitHooks:
+    def begin(self, name: str) -> None:
         """Begin a forward pass, with a new token if gradients are enabled.
 
         Args: name: of the function that computes. Each function has orders of its own.
-
-        Returns: the hooks of the root.
         """
         self.close()
         with_gradients = torch.is_grad_enabled()
@@ -201,7 +199,6 @@ class Lockstep:
         for hooks in self.hooks:
             hooks.will_reduce = hooks.recomputed = False
             hooks.stays = not self.frees
-        return self.root_hooks
 
     def abandon(self) -> None:
         """End a forward pass that has failed."""
@@ -221,11 +218,11 @@ class Lockstep:
         assert self.order is not None
         if self.position == 0:
             function = zlib.crc32(repr(self._key).encode()) % 2**29
-            is_same = self._is_same_on_all_ranks(2 * END_OF_STEP * function + run)
+            is_same = self.is_same_on_all_ranks(2 * END_OF_STEP * function + run)
         elif self.position < len(self.order):
             is_same = self.order[self.position] == run
         else:
-            is_same = self._is_same_on_all_ranks(run)
+            is_same = self.is_same_on_all_ranks(run)
         if not is_same:
             raise StrategyRefused(
                 f"zero: {name or 'the end of the loss'} comes where other blocks of the model come "
@@ -247,20 +244,7 @@ class Lockstep:
         self.orders[*self._key, self.order[0]] = self.order
         self.order = None
 
-    def agree_on_inner(self, number: int, name: str) -> None:
-        """Raise StrategyRefused unless all ranks gather the same unit at one place. Collective.
-
-        Args: number, name: of the unit that this rank gathers for a gradient in the forward pass.
-        """
-        assert self.order is not None
-        if not self._is_same_on_all_ranks(self.position * END_OF_STEP + number):
-            raise StrategyRefused(
-                f"zero3: a gradient that is taken inside compute_loss needs {name} on this rank, "
-                "and another unit on others, whose samples take other branches. Use zero2, which "
-                "keeps what it has gathered."
-            )
-
-    def _is_same_on_all_ranks(self, number: int) -> bool:
+    def is_same_on_all_ranks(self, number: int) -> bool:
         """Return whether all ranks have given the same number. Collective."""
         extremes = torch.tensor([number, -number])
         dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=self.group)
@@ -378,8 +362,14 @@ class UnitHooks:
         Ranks make the gatherings of the outer backward pass in one order [2] anyway.
         """
         step = self.step
-        if step.order is not None and not is_gathered(self.module):
-            step.agree_on_inner(self.number, self.name)
+        if step.order is None or is_gathered(self.module):
+            return
+        if not step.is_same_on_all_ranks(step.position * END_OF_STEP + self.number):
+            raise StrategyRefused(
+                f"zero3: a gradient that is taken inside compute_loss needs {self.name} on this "
+                "rank, and another unit on others, whose samples take other branches. Use zero2, "
+                "which keeps what it has gathered."
+            )
 
     def _fill_on_backward(self, token: Tensor) -> Tensor:
         """Return the token for the outputs. Its backward pass calls `_fill` before the engine

@@ -119,17 +119,13 @@ class ShardedStep:
 
     def hold(self, holds: bool) -> None:
         """Keep the forward pass of a loop open for its loss, or end it with each call."""
+        self.root.begin_loss = self._configure if holds else None
         if not holds:
-            self.root.begin_loss = None
             self.root.end_held(self.release)
-        else:
-            self.root.begin_loss = partial(
-                self._configure, reduces=False, frees=False, is_last=False
-            )
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
-        self._configure(reduces=False, frees=False, is_last=False)
+        self._configure()
         output = self.root.run(batch.step.compute_loss, partial(self.model.forward, batch))
         reduces = batch.is_last_microbatch or self.stage > 1
         frees = batch.is_last_microbatch or self.stage == 3
@@ -148,10 +144,10 @@ class ShardedStep:
                 )
         return output
 
-    def _configure(self, reduces: bool, frees: bool, is_last: bool) -> None:
+    def _configure(self, reduces: bool = False, frees: bool = False, is_last: bool = False) -> None:
         """Choose what the engine does in the backward passes that come now.
 
-        Those inside the forward pass are of inner gradients. They reduce and free nothing.
+        Those inside the forward pass are of inner gradients: they reduce and free nothing.
 
         Args: is_last: no further backward pass comes before the next forward pass.
         """
@@ -165,7 +161,7 @@ class ShardedStep:
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that computes with the model, as `LocalModel.call`. Collective."""
         if torch.is_grad_enabled():  # gradients inside of it are inner ones
-            self._configure(reduces=False, frees=False, is_last=False)
+            self._configure()
         with self._explain_sharded_weights():
             return self.root.run(
                 function, partial(self.model.outside_step.call, function, *args, **kwargs)

@@ -145,7 +145,8 @@ class StepRoot(nn.Module):
         if self.lockstep is None:
             pre_forward(self, {})
             return
-        hooks = self.lockstep.begin(name)
+        self.lockstep.begin(name)
+        hooks = self.lockstep.root_hooks
         _, options = hooks.pre_forward(self, (), {}) or ((), {})
         hooks.post_all_gather(self, (), pre_forward(self, options))
 
