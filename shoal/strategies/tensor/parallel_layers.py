@@ -132,10 +132,15 @@ def row_parallel_matmul(x: Tensor, weight: Tensor, axis: Axis, shard_dim: int | 
     return reduce_scatter_sequence(y, axis, shard_dim)
 
 
-def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
-    """Add a replicated bias after the sum over ranks, so that it counts once."""
-    output: Tensor = y if bias is None else y + local_part(bias).to(y.dtype)
-    return output
+def add_bias(y: Tensor, bias: Tensor | None, image_dims: int = 0) -> Tensor:
+    """Add a replicated bias after the sum over ranks, so that it counts once.
+
+    Args: image_dims: of `y`, behind that of channels.
+    """
+    if bias is None:
+        return y
+    added: Tensor = local_part(bias).to(y.dtype)
+    return y + (added.view(-1, *[1] * image_dims) if image_dims else added)
 
 
 class ShardedDropout(nn.Dropout):
@@ -221,12 +226,7 @@ class _RowParallelConv:
         self.region.check_inside()
         partial_sum = self._conv_forward(x, local_shard(self.weight), None)
         y = reduce_from_region(partial_sum, self.region.axis)
-        if self.bias is None:
-            return y
-        # Added after the sum, so that it counts once; (channels, 1, ...) for the image's dims.
-        bias = local_part(self.bias).to(y.dtype)
-        output: Tensor = y + bias.view(-1, *[1] * len(self.kernel_size))
-        return output
+        return add_bias(y, self.bias, len(self.kernel_size))
 
 
 class _ShardedChannels:
