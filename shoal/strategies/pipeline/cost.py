@@ -77,7 +77,14 @@ def _first_calls(
         sent: bytes that a cut before each call sends.
     """
     if options.cuts:
-        return [_call_of(name, calls, options) for name in options.cuts.split("/")]
+        found = {
+            name: [i for i, call in enumerate(calls) if enclosing(call, [name])]
+            for name in options.cuts.split("/")
+        }
+        missing = next((name for name, indices in found.items() if not indices), None)
+        if missing is not None:
+            raise StrategyRefused(f"cuts={options.cuts}: the function does not call {missing}.")
+        return [indices[0] for indices in found.values()]
     places = [*range(1, len(calls))]
     if len(places) < stages - 1:
         raise StrategyRefused(
@@ -109,13 +116,6 @@ def _output(step: StepCost, before: Sequence[LocalSegment]) -> float:
     """Return the bytes of the output of the last module before a cut, for one micro-batch."""
     sizes = (segment.work.output_bytes.at(step.samples) for segment in reversed(before))
     return next((size for size in sizes if size), 0.0)
-
-
-def _call_of(name: str, calls: Sequence[str], options: PipelineOptions) -> int:
-    found = [i for i, call in enumerate(calls) if enclosing(call, [name])]
-    if not found:
-        raise StrategyRefused(f"cuts={options.cuts}: the function does not call {name}.")
-    return found[0]
 
 
 def _with_ties(

@@ -83,10 +83,12 @@ def _plan(observed: UnitProfile, request: PlanRequest, function: Callable[[], An
     else:
         crossing = _crossing_bytes(observed, function)
         starts = balanced(costs, crossing, places, request.num_stages)
+    total = sum(costs) or 1.0
+    bounds = [0, *starts, len(costs)]
     return StagePlan(
         stage_starts=starts,
         names=[observed.calls[start].unit for start in starts],
-        cost_fractions=_cost_fractions(costs, starts),
+        cost_fractions=[sum(costs[start:stop]) / total for start, stop in pairwise(bounds)],
         measured=measured,
     )
 
@@ -112,12 +114,6 @@ def _crossing_bytes(observed: UnitProfile, function: Callable[[], Any]) -> list[
     every_place = observed.stage_map(range(1, len(observed.calls)))
     dry = dry_run(observed, every_place, function)
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
-
-
-def _cost_fractions(costs: Sequence[float], starts: Sequence[int]) -> list[float]:
-    total = sum(costs) or 1.0
-    boundaries = [0, *starts, len(costs)]
-    return [sum(costs[start:stop]) / total for start, stop in pairwise(boundaries)]
 
 
 def _named_starts(profile: UnitProfile, request: PlanRequest, places: list[int]) -> list[int]:

@@ -47,7 +47,7 @@ def cost(options: ZeroOptions, stage: int, step: StepCost) -> StepCost:
 
     if len(step.rows) > 1:
         return _after_pipeline(step.map_parameters(lambda p: shard(p, False)), ranks)
-    whole = [_trained(segment) for segment in step.segments]
+    whole = [float(sum(p.nbytes for p in s.parameters if p.gradient_bytes)) for s in step.segments]
     step = step.map_parameters(lambda p: shard(p, True))
     step = _with_units(options, stage, step, whole)
     return replace(step, optimizer_share=step.optimizer_share / ranks)
@@ -70,7 +70,12 @@ def _with_units(options: ZeroOptions, stage: int, step: StepCost, whole: list[fl
 
     Args: whole: bytes of the whole trained parameters of each segment.
     """
-    unit_of = step.once(("unit of each segment", options.unit), lambda: _units(options, step))
+
+    def unit_of_each_segment() -> list[str]:
+        names = [*innermost(units(step.module, options.unit))]
+        return [enclosing(segment.work.path, names) or "" for segment in step.segments]
+
+    unit_of = step.once(("unit of each segment", options.unit), unit_of_each_segment)
     scale = 0.5 if options.gather else 1.0  # bfloat16 in place of float32
     held = _HeldUnits(unit_of, whole, stage == 3, scale)
     # zero1 keeps whole gradients until the last micro-batch, in place of shards.
@@ -199,13 +204,3 @@ def _with_messages(
     if gathers_again:
         segment = segment._replace(before_backward=(*gather, *segment.before_backward))
     return segment
-
-
-def _units(options: ZeroOptions, step: StepCost) -> list[str]:
-    """Return the unit of each segment; "" for what is in none."""
-    names = [*innermost(units(step.module, options.unit))]
-    return [enclosing(segment.work.path, names) or "" for segment in step.segments]
-
-
-def _trained(segment: LocalSegment) -> float:
-    return sum(p.nbytes for p in segment.parameters if p.gradient_bytes)
