@@ -54,12 +54,6 @@ class FullModel:
         return stages
 
     @cached_property
-    def directly_read_tensors(self) -> list[Tensor]:
-        """Parameters that a stage reads without calling the module that owns them."""
-        paths = (name.rpartition(".") for name in self.directly_read)
-        return [getattr(self.model.get_submodule(owner), name) for owner, _, name in paths]
-
-    @cached_property
     def second_names(self) -> Mapping[str, str]:
         """Map each name of a tensor in a module that stands at several places to its first name."""
         first_paths: dict[int, str] = {}

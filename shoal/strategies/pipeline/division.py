@@ -99,26 +99,18 @@ class DividedModel:
         read = {name for name, stages in self.parameter_users.items() if stage in stages}
         return units | {name for name in read if enclosing(name, units) is None}
 
-    def plain_modules(self) -> set[str]:
-        """Return the paths of modules around the units that hold no tensors, such as nn.Dropout.
-
-        Code around the units calls them, on every rank.
+    def everywhere(self) -> set[str]:
+        """Return the paths of what code around the units uses on every rank: modules without
+        tensors, such as nn.Dropout, and buffers, such as tables of sines.
         """
-        return {
+        modules = {
             name
             for name, module in self.units.model.named_modules()
             if name
-            and enclosing(name, self.units.modules) is None
             and not any(True for _ in (*module.children(), *module.parameters(), *module.buffers()))
         }
-
-    def buffers_around(self) -> set[str]:
-        """Return the names of the buffers that lie in no unit, such as tables of sines.
-
-        Code around the units reads them, on every rank.
-        """
-        names = (name for name, _ in self.units.model.named_buffers())
-        return {name for name in names if enclosing(name, self.units.modules) is None}
+        found = modules | {name for name, _ in self.units.model.named_buffers()}
+        return {name for name in found if enclosing(name, self.units.modules) is None}
 
     def modules(self, stage: int) -> list[nn.Module]:
         """Return the units of a stage and all modules inside them."""
@@ -135,8 +127,7 @@ class DividedModel:
             if path in self.units.modules:
                 found += self.units.modules[path].parameters()
             else:
-                owner, _, name = path.rpartition(".")
-                found.append(getattr(self.units.model.get_submodule(owner), name))
+                found.append(self.units.model.get_parameter(path))
         return list({id(parameter): parameter for parameter in found}.values())
 
     def plan(self, calls: Sequence[StageCall], axis: Axis) -> list[Crossing]:

@@ -222,7 +222,7 @@ def _collect_local(module: nn.Module, divided: DividedModel, rank: int) -> Stage
     if divided.table.rank_of(0) == rank:
         all_targets = map(divided.targets, range(divided.table.num_stages))
         others = unused(module, set().union(*all_targets))
-    everywhere = divided.plain_modules() | divided.buffers_around()
+    everywhere = divided.everywhere()
     return collect(module, targets | everywhere, others - everywhere)
 
 

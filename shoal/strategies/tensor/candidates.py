@@ -84,7 +84,8 @@ class Candidates:
 
         A plan for such a module would have to know what surrounds it in every stage.
         """
-        directly_read = {id(tensor) for tensor in full_model.directly_read_tensors}
+        model = full_model.model
+        directly_read = {id(model.get_parameter(name)) for name in full_model.directly_read}
         for module, name in list(self.remaining.items()):
             # Code that runs in parts, in several stages: the plan says so where it matters.
             is_whole = full_model.runs_whole(name)
