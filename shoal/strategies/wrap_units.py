@@ -55,7 +55,7 @@ def units(model: nn.Module, kind: str = "") -> dict[str, nn.Module]:
                 f"unit={kind}: the model has no module of that class; {did_you_mean(kind, classes)}"
             )
         return {name: module for name, module in instances.items() if paths.only_through(module)}
-    total = _num_params(model)
+    total = num_parameters(model)
     candidates = {} if total == 0 else dict(_candidates(model, "", total, paths))
     # A module of several names is a unit under its first name only.
     first_names = {id(module): name for name, module in reversed(candidates.items())}
@@ -99,7 +99,7 @@ def _candidates(
     siblings = Counter(type(child) for child in module.children() if type(child) not in CONTAINERS)
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        share = _num_params(child) / total
+        share = num_parameters(child) / total
         # ModuleList and ModuleDict have no forward function, so they run as nothing.
         is_block = is_container and not isinstance(child, (nn.ModuleList, nn.ModuleDict))
         may_be_unit = is_block or isinstance(child, RECURRENT)
@@ -110,7 +110,8 @@ def _candidates(
             yield from _candidates(child, f"{path}.", total, paths)
 
 
-def _num_params(module: nn.Module) -> int:
+def num_parameters(module: nn.Module) -> int:
+    """Return how many numbers the parameters of a module have."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -32,6 +32,7 @@ from shoal.strategies.pipeline.absent import (
 from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.random_streams import host_draws_refused
 from shoal.strategies.pipeline.units import StageMap, UnitCall, Units, find_units
+from shoal.strategies.wrap_units import num_parameters
 
 
 class SideWay(NamedTuple):
@@ -227,8 +228,13 @@ def observe_units(
     expanded: set[str] = set()
     named = set(request.cut_names)
     writers: set[str] = set()
-    for name in named:
-        _check_cut_name(model, name, request.cuts)
+    known = {*dict(model.named_modules(remove_duplicate=False))} - {""}
+    unknown = next(iter(named - known), None)
+    if unknown is not None:
+        raise WalkRefusal(
+            f"cuts={request.cuts}: no module of the model is called '{unknown}'; "
+            f"{did_you_mean(unknown, known)}"
+        )
     with_plain = False
     while True:
         names = find_units(model, request.num_stages, expanded, named | writers, with_plain)
@@ -244,7 +250,12 @@ def observe_units(
             return observe_named(units, function)
         more = inside or _largest_divisible(units, named | writers)
         if not more and with_plain:
-            raise WalkRefusal(_too_few_places(profile, request, num_places))
+            reason = side_way(profile) if profile.side_ways else ""
+            raise WalkRefusal(
+                f"pipeline: {request.num_stages} stages need {request.num_stages - 1} places "
+                f"between blocks of the model, and there are {num_places}. {reason}Use fewer "
+                "stages."
+            )
         with_plain = not more
         expanded |= more
 
@@ -293,15 +304,6 @@ def side_way(profile: UnitProfile, place: int | None = None) -> str:
     return "a stage would begin without a block before it."
 
 
-def _check_cut_name(model: nn.Module, name: str, cuts: str) -> None:
-    known = dict(model.named_modules(remove_duplicate=False))
-    if name not in known or not name:
-        raise WalkRefusal(
-            f"cuts={cuts}: no module of the model is called '{name}'; "
-            f"{did_you_mean(name, set(known) - {''})}"
-        )
-
-
 def _used_without_call(profile: UnitProfile) -> set[str]:
     """Return the units of which modules inside are called without the unit itself."""
     units = profile.units
@@ -334,18 +336,10 @@ def _writers_around(profile: UnitProfile) -> set[str]:
 def _largest_divisible(units: Units, named: Set[str]) -> set[str]:
     """Return the unit with most parameters that contains others; empty if there is none."""
     sizes = {
-        name: sum(p.numel() for p in module.parameters())
+        name: num_parameters(module)
         for name, module in units.modules.items()
         if name not in named
-        and any(any(True for _ in child.parameters()) for child in module.children())
+        and any(num_parameters(child) for child in module.children())
         and not isinstance(module, nn.MultiheadAttention)
     }
     return {max(sizes, key=lambda name: sizes[name])} if sizes else set()
-
-
-def _too_few_places(profile: UnitProfile, request: PlanRequest, num_places: int) -> str:
-    reason = side_way(profile) if profile.side_ways else ""
-    return (
-        f"pipeline: {request.num_stages} stages need {request.num_stages - 1} places between "
-        f"blocks of the model, and there are {num_places}. {reason}Use fewer stages."
-    )

@@ -25,6 +25,7 @@ from shoal.strategies.module_snapshot import uncompiled
 from shoal.strategies.pipeline.absent import ValueName, WalkRefusal, own_functions_refused
 from shoal.strategies.pipeline.meta_call import OutputForms
 from shoal.strategies.pipeline.random_streams import draw_seed, seeded
+from shoal.strategies.wrap_units import num_parameters
 
 
 class UnitCall(NamedTuple):
@@ -162,7 +163,7 @@ def find_units(
         named: names of modules that must be units, where the user wants stages to begin.
         with_plain: modules without parameters, such as nn.ReLU, are units too.
     """
-    largest = (_num_parameters(model) or 1) / num_stages
+    largest = (num_parameters(model) or 1) / num_stages
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
@@ -191,21 +192,17 @@ def _suits_as_unit(module: nn.Module, largest: float, with_plain: bool) -> bool:
         largest: number of parameters of a module that is a unit though it could be divided.
         with_plain: a module without parameters and without modules inside is a unit, too.
     """
-    size = _num_parameters(module)
+    size = num_parameters(module)
     if size == 0:
         return with_plain and not any(True for _ in module.children())
     return size <= largest or not _is_divisible(module)
-
-
-def _num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _is_divisible(module: nn.Module) -> bool:
     """Return whether a module may be looked into: it has modules inside, and is no layer of
     torch.nn.
     """
-    if not any(_num_parameters(child) for child in module.children()):
+    if not any(num_parameters(child) for child in module.children()):
         return False
     containers = (nn.Sequential, nn.Transformer, nn.TransformerEncoder, nn.TransformerDecoder)
     return isinstance(module, containers) or not type(module).__module__.startswith("torch.nn.")
