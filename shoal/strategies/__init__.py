@@ -13,7 +13,7 @@ Shoal is named by its class, `my_module:MyStrategy`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,7 +151,9 @@ def _parse_specs(text: str) -> list[StrategySpec]:
     _raise_problems(text, [*problems, *_clashes(names)])
     if not any(map(_splits_batch, names)):
         specs.append(StrategySpec("ddp", None, ()))
-    return _in_order(specs)
+    # A strategy that is not part of Shoal comes last, because it splits the batch.
+    positions = {name: position for position, name in enumerate(STRATEGIES)}
+    return sorted(specs, key=lambda spec: positions.get(spec.name, len(positions)))
 
 
 def _name_and_value(word: str) -> tuple[str, str | None]:
@@ -195,15 +197,6 @@ def _problem_of_class_path(text: str) -> str:
 def _splits_batch(name: str) -> bool:
     """Return True for `DATA`, and for every strategy that is not part of Shoal."""
     return name in DATA or name not in STRATEGIES
-
-
-def _in_order(specs: Iterable[StrategySpec]) -> list[StrategySpec]:
-    """Sort strategies in the order in which they apply.
-
-    A strategy that is not part of Shoal comes last, because it splits the batch.
-    """
-    positions = {name: position for position, name in enumerate(STRATEGIES)}
-    return sorted(specs, key=lambda spec: positions.get(spec.name, len(positions)))
 
 
 def _with_parsed_options(spec: StrategySpec, problems: list[str]) -> StrategySpec:

@@ -34,8 +34,7 @@ def check(line: StrategyLine, ranks: int) -> list[str]:
 
 def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
     """Return the reasons of `check`, and reasons why they cannot step or save as the job says."""
-    of_optimizer = list(_check_optimizer(job, line)) if ranks > 1 else []
-    return [*check(line, ranks), *of_optimizer, *_check_saves(job, line)]
+    return [*check(line, ranks), *_check_settings(job, line, ranks)]
 
 
 def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str]:
@@ -47,17 +46,14 @@ def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str
         yield ONE_RANK.format(ranks=ranks)
 
 
-def _check_optimizer(job: Job, line: StrategyLine) -> Iterator[str]:
+def _check_settings(job: Job, line: StrategyLine, ranks: int) -> Iterator[str]:
     optimizer = job.optimizer
     sharding = [spec.name for spec in line.specs if isinstance(spec.options, ZeroOptions)]
-    if optimizer.name in OPTIMIZERS_OF_FULL_PARAMETERS and sharding:
+    if ranks > 1 and optimizer.name in OPTIMIZERS_OF_FULL_PARAMETERS and sharding:
         yield (
             f"optimizer.name: {optimizer.name} needs whole parameters, and {sharding[0]} shards "
             "them. Use ddp, or another optimizer such as AdamW."
         )
-
-
-def _check_saves(job: Job, line: StrategyLine) -> Iterator[str]:
     averaging = [spec.name for spec in line.specs if isinstance(spec.options, LocalOptions)]
     if job.checkpoint.every_steps == "auto" and averaging:
         yield (
