@@ -348,7 +348,7 @@ class StepTrials:
 
 def is_divided(model: LocalModel) -> bool:
     """Return True if this rank alone cannot run the models."""
-    if model.is_partial or model.has_sharded_params:
+    if model.is_divided:
         return True
     # A trial evaluates layers of batch statistics, which then need no other rank; those that have
     # no running statistics do.

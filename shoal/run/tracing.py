@@ -75,7 +75,7 @@ class Tracing:
     def run_passes(self, local_model: LocalModel, batch: LocalBatch) -> StepResult:
         """Call `forward_backward` of a local model, and record its passes. Collective."""
         # A pipeline records its passes itself, with their stage and micro-batch.
-        if not self.recorder.on or local_model.pass_traits.complete_after_run:
+        if not self.recorder.on or local_model.is_partial:
             return forward_backward(local_model, batch)
         recorder = self.recorder
         forward_end_ns = 0

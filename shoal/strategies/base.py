@@ -44,12 +44,6 @@ from shoal.weights.deferred_weights import DeferredWeights
 class PassTraits:
     """Facts about the passes of a step through the module."""
 
-    complete_after_run: bool = False
-    """Gradients and totals are complete only after `run` has returned, because `run` makes many
-    passes through parts of `module`, in any order, and records them in a trace. False: `run` makes
-    one forward and one backward pass for each micro-batch, totals are complete after the forward
-    pass, and each gradient is complete when it arrives.
-    """
     collective_forward: bool = False
     """A forward pass is collective: every rank must make as many as the others."""
     autocast: torch.dtype | None = None
@@ -345,13 +339,24 @@ class LocalModel:
 
     @property
     def is_partial(self) -> bool:
-        """True if other ranks hold other layers of the model. This rank may train none."""
+        """True if other ranks hold other layers of the model. This rank may train none.
+
+        Gradients and totals are complete only after `run` has returned then, because `run` makes
+        many passes through parts of `module`, in any order, and records them in a trace. Else it
+        makes one forward and one backward pass for each micro-batch, totals are complete after the
+        forward pass, and each gradient is complete when it arrives.
+        """
         return self.pipeline.axis is not None
 
     @property
     def has_sharded_params(self) -> bool:
         """True if an owned parameter is a DTensor, of which this rank holds a shard."""
         return any(isinstance(parameter, DTensor) for parameter in self.trainable_params.values())
+
+    @property
+    def is_divided(self) -> bool:
+        """True if this rank holds a part of the model: some layers, or shards."""
+        return self.is_partial or self.has_sharded_params
 
 
 class Strategy(StrategyOptions, ABC):

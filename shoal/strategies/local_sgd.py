@@ -32,7 +32,7 @@ from itertools import islice
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.buckets import apply_flattened, bucketize
@@ -77,7 +77,7 @@ class LocalSgd(LocalOptions, Strategy):
             raise StrategyRefused(
                 f"strategy {name} averages what was trained; the model has no trainable parameter."
             )
-        if model.is_partial or model.has_sharded_params:
+        if model.is_divided:
             raise StrategyRefused(PARTIAL_MESSAGE.format(name=name))
         mesh.data.broadcast_module(model.module)
         engine = LocalSgdStep(model, mesh.data, self)
@@ -225,7 +225,9 @@ class LocalSgdStep(StrategyState):
             else:
                 by_name = zip(islice(names, len(bucket)), bucket, strict=True)
                 self._outer_step(self.outer, dict(by_name))
-        for bucket in bucketize(batchnorm_stats(self.model.module), BUCKET_BYTES):
+        norms = [layer for layer in self.model.module.modules() if isinstance(layer, NormBase)]
+        stats = [tensor for layer in norms for tensor in (layer.running_mean, layer.running_var)]
+        for bucket in bucketize([t for t in stats if t is not None], BUCKET_BYTES):
             self._average(bucket)
         self._share_buffers()
 
@@ -270,10 +272,3 @@ class LocalSgdStep(StrategyState):
             if num_ranks:
                 self.data.broadcast_tensor(buffer)
         self.buffers = snapshot(self.model.module)
-
-
-def batchnorm_stats(module: nn.Module) -> list[Tensor]:
-    """Return the running means and variances of all BatchNorm layers."""
-    norms = [layer for layer in module.modules() if isinstance(layer, NormBase)]
-    stats = [tensor for layer in norms for tensor in (layer.running_mean, layer.running_var)]
-    return [tensor for tensor in stats if tensor is not None]

@@ -30,7 +30,7 @@ def guard_clipping(guarded: GuardedModels, undo: ExitStack) -> None:
     closed.
     """
     local_model = guarded.local_model
-    if local_model.is_partial or local_model.has_sharded_params:
+    if local_model.is_divided:
         _total_norm.add(guarded, undo)
     if guarded.absent_gradients or local_model.has_sharded_params:
         _uses_lists.add(guarded, undo)

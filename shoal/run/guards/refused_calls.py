@@ -46,7 +46,7 @@ def guard_refused_calls(guarded: GuardedModels, undo: ExitStack) -> None:
 
 def _handles_weights(guarded: GuardedModels) -> bool:
     model = guarded.local_model
-    return model.is_partial or model.has_sharded_params or model.pass_traits.recomputes
+    return model.is_divided or model.pass_traits.recomputes
 
 
 def _changes_model(guarded: GuardedModels) -> bool:
@@ -57,7 +57,7 @@ def _gradients_are(guarded: GuardedModels) -> str:
     """Return where the gradients are instead, in words; empty if this rank has them."""
     if guarded.local_model.remote_optimizer is not None:
         return "the servers have the gradients, multiplied by its scale"
-    if guarded.local_model.is_partial or guarded.local_model.has_sharded_params:
+    if guarded.local_model.is_divided:
         return "this rank has a part of the gradients, and would skip a step that others take"
     return ""
 

@@ -30,7 +30,7 @@ less time than the hooks and buckets of DistributedDataParallel.
 
 def takes_torchs_engine(options: DdpOptions, model: LocalModel, axis: Axis) -> bool:
     """Return True if torch's engine averages gradients; False: buckets of our own."""
-    if parse_reducer(options.compress) is not None or is_partial_model(model):
+    if parse_reducer(options.compress) is not None or model.is_divided:
         # Residuals are stored by parameter name, which the engine's hook does not know. It takes no
         # DTensors, and only one backward pass for each micro-batch.
         return False
@@ -56,8 +56,8 @@ def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> Gradien
         reduce = NamedMean(options.allreduce, axis) if is_named else RankOrderMean(axis)
         return TorchEngine(model, axis, options, reduce)
     compression = parse_reducer(options.compress)
-    is_whole_and_small = not is_partial_model(model) and is_small(model, axis, options.bucket_mb)
-    overlaps = not (model.pass_traits.complete_after_run or is_whole_and_small)
+    is_whole_and_small = not model.is_divided and is_small(model, axis, options.bucket_mb)
+    overlaps = not (model.is_partial or is_whole_and_small)
     buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
     reduce_axis = axis
     if overlaps and axis.device.type == "cpu":
@@ -68,11 +68,6 @@ def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> Gradien
     else:
         reduce = CompressedMean(compression, reduce_axis)
     return OwnBuckets(model, axis, buckets, reduce, overlaps)
-
-
-def is_partial_model(model: LocalModel) -> bool:
-    """Return True if this rank has shards of layers (tensor) or stages (pipeline) only."""
-    return model.pass_traits.complete_after_run or model.has_sharded_params
 
 
 def sparse_layers(module: nn.Module) -> list[str]:

@@ -328,7 +328,7 @@ class OwnBuckets(GradientReducer):
             self.reduce.mean(message, members)
             return no_op
         message.div_(self.num_ranks)
-        work = dist.all_reduce(message, group=self.reduce.group, async_op=True)
+        work = dist.all_reduce(message, group=self.reduce.axis.group, async_op=True)
         assert work is not None
         wait: Wait = work.wait
         return wait

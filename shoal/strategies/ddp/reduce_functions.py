@@ -56,11 +56,6 @@ class ReduceFunction(ABC):
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The group of the axis; None for all ranks."""
-        return self.axis.group
-
     @abstractmethod
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         """Replace `message` by its mean over ranks. Collective.
@@ -154,9 +149,9 @@ class CompressedMean(ReduceFunction):
 
     def mean(self, message: Tensor, members: Sequence[BucketEntry] = ()) -> None:
         if members:
-            self.compression.mean(message, members, self.group)
+            self.compression.mean(message, members, self.axis.group)
         else:
-            rank_order_mean(message, self.group)
+            rank_order_mean(message, self.axis.group)
 
     def finish_step(self, names: Collection[str]) -> None:
         self.compression.keep(names)

@@ -39,7 +39,7 @@ from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.strategies.base import LocalModel, Strategy
 from shoal.strategies.ddp.cost import cost
-from shoal.strategies.ddp.layout_choice import build_reducer, is_partial_model, sparse_layers
+from shoal.strategies.ddp.layout_choice import build_reducer, sparse_layers
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
 
@@ -103,7 +103,7 @@ class Ddp(DdpOptions, Strategy):
                 f"ddp,allreduce={self.allreduce} moves dense gradients, and {', '.join(sparse)} "
                 "has sparse=True. Use sparse=False, or leave allreduce out."
             )
-        if is_partial_model(model) or parse_reducer(self.compress) is not None:
+        if model.is_divided or parse_reducer(self.compress) is not None:
             raise StrategyRefused(
                 f"ddp,allreduce={self.allreduce} does not stand beside tensor, pipeline or "
                 "compress, whose gradients are averaged in another way. Leave allreduce out."
@@ -119,7 +119,7 @@ class Ddp(DdpOptions, Strategy):
         """Raise StrategyRefused where this model's gradients cannot be compressed."""
         if parse_reducer(self.compress) is None:
             return
-        if is_partial_model(model):
+        if model.is_divided:
             raise StrategyRefused(
                 f"compress={self.compress} is for whole models, and beside tensor and pipeline a "
                 "rank has a part of one. Use compress=none, or ddp alone."

@@ -36,7 +36,7 @@ from shoal.comm.mesh import Mesh
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import BatchNormBase, hooks_of
-from shoal.strategies.base import ExampleBatch, LocalModel, PassTraits, PipelineTraits, Strategy
+from shoal.strategies.base import ExampleBatch, LocalModel, PipelineTraits, Strategy
 from shoal.strategies.full_model import free_other_params
 from shoal.strategies.loss_terms import LOOP_IN_PIPELINE
 from shoal.strategies.options import PipelineOptions
@@ -199,7 +199,6 @@ def _keep_local_stages(
         run=executor.run,
         trainable_params=trainable,
         outside_step=replace(model.outside_step, call=executor.evaluate),
-        pass_traits=PassTraits(complete_after_run=True),
         pipeline=PipelineTraits(
             axis,
             divided.table.num_microbatches,

@@ -246,7 +246,7 @@ class TensorParallelStep:
         """
         with RefuseSlices(self.model.module, self.axis):
             output = self.model.forward(batch)
-        if batch.is_last_microbatch and not self.model.pass_traits.complete_after_run:
+        if batch.is_last_microbatch and not self.model.is_partial:
             self.axis.all_reduce_max(output.step_totals[STOP])
         return output
 
@@ -258,7 +258,7 @@ class TensorParallelStep:
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Run both passes. The totals of a pipeline are known only after all of its passes."""
         result = self.model.run(forward, batch)
-        if batch.is_last_microbatch and self.model.pass_traits.complete_after_run:
+        if batch.is_last_microbatch and self.model.is_partial:
             self.axis.all_reduce_max(result.step_totals[STOP])
         return result
 

@@ -21,7 +21,7 @@ class Compile(Strategy):
 
         Raises: StrategyRefused: in a pipeline.
         """
-        if model.pass_traits.complete_after_run:
+        if model.is_partial:
             raise StrategyRefused(
                 "compile with a pipeline: stages are not compiled. Use compile=False."
             )

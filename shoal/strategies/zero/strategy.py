@@ -51,7 +51,7 @@ class Zero1(ZeroOptions, Strategy):
 
         Raises: StrategyRefused: no trainable parameter; hybrid or offload in a pipeline.
         """
-        if model.pass_traits.complete_after_run:
+        if model.is_partial:
             return self._shard_after_run(model, mesh)
         if not model.trainable_params:
             raise StrategyRefused(

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.comm.axis import Axis
 from shoal.strategies import options
-from shoal.strategies.base import LocalModel, PassTraits
+from shoal.strategies.base import LocalModel, PipelineTraits
 from shoal.strategies.ddp.layout_choice import takes_torchs_engine
 from shoal.strategies.single import single_device
 
@@ -58,5 +58,5 @@ def test_sparse_gradients_have_our_buckets_where_their_sum_has_several_orders(
 
 
 def test_a_stage_of_a_pipeline_has_buckets_of_our_own() -> None:
-    model = single_device(LARGE)
-    assert not has_engine(replace(model, pass_traits=PassTraits(complete_after_run=True)))
+    traits = PipelineTraits(Axis(0, 2, torch.device("cpu")))
+    assert not has_engine(replace(single_device(LARGE), pipeline=traits))
