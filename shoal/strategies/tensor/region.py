@@ -173,10 +173,10 @@ def to_column_input(x: Tensor, axis: Axis) -> ColumnInput:
     x.reattach_local()
     if x.written:
         return ColumnInput(copy_to_region(x.full_tensor, axis))
-    layout = _Layout(axis, x.shard_dim, x.shape[x.shard_dim], x.memory_order)
+    regather = RegatherInBackward(x)
     # Each rank has a part of the gradient.
-    full = conjugate(x.local, layout.gathered, lambda g: reduce_scatter_dim(g, axis, layout.dim))
-    return ColumnInput(full, x.local, RegatherInBackward(layout))
+    full = conjugate(x.local, regather.gather, lambda g: reduce_scatter_dim(g, axis, regather.dim))
+    return ColumnInput(full, x.local, regather)
 
 
 def reduce_scatter_sequence(partial: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -220,37 +220,30 @@ def local_part(tensor: Tensor | None) -> Any:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class _Layout(NamedTuple):
-    """How a gathered tensor lies on the ranks and in memory."""
-
-    axis: Axis
-    dim: int
-    length: int
-    memory_order: tuple[int, ...]
-
-    def gathered(self, local: Tensor) -> Tensor:
-        """Return the full tensor, without a gradient. Collective."""
-        full = all_gather_dim(local, self.axis, self.dim, self.length)
-        return in_memory_order(full, self.memory_order)
-
-
 class RegatherInBackward:
-    """Gathers an input a second time, in the backward pass, once for all layers that took it.
+    """Gathers an input, and once more in the backward pass for all layers that took it.
 
     Attributes:
+        axis, dim, length, memory_order: how the full tensor lies on the ranks and in memory.
         readers: layers whose weights need the input for their gradients.
         remaining: readers that have not yet asked in this backward pass.
     """
 
-    def __init__(self, layout: _Layout) -> None:
-        self.layout = layout
+    def __init__(self, x: SequenceParallelTensor) -> None:
+        self.axis, self.dim = x.axis, x.shard_dim
+        self.length, self.memory_order = x.shape[x.shard_dim], x.memory_order
         self.readers = 0
         self.remaining = 0
         self.full: Tensor | None = None
 
+    def gather(self, local: Tensor) -> Tensor:
+        """Return the full tensor, without a gradient. Collective."""
+        full = all_gather_dim(local, self.axis, self.dim, self.length)
+        return in_memory_order(full, self.memory_order)
+
     def gathered(self, local: Tensor) -> Tensor:
         """Return the full tensor, and free it after the last reader. Collective for the first."""
-        full = self.layout.gathered(local) if self.full is None else self.full
+        full = self.gather(local) if self.full is None else self.full
         self.remaining = (self.remaining or self.readers) - 1
         self.full = full if self.remaining else None
         return full
