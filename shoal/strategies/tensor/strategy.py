@@ -39,9 +39,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from shoal.comm.mesh import Mesh
+from shoal.comm.norm import to_local
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
 from shoal.platform.torch_private.module_state import is_compiled
@@ -301,9 +301,9 @@ class TensorParallelStep:
             )
 
 
-def _sum_of_local(gradient: Any) -> Tensor:
+def _sum_of_local(gradient: Tensor) -> Tensor:
     """Return the sum of this rank's values in float64; 0 for an empty shard."""
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    local = to_local(gradient)
     if not local.numel():
         return local.new_zeros((), dtype=torch.float64)
     return local.detach().double().sum()
