@@ -106,10 +106,7 @@ class Pipeline(PipelineOptions, Strategy):
             return step
         if step.is_loop_loss:
             raise StrategyRefused(LOOP_IN_PIPELINE)
-        microbatches = self.microbatches or _default_microbatches(
-            self.schedule, self.ranks, step.local_batch
-        )
-        return cost(self, microbatches, step)
+        return cost(self, self._num_microbatches(step.local_batch), step)
 
     def _divide(
         self, model: LocalModel, example: ExampleBatch, mesh: Mesh
@@ -158,10 +155,26 @@ class Pipeline(PipelineOptions, Strategy):
         # A BatchNorm of vectors takes the variance of the samples of a micro-batch.
         has_norm = any(isinstance(inner, nn.BatchNorm1d) for inner in module.modules())
         num_samples = example.num_samples // 2 if has_norm else example.num_samples
-        num_microbatches = self.microbatches or _default_microbatches(
-            self.schedule, self.ranks, num_samples
-        )
-        return table(self.schedule, self.ranks, num_microbatches, self.stages)
+        microbatches = self._num_microbatches(num_samples)
+        return table(self.schedule, self.ranks, microbatches, self.stages)
+
+    def _num_microbatches(self, num_samples: int) -> int:
+        """Return the number of micro-batches that was asked for, or choose it.
+
+        The largest number up to MICROBATCHES_PER_RANK for each rank that the schedule allows.
+        Numbers that divide the samples, and give each rank a micro-batch, come first. No
+        micro-batch is empty.
+
+        Args: num_samples: of a batch; 0 if unknown.
+        """
+        if self.microbatches or self.schedule == "naive":
+            return self.microbatches or 1
+        limit = MICROBATCHES_PER_RANK * self.ranks
+        if num_samples:
+            limit = min(limit, num_samples)
+        allowed = [m for m in range(1, limit + 1) if not problems(self.schedule, self.ranks, m)]
+        even = [m for m in allowed if num_samples % m == 0 and m >= self.ranks]
+        return max(even or allowed)
 
 
 def _keep_local_stages(
@@ -223,24 +236,6 @@ def _collect_local(module: nn.Module, divided: DividedModel, rank: int) -> Stage
         others = unused(module, set().union(*all_targets))
     everywhere = divided.everywhere()
     return collect(module, targets | everywhere, others - everywhere)
-
-
-def _default_microbatches(schedule: str, ranks: int, num_samples: int) -> int:
-    """Choose the number of micro-batches.
-
-    The largest number up to MICROBATCHES_PER_RANK for each rank that the schedule allows. Numbers
-    that divide the samples, and give each rank a micro-batch, come first. No micro-batch is empty.
-
-    Args: num_samples: of a batch; 0 if unknown.
-    """
-    if schedule == "naive":
-        return 1
-    limit = MICROBATCHES_PER_RANK * ranks
-    if num_samples:
-        limit = min(limit, num_samples)
-    allowed = [m for m in range(1, limit + 1) if not problems(schedule, ranks, m)]
-    even = [m for m in allowed if num_samples % m == 0 and m >= ranks]
-    return max(even or allowed)
 
 
 def _tied_params(
