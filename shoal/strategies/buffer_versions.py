@@ -9,7 +9,6 @@ know of those of InstanceNorm too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,15 +16,10 @@ from shoal.comm.axis import Axis
 from shoal.platform.torch_private.module_state import NormBase
 from shoal.platform.torch_private.tensor_state import version
 
-
-class BufferVersion(NamedTuple):
-    """A buffer at one moment.
-
-    It keeps the tensor alive, for the id of a freed one may become another tensor's.
-    """
-
-    buffer: Tensor
-    version: int
+BufferVersion = tuple[Tensor, int]
+"""A buffer and its version at one moment. It keeps the tensor alive, for the id of a freed one may
+become another tensor's.
+"""
 
 
 def mutable_buffers(module: nn.Module, norms: type[nn.Module] = NormBase) -> dict[str, Tensor]:
@@ -47,7 +41,7 @@ def mutable_buffers(module: nn.Module, norms: type[nn.Module] = NormBase) -> dic
 def snapshot(module: nn.Module, norms: type[nn.Module] = NormBase) -> dict[str, BufferVersion]:
     """Return the versions of all buffers, to be given to `changed_since` later."""
     buffers = mutable_buffers(module, norms)
-    return {name: BufferVersion(buffer, version(buffer)) for name, buffer in buffers.items()}
+    return {name: (buffer, version(buffer)) for name, buffer in buffers.items()}
 
 
 def changed_since(
@@ -58,9 +52,8 @@ def changed_since(
     """Return by name if a buffer is another tensor, or has other values, than in `before`."""
     changes = {}
     for name, buffer in mutable_buffers(module, norms).items():
-        known = before.get(name)
-        is_same = known is not None and known.buffer is buffer and known.version == version(buffer)
-        changes[name] = not is_same
+        known, known_version = before.get(name, (None, 0))
+        changes[name] = known is not buffer or known_version != version(buffer)
     return changes
 
 
