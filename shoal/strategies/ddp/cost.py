@@ -13,11 +13,15 @@ from dataclasses import replace
 from shoal.costs.step_cost import HeldParameter, LocalSegment, SentMessage, StepCost, total
 from shoal.errors import StrategyRefused
 from shoal.platform.tensors import MIB
-from shoal.strategies.ddp.layout_choice import SMALL_MIB
 from shoal.strategies.options import DdpOptions
 
 FIRST_BUCKET_BYTES = 1 * MIB
 """Size at which torch's engine closes its first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`)."""
+
+SMALL_MIB = 4.0
+"""Gradients of a small model. Up to this size on the CPU, messages after the backward pass take
+less time than the hooks and buckets of DistributedDataParallel.
+"""
 
 
 def cost(options: DdpOptions, step: StepCost) -> StepCost:
@@ -52,7 +56,7 @@ def cost(options: DdpOptions, step: StepCost) -> StepCost:
 
 
 def _is_small(options: DdpOptions, step: StepCost) -> bool:
-    """Return True for gradients that are sent after the backward pass, as `layout_choice` says."""
+    """Return True for gradients that are sent after the backward pass, as `ddp.strategy` says."""
     size = total(step.parameters_of_rank(0))
     fits = size <= min(options.bucket_mb, SMALL_MIB) * MIB
     return step.device == "cpu" and fits and options.allreduce == "backend"

@@ -5,7 +5,7 @@
       TorchEngine    torch's DistributedDataParallel                   RankOrderMean, NamedMean
 
 Both layouts send the totals of a step with the gradients, so the global loss costs no
-synchronisation. `layout_choice.py` chooses the layout and the function of a run.
+synchronisation. `strategy.py` chooses the layout and the function of a run.
 """
 
 from __future__ import annotations

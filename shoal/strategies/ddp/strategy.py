@@ -7,8 +7,8 @@ Gradients are averaged over ranks.
       rank 1   forward ── backward ▓▓▓▓▓▓▓▓ ── step       gradients are there, while earlier layers
                                                           still compute
 
-      strategy.py            the strategy and its checks
-      layout_choice.py       the choice of a layout and a reduce function, with reasons
+      strategy.py            the strategy, its checks, and the choice of a layout and a reduce
+                             function, with reasons
       gradient_reducer.py    a step, the same for both layouts
       own_buckets.py, torch_engine.py    layouts: when gradients are sent
       reduce_functions.py    the means
@@ -33,13 +33,26 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
+from torch import nn
+
+from shoal.comm.axis import Axis
 from shoal.comm.compression import parse_reducer
+from shoal.comm.deterministic import needs_order
 from shoal.comm.mesh import Mesh, register_cleanup
 from shoal.costs.step_cost import StepCost
 from shoal.errors import StrategyRefused
+from shoal.platform.tensors import MIB
 from shoal.strategies.base import LocalModel, Strategy
-from shoal.strategies.ddp.cost import cost
-from shoal.strategies.ddp.layout_choice import build_reducer, sparse_layers
+from shoal.strategies.ddp.cost import SMALL_MIB, cost
+from shoal.strategies.ddp.gradient_reducer import GradientReducer
+from shoal.strategies.ddp.own_buckets import OwnBuckets, bucketize_backward
+from shoal.strategies.ddp.reduce_functions import (
+    CompressedMean,
+    NamedMean,
+    RankOrderMean,
+    ReduceFunction,
+)
+from shoal.strategies.ddp.torch_engine import TorchEngine
 from shoal.strategies.grad_checks import check_real_parameters
 from shoal.strategies.options import DdpOptions
 
@@ -125,3 +138,56 @@ class Ddp(DdpOptions, Strategy):
                 "rank has a part of one. Use compress=none, or ddp alone."
             )
         check_real_parameters(model.trainable_params, self.compress)
+
+
+def takes_torchs_engine(options: DdpOptions, model: LocalModel, axis: Axis) -> bool:
+    """Return True if torch's engine averages gradients; False: buckets of our own."""
+    if parse_reducer(options.compress) is not None or model.is_divided:
+        # Residuals are stored by parameter name, which the engine's hook does not know. It takes no
+        # DTensors, and only one backward pass for each micro-batch.
+        return False
+    if sparse_layers(model.module):
+        # The engine keeps sparse gradients sparse, and sums them without its hook, in any order.
+        # Our buckets make them dense.
+        return not needs_order(axis)
+    # A named algorithm overlaps with the backward pass, however small the model.
+    return options.allreduce != "backend" or not is_small(model, axis, options.bucket_mb)
+
+
+def is_small(model: LocalModel, axis: Axis, bucket_mb: float) -> bool:
+    """Return True if the gradients are on the CPU, at most SMALL_MIB and one bucket."""
+    size_bytes = sum(parameter.nbytes for parameter in model.trainable_params.values())
+    return axis.device.type == "cpu" and size_bytes <= min(bucket_mb, SMALL_MIB) * MIB
+
+
+def build_reducer(options: DdpOptions, model: LocalModel, axis: Axis) -> GradientReducer:
+    """Return the reducer of a run. Collective over the world: it may make process groups."""
+    reduce: ReduceFunction
+    if takes_torchs_engine(options, model, axis):
+        is_named = options.allreduce != "backend"
+        reduce = NamedMean(options.allreduce, axis) if is_named else RankOrderMean(axis)
+        return TorchEngine(model, axis, options, reduce)
+    compression = parse_reducer(options.compress)
+    is_whole_and_small = not model.is_divided and is_small(model, axis, options.bucket_mb)
+    overlaps = not (model.is_partial or is_whole_and_small)
+    buckets = bucketize_backward(model.trainable_params, options.bucket_mb)
+    reduce_axis = axis
+    if overlaps and axis.device.type == "cpu":
+        # Messages of the backward pass do not mix with other messages of the axis.
+        reduce_axis = replace(axis, group=axis.new_group())
+    if compression is None:
+        reduce = RankOrderMean(reduce_axis)
+    else:
+        reduce = CompressedMean(compression, reduce_axis)
+    return OwnBuckets(model, axis, buckets, reduce, overlaps)
+
+
+def sparse_layers(module: nn.Module) -> list[str]:
+    """Return the names of the layers whose gradients are sparse."""
+    return [
+        name
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+        and layer.sparse
+        and layer.weight.requires_grad
+    ]

@@ -12,7 +12,7 @@ from torch import nn
 from shoal.comm.axis import Axis
 from shoal.strategies import options
 from shoal.strategies.base import LocalModel, PipelineTraits
-from shoal.strategies.ddp.layout_choice import takes_torchs_engine
+from shoal.strategies.ddp.strategy import takes_torchs_engine
 from shoal.strategies.single import single_device
 
 SMALL = nn.Linear(8, 8)
