@@ -18,6 +18,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -199,7 +201,8 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
     """
     terms = [_zero_of_nothing(term) for term in terms]
     if batch.step.loss_weight is not None:
-        return CombinedLoss(_mean_of_rank(terms), weight=batch.step.loss_weight)
+        means = [t.value if t.count is None else t.value / t.count.clamp(min=1) for t in terms]
+        return CombinedLoss(reduce(add, means), weight=batch.step.loss_weight)
     if len(terms) == 1:
         return _single(terms[0], batch)
     if not batch.step.sizes_known:
@@ -214,18 +217,13 @@ def combine_terms(terms: Sequence[Term], batch: LocalBatch) -> CombinedLoss:
             "first backward pass. Use accumulate=1, or one counted(sum, count) for the whole loss."
         )
     counts = [term.count for term in terms if term.count is not None]
-    divisors = iter(_global_counts(counts, batch))
-    samples = max(batch.num_samples, 1)
-    value: Tensor | float = 0.0
-    for term in terms:
-        if term.count is None:
-            value = value + term.value
-        else:
-            # Its share of the loss, in the unit of a mean over this rank's samples.
-            scale = batch.step.global_batch_size / samples / next(divisors)
-            value = value + term.value * scale.to(term.value.dtype)
-    assert isinstance(value, Tensor)
-    return CombinedLoss(value)
+    # Shares of the loss, in the unit of a mean over this rank's samples.
+    factor = batch.step.global_batch_size / max(batch.num_samples, 1)
+    scales = iter([factor / divisor for divisor in _global_counts(counts, batch)])
+    shares = [
+        t.value if t.count is None else t.value * next(scales).to(t.value.dtype) for t in terms
+    ]
+    return CombinedLoss(reduce(add, shares))
 
 
 def _zero_of_nothing(term: Term) -> Term:
@@ -253,16 +251,6 @@ def _single(term: Term, batch: LocalBatch) -> CombinedLoss:
     if batch.step.sizes_known:
         return CombinedLoss(term.value)
     return CombinedLoss(term.value * batch.num_samples, is_sum=True)
-
-
-def _mean_of_rank(terms: Sequence[Term]) -> Tensor:
-    """Return the loss of this rank alone."""
-    value: Tensor | float = 0.0
-    for term in terms:
-        divided = term.value if term.count is None else term.value / term.count.clamp(min=1)
-        value = value + divided
-    assert isinstance(value, Tensor)
-    return value
 
 
 def _with_count(term: Term, num_samples: int) -> Term:
