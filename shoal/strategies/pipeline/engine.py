@@ -25,7 +25,6 @@ from shoal.costs.pass_table import Action
 from shoal.errors import UsageError
 from shoal.platform.autograd_graph import nodes_behind
 from shoal.strategies.pipeline.p2p import StageComm, message_after, message_before
-from shoal.strategies.pipeline.schedules import ScheduleTable
 from shoal.trace.recorder import BACKWARD, FORWARD
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
@@ -60,12 +59,11 @@ class ScheduleExecutor:
 
     def __init__(
         self,
-        table: ScheduleTable,
         comm: StageComm,
         compute: Compute,
         parameters: Callable[[int], Sequence[nn.Parameter]],
     ) -> None:
-        self.table = table
+        self.table = comm.table
         self.comm = comm
         self.compute = compute
         # Graphs between forward and backward pass: received values, whose `.grad` is sent back.
@@ -73,9 +71,11 @@ class ScheduleExecutor:
         # The remaining halves of backward passes: roots that do not depend on received values, and
         # torch's notes on the graph between the other roots and the weights.
         self._weight_backwards: dict[tuple[int, int], tuple[Roots, list[dict[str, Any]]]] = {}
-        self._has_split_backward = any(action.kind == "W" for row in table.rows for action in row)
+        self._has_split_backward = any(
+            action.kind == "W" for row in comm.table.rows for action in row
+        )
         # The look-up takes as long as a small layer.
-        split = table.stages_of(comm.rank) if self._has_split_backward else []
+        split = comm.table.stages_of(comm.rank) if self._has_split_backward else []
         self._trainable = {s: [p for p in parameters(s) if p.requires_grad] for s in split}
 
     def run(self) -> Iterator[Action]:

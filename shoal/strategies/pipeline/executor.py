@@ -137,7 +137,7 @@ class PipelineExecutor:
             return StageOutput(output.values, output.loss)
 
         comm = StageComm(self.link, self.table, lambda microbatch: calls[microbatch].key)
-        engine = ScheduleExecutor(self.table, comm, compute, self.divided.parameters)
+        engine = ScheduleExecutor(comm, compute, self.divided.parameters)
         # Checkpoints in the user's code call units again in a backward pass.
         with self.divided.units.watched(), refusals_as_errors(), host_draws_refused():
             for _ in engine.run():
@@ -152,6 +152,16 @@ class PipelineExecutor:
 
         Collective over the pipeline: all ranks call it with the same arguments.
         """
+        result: Any = None
+
+        def compute(stage: int, _: int, values: tuple[Tensor, ...]) -> StageOutput:
+            nonlocal result
+            values, found = self._run_stage(stage, call, crossing, values)
+            if stage == self.last_stage:
+                result = found
+            self._check_constants(stage, values)
+            return StageOutput(values)
+
         with torch.no_grad():
             call = StageCall(
                 partial(function, *args, **kwargs),
@@ -159,8 +169,11 @@ class PipelineExecutor:
                 self._common_seed(),
             )
             [crossing] = self.divided.plan([call], self.axis)
+            # The batch goes through all stages in one piece.
+            comm = StageComm(self.link, _as_single_microbatch(self.table), lambda _: call.key)
             with refusals_as_errors(), host_draws_refused():
-                result = self._run_stages(call, crossing)
+                for _ in ScheduleExecutor(comm, compute, self.divided.parameters).run():
+                    pass
             return broadcast_nest(self.axis, result, self.table.rank_of(self.last_stage))
 
     def _run_stage(
@@ -177,26 +190,6 @@ class PipelineExecutor:
         seed = torch.tensor([draw_seed()], device=self.axis.host_device)
         self.axis.broadcast_tensor(seed)
         return int(seed)
-
-    def _run_stages(self, call: StageCall, crossing: Crossing) -> Any:
-        """Send the batch in one piece through all stages. Return the result on the rank of the
-        last stage, None on others.
-        """
-        result = None
-
-        def compute(stage: int, _: int, values: tuple[Tensor, ...]) -> StageOutput:
-            nonlocal result
-            values, found = self._run_stage(stage, call, crossing, values)
-            if stage == self.last_stage:
-                result = found
-            self._check_constants(stage, values)
-            return StageOutput(values)
-
-        forward_only = _as_single_microbatch(self.table)
-        comm = StageComm(self.link, forward_only, lambda _: call.key)
-        for _ in ScheduleExecutor(forward_only, comm, compute, self.divided.parameters).run():
-            pass
-        return result
 
     def _check_constants(self, stage: int, values: Sequence[Tensor]) -> None:
         """Raise StrategyRefused if what an earlier stage sends without a graph depends on a tensor

@@ -200,8 +200,7 @@ class Walk(TorchFunctionMode):
     def _is_staged(self, value: Tensor) -> bool:
         if isinstance(value, AbsentTensor) or id(value) in self.units.parameters:
             return True
-        mark = getattr(value, "shoal_staged", None)
-        return absent_of(value) is not None or (mark is not None and mark[0] is self._token)
+        return absent_of(value) is not None or getattr(value, "shoal_staged", 0) is self._token
 
     def _refuse_look(self, label: str) -> None:
         raise WalkRefusal(
@@ -317,7 +316,7 @@ class Walk(TorchFunctionMode):
             if absent is not None:
                 absent.value_name = name
             else:
-                value.shoal_staged = (self._token, name)  # type: ignore[attr-defined]
+                value.shoal_staged = self._token  # type: ignore[attr-defined]
 
     def _made(self, name: ValueName, value: Tensor) -> None:
         """Keep a value of this stage that later ones use."""

@@ -130,7 +130,7 @@ def sends_in_flight(schedule: str, num_microbatches: int, two_groups: bool) -> l
         return StageOutput((weight * (microbatch + 1),))
 
     comm = StageComm(link, made, lambda _: "")
-    engine = ScheduleExecutor(made, comm, compute, lambda _: [weight])
+    engine = ScheduleExecutor(comm, compute, lambda _: [weight])
     counts = [num_in_flight(link) for _ in engine.run()]
     # d/dw of the sum over micro-batches of m * w * v, with w = v = 1
     total = sum(range(1, num_microbatches + 1))
