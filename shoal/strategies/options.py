@@ -285,11 +285,19 @@ class PipelineOptions(StrategyOptions):
         # 0 is resolved later. Every schedule has a table for one micro-batch, so check that.
         yield from problems(self.schedule, self.ranks, max(self.microbatches, 1), self.stages)
         if self.cuts and self.schedule in SCHEDULES:
-            num_stages = self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
-            num_cuts = len(self.cuts.split("/"))
-            if num_cuts != num_stages - 1:
-                need = f"names begin as many stages; {num_stages} stages need {num_stages - 1}"
+            stages, num_cuts = self.num_stages, len(self.cut_names)
+            if num_cuts != stages - 1:
+                need = f"names begin as many stages; {stages} stages need {stages - 1}"
                 yield f"cuts={self.cuts}: {num_cuts} {need}"
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.ranks * (self.stages or SCHEDULES[self.schedule].per_rank)
+
+    @property
+    def cut_names(self) -> list[str]:
+        return self.cuts.split("/") if self.cuts else []
 
     @property
     def mesh_dims(self) -> dict[str, int]:

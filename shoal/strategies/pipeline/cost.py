@@ -21,7 +21,7 @@ from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import enclosing
 from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.plan import balanced
-from shoal.strategies.pipeline.schedules import SCHEDULES, table
+from shoal.strategies.pipeline.schedules import table
 from shoal.strategies.pipeline.units import find_units
 
 
@@ -33,14 +33,13 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
         ConfigError: the schedule has no table for so many micro-batches.
     """
     step = replace(step, microbatches=microbatches)
-    stages = options.ranks * (options.stages or SCHEDULES[options.schedule].per_rank)
     unit_of = step.once(
-        ("pipeline", stages, options.cuts), lambda: _units_of_segments(options, stages, step)
+        ("pipeline", options.num_stages, options.cuts), lambda: _units_of_segments(options, step)
     )
     starts = [i for i, name in enumerate(unit_of) if i == 0 or unit_of[i - 1] != name]
     sent = [_output(step, step.segments[:start]) for start in starts]
     calls = [unit_of[start] for start in starts]
-    first_calls = _first_calls(options, stages, step, calls, [*starts, len(unit_of)], sent)
+    first_calls = _first_calls(options, step, calls, [*starts, len(unit_of)], sent)
     firsts = [starts[call] for call in first_calls]
     segments = [
         segment._replace(stage=bisect_right(firsts, index))
@@ -64,7 +63,6 @@ def cost(options: PipelineOptions, microbatches: int, step: StepCost) -> StepCos
 
 def _first_calls(
     options: PipelineOptions,
-    stages: int,
     step: StepCost,
     calls: Sequence[str],
     bounds: Sequence[int],
@@ -79,27 +77,26 @@ def _first_calls(
     if options.cuts:
         found = {
             name: [i for i, call in enumerate(calls) if enclosing(call, [name])]
-            for name in options.cuts.split("/")
+            for name in options.cut_names
         }
         missing = next((name for name, indices in found.items() if not indices), None)
         if missing is not None:
             raise StrategyRefused(f"cuts={options.cuts}: the function does not call {missing}.")
         return [indices[0] for indices in found.values()]
     places = [*range(1, len(calls))]
-    if len(places) < stages - 1:
+    if len(places) < options.num_stages - 1:
         raise StrategyRefused(
-            f"pipeline={options.ranks}: {stages} stages need as many units, and the "
+            f"pipeline={options.ranks}: {options.num_stages} stages need as many units, and the "
             f"model has {len(calls)}. Use fewer ranks, or ddp."
         )
     seconds = [sum(step.segment_time(s.work, step.samples)) for s in step.segments]
     costs = [sum(seconds[a:b]) for a, b in pairwise(bounds)]
-    return balanced(costs, [*sent, 0.0], places, stages)
+    return balanced(costs, [*sent, 0.0], places, options.num_stages)
 
 
-def _units_of_segments(options: PipelineOptions, stages: int, step: StepCost) -> list[str]:
+def _units_of_segments(options: PipelineOptions, step: StepCost) -> list[str]:
     """Return the unit of each segment; code between units belongs to the unit before it."""
-    named = options.cuts.split("/") if options.cuts else []
-    names = [*find_units(step.module, stages, named=named)]
+    names = [*find_units(step.module, options.num_stages, named=options.cut_names)]
     if not names:
         raise StrategyRefused(
             f"pipeline={options.ranks}: the model has no modules inside that stages could begin "

@@ -22,6 +22,7 @@ from shoal.platform.autograd_graph import nodes_behind
 from shoal.platform.torch_private.pytree import tree_flatten, tree_leaves, tree_unflatten
 from shoal.strategies.full_model import enclosing
 from shoal.strategies.module_snapshot import ModelSnapshot
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import (
     GRADIENT_FUNCTIONS,
     GRADIENT_INSIDE,
@@ -196,27 +197,8 @@ def _backward(nest: Any) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-class PlanRequest(NamedTuple):
-    """The user's wishes for a partition.
-
-    Attributes:
-        num_stages: of the whole pipeline.
-        by: "time" or "parameters".
-        cuts: names of the modules that begin stages 1, 2, ..., with / between them; empty to
-            balance.
-    """
-
-    num_stages: int
-    by: str
-    cuts: str
-
-    @property
-    def cut_names(self) -> list[str]:
-        return self.cuts.split("/") if self.cuts else []
-
-
 def observe_units(
-    model: nn.Module, function: Callable[[], Any], request: PlanRequest, device: torch.device
+    model: nn.Module, function: Callable[[], Any], options: PipelineOptions, device: torch.device
 ) -> UnitProfile:
     """Find the units of a model, and run the function once. The model stays as it was.
 
@@ -226,18 +208,18 @@ def observe_units(
     Raises: WalkRefusal: there are too few.
     """
     expanded: set[str] = set()
-    named = set(request.cut_names)
+    named = set(options.cut_names)
     writers: set[str] = set()
     known = {*dict(model.named_modules(remove_duplicate=False))} - {""}
     unknown = next(iter(named - known), None)
     if unknown is not None:
         raise WalkRefusal(
-            f"cuts={request.cuts}: no module of the model is called '{unknown}'; "
+            f"cuts={options.cuts}: no module of the model is called '{unknown}'; "
             f"{did_you_mean(unknown, known)}"
         )
     with_plain = False
     while True:
-        names = find_units(model, request.num_stages, expanded, named | writers, with_plain)
+        names = find_units(model, options.num_stages, expanded, named | writers, with_plain)
         units = Units(model, names, device)
         profile = observed_run(units, function)
         inside = _used_without_call(profile)
@@ -245,14 +227,14 @@ def observe_units(
         if more_writers:
             writers |= more_writers
             continue
-        num_places = len(open_places(profile, request))
-        if not inside and (num_places + 1 >= request.num_stages or request.cuts):
+        num_places = len(open_places(profile, options))
+        if not inside and (num_places + 1 >= options.num_stages or options.cuts):
             return observe_named(units, function)
         more = inside or _largest_divisible(units, named | writers)
         if not more and with_plain:
             reason = side_way(profile) if profile.side_ways else ""
             raise WalkRefusal(
-                f"pipeline: {request.num_stages} stages need {request.num_stages - 1} places "
+                f"pipeline: {options.num_stages} stages need {options.num_stages - 1} places "
                 f"between blocks of the model, and there are {num_places}. {reason}Use fewer "
                 "stages."
             )
@@ -285,10 +267,10 @@ def observed_run(units: Units, function: Callable[[], Any], timed: bool = False)
     return profile
 
 
-def open_places(profile: UnitProfile, request: PlanRequest) -> list[int]:
+def open_places(profile: UnitProfile, options: PipelineOptions) -> list[int]:
     """Return the indices of calls with which a stage may begin; a named one may have no units."""
     closed = {place for way in profile.side_ways for place in range(way.made + 1, way.used + 1)}
-    first = 0 if request.cuts else 1
+    first = 0 if options.cuts else 1
     return [place for place in range(first, len(profile.calls)) if place not in closed]
 
 

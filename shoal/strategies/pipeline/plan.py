@@ -18,10 +18,10 @@ from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import enclosing
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import absence_explained
 from shoal.strategies.pipeline.agreement import agreed
 from shoal.strategies.pipeline.observed_units import (
-    PlanRequest,
     UnitProfile,
     observed_run,
     open_places,
@@ -53,14 +53,14 @@ class StagePlan(NamedTuple):
 def plan(
     world: Axis,
     observed: UnitProfile,
-    request: PlanRequest,
+    options: PipelineOptions,
     function: Callable[[], Any],
 ) -> StagePlan:
     """Choose the cuts on rank 0 and return them on every rank. Collective over the world.
 
     Raises: StrategyRefused, on every rank: a name is no place to cut, or there are too few places.
     """
-    made = agreed(world, lambda: None if world.rank else _plan(observed, request, function))
+    made = agreed(world, lambda: None if world.rank else _plan(observed, options, function))
     chosen = world.broadcast_json(None if world.rank else made._asdict())
     return StagePlan(**chosen)
 
@@ -74,15 +74,17 @@ def dry_run(observed: UnitProfile, stage_map: StageMap, function: Callable[[], A
     return dry
 
 
-def _plan(observed: UnitProfile, request: PlanRequest, function: Callable[[], Any]) -> StagePlan:
-    places = open_places(observed, request)
-    measured = request.by == "time"
+def _plan(
+    observed: UnitProfile, options: PipelineOptions, function: Callable[[], Any]
+) -> StagePlan:
+    places = open_places(observed, options)
+    measured = options.balance == "time"
     costs = _costs(observed, function, measured)
-    if request.cuts:
-        starts = _named_starts(observed, request, places)
+    if options.cuts:
+        starts = _named_starts(observed, options, places)
     else:
         crossing = _crossing_bytes(observed, function)
-        starts = balanced(costs, crossing, places, request.num_stages)
+        starts = balanced(costs, crossing, places, options.num_stages)
     total = sum(costs) or 1.0
     bounds = [0, *starts, len(costs)]
     return StagePlan(
@@ -116,24 +118,24 @@ def _crossing_bytes(observed: UnitProfile, function: Callable[[], Any]) -> list[
     return [0.0, *map(float, dry.crossing_bytes()), 0.0]
 
 
-def _named_starts(profile: UnitProfile, request: PlanRequest, places: list[int]) -> list[int]:
-    """Return the first calls of the modules of `request.cuts`."""
+def _named_starts(profile: UnitProfile, options: PipelineOptions, places: list[int]) -> list[int]:
+    """Return the first calls of the modules of `options.cuts`."""
     starts = []
-    for name in request.cut_names:
+    for name in options.cut_names:
         indices = [i for i, call in enumerate(profile.calls) if enclosing(call.unit, [name])]
         if not indices:
             raise StrategyRefused(
-                f"cuts={request.cuts}: the function does not call {name}. Name a module that it "
+                f"cuts={options.cuts}: the function does not call {name}. Name a module that it "
                 "calls."
             )
         starts.append(indices[0])
         if indices[0] not in places:
             raise StrategyRefused(
-                f"cuts={request.cuts}: {side_way(profile, indices[0])} Name another module."
+                f"cuts={options.cuts}: {side_way(profile, indices[0])} Name another module."
             )
     if starts != sorted(set(starts)):
         raise StrategyRefused(
-            f"cuts={request.cuts}: name modules in the order of the forward pass, each once."
+            f"cuts={options.cuts}: name modules in the order of the forward pass, each once."
         )
     return starts
 

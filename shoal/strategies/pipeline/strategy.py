@@ -48,7 +48,7 @@ from shoal.strategies.pipeline.agreement import (
 from shoal.strategies.pipeline.cost import cost
 from shoal.strategies.pipeline.division import DividedModel
 from shoal.strategies.pipeline.executor import PipelineExecutor, route_calls
-from shoal.strategies.pipeline.observed_units import PlanRequest, UnitProfile, observe_units
+from shoal.strategies.pipeline.observed_units import UnitProfile, observe_units
 from shoal.strategies.pipeline.plan import StagePlan, dry_run, plan
 from shoal.strategies.pipeline.schedule_timing import bubble_fractions, timeline
 from shoal.strategies.pipeline.schedules import ScheduleTable, problems, table
@@ -115,15 +115,14 @@ class Pipeline(PipelineOptions, Strategy):
         module = model.module
         schedule = self._table(example, module)
         # What has no memory yet takes no time that could be measured.
-        balance = self.balance if model.weights is None else "parameters"
-        request = PlanRequest(schedule.num_stages, balance, self.cuts)
+        options = self if model.weights is None else replace(self, balance="parameters")
         function = partial(example.compute_loss, *example.args, **example.kwargs)
         # Ranks see other samples, so they may find other units, or one of them a refusal. After
         # each look they agree (`agreement.py`): else one would raise while the others wait for it.
-        observed = agreed(mesh, partial(observe_units, module, function, request, mesh.device))
+        observed = agreed(mesh, partial(observe_units, module, function, options, mesh.device))
         observed = units_of_first_rank(mesh, observed, function)
         agreed(mesh, partial(self._check_halves, schedule, observed, module))
-        stage_plan = plan(mesh, observed, request, function)
+        stage_plan = plan(mesh, observed, options, function)
         stage_map = observed.stage_map(stage_plan.stage_starts)
 
         dry: DryRun = agreed(mesh, partial(dry_run, observed, stage_map, function))

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.errors import StrategyRefused
 from shoal.strategies.full_model import FullModel
+from shoal.strategies.options import PipelineOptions
 from shoal.strategies.pipeline.absent import WalkRefusal
 from shoal.strategies.pipeline.division import DividedModel, StageCall, shape_key
-from shoal.strategies.pipeline.observed_units import PlanRequest, UnitProfile, observe_units
+from shoal.strategies.pipeline.observed_units import UnitProfile, observe_units
 from shoal.strategies.pipeline.plan import dry_run, plan
 from shoal.strategies.pipeline.schedules import table
 
@@ -32,10 +33,10 @@ class OneRank(Axis):
 
 def observed(
     model: nn.Module, function: Callable[..., Any], args: Any, num_stages: int, cuts: str = ""
-) -> tuple[PlanRequest, UnitProfile]:
+) -> tuple[PipelineOptions, UnitProfile]:
     """Run a function once with the units of its model."""
-    request = PlanRequest(num_stages, "parameters", cuts)
-    return request, observe_units(model, lambda: function(*args), request, DEVICE)
+    options = PipelineOptions(num_stages, balance="parameters", cuts=cuts)
+    return options, observe_units(model, lambda: function(*args), options, DEVICE)
 
 
 def full_model(
@@ -57,13 +58,13 @@ def divided(
     by: str = "parameters",
 ) -> DividedModel:
     """Plan the stages of a model."""
-    request = PlanRequest(num_stages, by, cuts)
+    options = PipelineOptions(num_stages, balance=by, cuts=cuts)
 
     def call() -> Any:
         return function(*args)
 
-    observed = observe_units(model, call, request, DEVICE)
-    made = plan(OneRank(), observed, request, call)
+    observed = observe_units(model, call, options, DEVICE)
+    made = plan(OneRank(), observed, options, call)
     stage_map = observed.stage_map(made.stage_starts)
     users = dry_run(observed, stage_map, call).parameter_users
     return DividedModel(observed.units, stage_map, users, table("gpipe", num_stages, 1))
