@@ -88,13 +88,8 @@ class Pipeline(PipelineOptions, Strategy):
         # Stages come from the ranks of one pipeline: together they must be one model.
         broadcast_filled(model.module, mesh.pipeline)
         divided, stage_plan = self._divide(model, model.example, mesh)
-        summary = summary_lines(
-            model.module,
-            divided.table,
-            stage_plan,
-            model.example.num_samples,
-            microbatches_chosen=self.microbatches == 0,
-        )
+        samples = model.example.num_samples
+        summary = self._summary_lines(model.module, divided.table, stage_plan, samples)
         return _keep_local_stages(model, mesh, divided, summary)
 
     def cost(self, step: StepCost) -> StepCost:
@@ -135,6 +130,27 @@ class Pipeline(PipelineOptions, Strategy):
         mutated = {id(buffer) for name, buffer in buffers if name in names}
         _check_mutated_buffers(module, divided, mutated)
         return divided, stage_plan
+
+    def _summary_lines(
+        self, model: nn.Module, table: ScheduleTable, stage_plan: StagePlan, num_samples: int
+    ) -> list[str]:
+        """Describe a pipeline for batches of `num_samples` on one rank."""
+        unit = "time" if stage_plan.measured else "parameters"
+        fractions = " | ".join(f"{100 * fraction:.0f} %" for fraction in stage_plan.cost_fractions)
+        idle = 100 * max(bubble_fractions(timeline(table)))
+        chosen = "" if self.microbatches else " (chosen)"
+        lines = [
+            f"pipeline of {table.num_ranks} ranks, cut before {', '.join(stage_plan.names)}: "
+            f"{unit} {fractions}",
+            f"{table.name}, {num_samples} rows in {table.num_microbatches} micro-batches{chosen}: "
+            f"stages of equal time would be idle for {idle:.0f} % of a step",
+        ]
+        if table.num_microbatches > max(num_samples, 1):
+            lines.append(
+                f"{num_samples} samples fill {num_samples} of {table.num_microbatches} "
+                "micro-batches; the rest is idle time"
+            )
+        return lines + _numeric_notes(model, table.num_microbatches)
 
     def _check_halves(
         self, schedule: ScheduleTable, observed: UnitProfile, module: nn.Module
@@ -271,37 +287,6 @@ def _check_mutated_buffers(module: nn.Module, divided: DividedModel, mutated: Se
                 "whose copies would drift apart. Cut the model elsewhere with cuts=NAME, or give "
                 "each place a module of its own."
             )
-
-
-def summary_lines(
-    model: nn.Module,
-    table: ScheduleTable,
-    stage_plan: StagePlan,
-    num_samples: int,
-    microbatches_chosen: bool,
-) -> list[str]:
-    """Describe a pipeline.
-
-    Args:
-        num_samples: of a batch on one rank.
-        microbatches_chosen: the user has not given their number.
-    """
-    unit = "time" if stage_plan.measured else "parameters"
-    fractions = " | ".join(f"{100 * fraction:.0f} %" for fraction in stage_plan.cost_fractions)
-    idle = 100 * max(bubble_fractions(timeline(table)))
-    chosen = " (chosen)" if microbatches_chosen else ""
-    lines = [
-        f"pipeline of {table.num_ranks} ranks, cut before {', '.join(stage_plan.names)}: {unit} "
-        f"{fractions}",
-        f"{table.name}, {num_samples} rows in {table.num_microbatches} micro-batches{chosen}: "
-        f"stages of equal time would be idle for {idle:.0f} % of a step",
-    ]
-    if table.num_microbatches > max(num_samples, 1):
-        lines.append(
-            f"{num_samples} samples fill {num_samples} of {table.num_microbatches} micro-batches; "
-            "the rest is idle time"
-        )
-    return lines + _numeric_notes(model, table.num_microbatches)
 
 
 def _numeric_notes(model: nn.Module, num_microbatches: int) -> list[str]:
