@@ -65,7 +65,6 @@ class WorkerEngine(StrategyState):
 
     Attributes:
         staleness: steps that a worker may be ahead of the slowest one; None without a bound.
-        totals: totals of this step; after `run` their sum over the ranks that step together.
         factor: factor of the next step's gradients, by clipping for example.
         has_pushed: gradients are with the servers, which wait for the step request.
         leaves_out: the gradients that were pushed are to be dropped, and no step be taken.
@@ -85,7 +84,6 @@ class WorkerEngine(StrategyState):
         self.staleness = None if options.staleness == "async" else int(options.staleness)
         self.compression = parse(options.compress)
         self.is_synchronous = self.staleness == 0
-        self.totals: Tensor | None = None
         self.factor = 1.0
         self.has_pushed = False
         self.leaves_out = False
@@ -104,12 +102,9 @@ class WorkerEngine(StrategyState):
     # One step
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
-        """Compute a micro-batch and its loss. The last one has the totals of the step."""
+        """Compute a micro-batch and its loss."""
         with self.waits.at_first_read():
-            output = self.model.forward(batch)
-        if batch.is_last_microbatch:
-            self.totals = output.step_totals
-        return output
+            return self.model.forward(batch)
 
     def run(self, forward: Forward, batch: LocalBatch) -> StepResult:
         """Compute both passes of one micro-batch. The last one pushes partitions.
@@ -133,15 +128,15 @@ class WorkerEngine(StrategyState):
         self.pusher.finish(self.zeroed)
         self.has_pushed = True
         self.factor = 1.0
-        assert self.totals is not None
+        totals = result.step_totals
         if not self.is_synchronous:
-            self._sync_stop(batch.stop_requested)
+            totals[base.STOP] = float(self._is_last_step(batch.stop_requested))
         elif self.mesh.size > 1:
             # Summed here and not during the backward pass, which tells if gradients are finite: a
             # message of its own for that would wait for the slowest rank once more.
-            self.totals[base.NONFINITE] = float(self.model.finite_check.found)
-            dist.all_reduce(self.totals)
-        return result._replace(step_totals=self.totals)
+            totals[base.NONFINITE] = float(self.model.finite_check.found)
+            dist.all_reduce(totals)
+        return result
 
     def gather(self) -> None:
         """Request the step, or that it is left out. The next forward pass waits for new values,
@@ -184,16 +179,15 @@ class WorkerEngine(StrategyState):
         self._settings = self._read_settings() if self.has_pushed else []
         self._without = self.removed() if self.has_pushed and not self.leaves_out else []
 
-    def _sync_stop(self, stop_requested: bool) -> None:
-        """Set the stop request in the totals, so that all workers stop after the same step.
+    def _is_last_step(self, stop_requested: bool) -> bool:
+        """Return True after the step after which all workers stop.
 
         Workers are at different steps, so the servers choose that step.
         """
-        assert self.totals is not None
         self.wait()
         if stop_requested:
             self.client.request_stop()
-        self.totals[base.STOP] = float(0 < self.client.stop_at <= self.client.step + 1)
+        return 0 < self.client.stop_at <= self.client.step + 1
 
     # Optimizer and checkpoints
 
