@@ -47,7 +47,7 @@ class ShardedStep:
         arguments: of `fully_shard`: mesh and policies. The constructor is collective.
 
     Attributes:
-        totals: totals of this step; their sum over ranks when `totals_work` is done.
+        totals_work: makes the totals of this step their sum over ranks; None on one rank.
         scalars: 0-dimensional trainable parameters, by name.
         replicated: their DTensors, by name, which the optimizer steps.
         lockstep: None on one rank.
@@ -61,7 +61,6 @@ class ShardedStep:
         self.stage = stage
         self.model = model
         self.data = data
-        self.totals: Tensor | None = None
         self.totals_work: dist.Work | None = None
         self.scalars = {name: p for name, p in model.trainable_params.items() if p.dim() == 0}
         self._former = FormerModules(model.module)
@@ -134,14 +133,11 @@ class ShardedStep:
             self.lockstep.reduces = reduces
             self.lockstep.frees_after_backward = frees
             output = output._replace(loss=self.lockstep.attach_token(output.loss))
-        if batch.is_last_microbatch:
-            self.totals = output.step_totals
-            self.totals_work = None
-            if self.data.size > 1:
-                # On its way during the backward pass: nothing before `run`'s end reads it.
-                self.totals_work = dist.all_reduce(
-                    self.totals, group=self.data.group, async_op=True
-                )
+        if batch.is_last_microbatch and self.data.size > 1:
+            # On its way during the backward pass: nothing before `run`'s end reads it.
+            self.totals_work = dist.all_reduce(
+                output.step_totals, group=self.data.group, async_op=True
+            )
         return output
 
     def _configure(self, reduces: bool = False, frees: bool = False, is_last: bool = False) -> None:
@@ -176,10 +172,9 @@ class ShardedStep:
             result = self.model.run(forward, scaled_for_mean(batch, self.data.size))
         if not batch.is_last_microbatch:
             return result
-        assert self.totals is not None
         if self.totals_work is not None:
             self.totals_work.wait()
-        return mean_result(result, self.totals, self.data.size)
+        return mean_result(result, result.step_totals, self.data.size)
 
     @contextmanager
     def _explain_sharded_weights(self) -> Iterator[None]:
