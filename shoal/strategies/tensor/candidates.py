@@ -100,7 +100,9 @@ class Candidates:
         planned = {module for name in names for module in self.by_name[name].modules()}
         self.remaining = {m: name for m, name in self.remaining.items() if m not in planned}
 
-    def may_shard(self, module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> bool:
+    def may_shard(
+        self, module: nn.Module, kinds: tuple[type[nn.Module], ...], may_be_shared: bool = False
+    ) -> bool:
         """Return True if the module is exactly of one of `kinds`, used once and without hooks.
 
         A subclass is refused, and so is a module whose `forward` was replaced: both may compute
@@ -109,9 +111,8 @@ class Candidates:
         is_known = type(module) in kinds or (nn.Linear in kinds and is_gpt2_conv1d(module))
         if not is_known or "forward" in vars(module):
             return False
-        return (
-            module in self.remaining and module not in self.shared and not has_module_hooks(module)
-        )
+        is_used_once = may_be_shared or module not in self.shared
+        return module in self.remaining and is_used_once and not has_module_hooks(module)
 
 
 def is_gpt2_conv1d(module: Any) -> bool:

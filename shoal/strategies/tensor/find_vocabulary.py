@@ -10,7 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import nn
 
-from shoal.strategies.tensor.candidates import Candidates, has_module_hooks
+from shoal.strategies.tensor.candidates import Candidates
 
 HEAD_NAMES = (
     *("head", "lm_head", "output", "decoder", "fc_out"),
@@ -67,7 +67,7 @@ def _divisible_embeddings(
             candidates.reasons[name] = (
                 f"its {module.num_embeddings} words are no multiple of {candidates.degree}"
             )
-        elif _may_shard(module, candidates):
+        elif candidates.may_shard(module, (nn.Embedding,), may_be_shared=True):
             yield name
 
 
@@ -84,14 +84,8 @@ def _divisible_heads(heads: Mapping[str, nn.Linear], candidates: Candidates) -> 
         }:
             # Its shards of logits would have to cross to the next stage.
             candidates.reasons[name] = "the pipeline is cut behind it"
-        elif _may_shard(module, candidates):
+        elif candidates.may_shard(module, (nn.Linear,), may_be_shared=True):
             yield name
-
-
-def _may_shard(module: nn.Module, candidates: Candidates) -> bool:
-    """Return True without hooks. Unlike `Candidates.may_shard` it allows tied parameters."""
-    is_unchanged = module in candidates.remaining and "forward" not in vars(module)
-    return is_unchanged and not has_module_hooks(module)
 
 
 def _drop_half_tied(model: nn.Module, names: set[str]) -> set[str]:
