@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from shoal.comm.axis import Axis
 from shoal.comm.mappings import copy_to_region, local_slice, reduce_from_region, slice_to_region
 from shoal.platform.tensors import flatten_tensors, is_in_order, unflatten_tensors
-from shoal.platform.torch_private.pytree import tree_leaves, tree_map, tree_map_only
+from shoal.platform.torch_private.pytree import tree_leaves, tree_map_only
 from shoal.platform.torch_private.subclasses import DisableTorchFunctionSubclass
 from shoal.strategies.tensor.lazy_gather import (
     AUTOGRAD_FUNCTIONS,
@@ -50,17 +50,9 @@ class SequenceParallelTensor(LazyGatherTensor):
         return repr(self)
 
 
-def full_tensor(x: Any) -> Any:
-    """Return the full tensor of a sequence parallel one, differentiable; anything else as it is.
-
-    Collective.
-    """
-    return x.full_tensor if isinstance(x, SequenceParallelTensor) else x
-
-
 def gather_all(nest: Any) -> Any:
-    """Return a nest with all sequence parallel tensors gathered. Collective."""
-    return tree_map(full_tensor, nest)
+    """Return a nest with all sequence parallel tensors gathered, differentiable. Collective."""
+    return tree_map_only(SequenceParallelTensor, lambda x: x.full_tensor, nest)
 
 
 class _TokenLayout(NamedTuple):

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal.errors import StrategyRefused
 from shoal.strategies.tensor.region import reduce_scatter_sequence
-from shoal.strategies.tensor.sequence import SequenceParallelTensor, full_tensor
+from shoal.strategies.tensor.sequence import SequenceParallelTensor, gather_all
 from shoal.strategies.tensor.strategy import TensorParallel, describe, tensor_plan
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
@@ -138,7 +138,7 @@ def differences_by_function(length: int) -> dict[str, float]:
         expected = torch.autograd.grad((one**2).sum(), (x, w, t), allow_unused=True)
         torch.manual_seed(1)
         sliced = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1)
-        other = full_tensor(function(sliced, w, t))
+        other = gather_all(function(sliced, w, t))
         sharded_gradients = torch.autograd.grad((other**2).sum(), (x, w, t), allow_unused=True)
         assert not isinstance(other, SequenceParallelTensor)
         found[name] = (one - other).abs().max().item()
@@ -230,7 +230,7 @@ def differences_by_write() -> dict[str, float]:
             x = torch.arange(60.0).view(3, 5, 4).requires_grad_()
             w = torch.tensor([1.0, -2.0, 0.5, 3.0], requires_grad=True)
             parts = reduce_scatter_sequence(x / 2, run.mesh.tensor, 1) if is_sharded else x * 1
-            y = full_tensor(write(parts, w))
+            y = gather_all(write(parts, w))
             y.square().sum().backward()
             assert x.grad is not None
             assert w.grad is not None
