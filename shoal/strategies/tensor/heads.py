@@ -55,8 +55,8 @@ class HeadsRegion(Region):
 
     Attributes:
         chosen: for training and for evaluation, after the first pass: the number of matrices in
-            a column layer, one below the other; None where the layers are gathered.
-        num_outputs: for training and for evaluation, after the first pass: tensors of its output.
+            a column layer, one below the other, or None where the layers are gathered; and of
+            tensors in the output.
     """
 
     def __init__(
@@ -72,21 +72,20 @@ class HeadsRegion(Region):
         self.layers = layers
         self.attention = attention
         self.full_counts: dict[str, int] = {key: getattr(owner, key) for key in attention.counts}
-        self.chosen: dict[bool, int | None] = {}
-        self.num_outputs: dict[bool, int] = {}
+        self.chosen: dict[bool, tuple[int | None, int]] = {}
         self.set_parts(attention.fused)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if self.depth:  # its forward pass calls itself
             return super().__call__(*inputs, **options)
         is_training = self.module.training
-        if is_training not in self.num_outputs:
-            self._choose_parts(inputs, options)
-        parts = self.chosen[is_training]
+        if is_training not in self.chosen:
+            self.chosen[is_training] = self._choose_parts(inputs, options)
+        parts, num_outputs = self.chosen[is_training]
         if parts is None:
             return self._forward_full(*gather_all(inputs), **gather_all(options))
         output = self._forward_sharded(parts, inputs, options)
-        if sum(_tensor_mask(output)) != self.num_outputs[is_training]:
+        if sum(_tensor_mask(output)) != num_outputs:
             raise StrategyRefused(
                 f"{self._error_head()}its output has other parts than in its first forward pass, "
                 f"which were not compared with those of the whole. {self._suggestion()}"
@@ -102,15 +101,14 @@ class HeadsRegion(Region):
             for layer in self.layers:
                 layer.parts = parts
 
-    def _choose_parts(self, inputs: Any, options: Any) -> None:
-        """Choose the parts for this mode, by the output of the full model. Collective.
+    def _choose_parts(self, inputs: Any, options: Any) -> tuple[int | None, int]:
+        """Return what `chosen` has for this mode, by the output of the full model. Collective.
 
         A forward pass may write into its inputs, into a cache say, or change its modules. So each
         pass that is only compared gets copies, and what it has changed is restored.
         """
-        is_training = self.module.training
         expected = self._attempt(self._forward_full, inputs, options)
-        self.num_outputs[is_training] = sum(_tensor_mask(expected))
+        num_outputs = sum(_tensor_mask(expected))
         errors: list[StrategyRefused] = []
         for parts in sorted({self.attention.fused, 1}, reverse=True):
             try:
@@ -119,9 +117,7 @@ class HeadsRegion(Region):
             except StrategyRefused as error:
                 errors.append(error)
             else:
-                self.chosen[is_training] = parts
-                return
-        self.chosen[is_training] = None
+                return parts, num_outputs
         if self.axis.rank == 0:
             name = re.sub(r"\d+", "*", self.name) or "the model"
             warnings.warn(
@@ -129,6 +125,7 @@ class HeadsRegion(Region):
                 f"computes all of it, because {errors[0]}",
                 stacklevel=2,
             )
+        return None, num_outputs
 
     def _attempt(self, forward: Callable[..., Any], inputs: Any, options: Any) -> Any:
         """Run a forward pass of copies that leaves no trace. Collective."""
@@ -153,7 +150,7 @@ class HeadsRegion(Region):
         """Compute with the full parameters, and put the shards back. Collective."""
         sharded_classes = [type(layer) for layer in self.layers]
         sharded_parameters = [dict(own_parameters(layer)) for layer in self.layers]
-        parts = self.chosen.get(self.module.training, self.attention.fused)
+        parts, _ = self.chosen.get(self.module.training, (self.attention.fused, 0))
         for layer in self.layers:
             layer.__class__ = layer.full_class
             _gather_parameters(layer, self.axis)
