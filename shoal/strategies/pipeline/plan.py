@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from shoal.comm.axis import Axis
 from shoal.data.seeds import preserve_rng_state
@@ -34,35 +34,22 @@ REPEATS = 3
 """Measured runs; the shortest time of each call counts, for the first one warms up."""
 
 
-class StagePlan(NamedTuple):
-    """The cuts of a model.
-
-    Attributes:
-        stage_starts: indices of the calls with which stages 1, 2, ... begin.
-        names: of the units that are called there, for messages.
-        cost_fractions: for each stage its share of all costs; they sum to 1.
-        measured: costs are times; else they are numbers of parameters.
-    """
-
-    stage_starts: list[int]
-    names: list[str]
-    cost_fractions: list[float]
-    measured: bool
-
-
 def plan(
     world: Axis,
     observed: UnitProfile,
     options: PipelineOptions,
     function: Callable[[], Any],
-) -> StagePlan:
+) -> tuple[list[int], str]:
     """Choose the cuts on rank 0 and return them on every rank. Collective over the world.
+
+    Returns: the indices of the calls with which stages 1, 2, ... begin; and in words what is called
+        there, and the share of each stage in all costs.
 
     Raises: StrategyRefused, on every rank: a name is no place to cut, or there are too few places.
     """
     made = agreed(world, lambda: None if world.rank else _plan(observed, options, function))
-    chosen = world.broadcast_json(None if world.rank else made._asdict())
-    return StagePlan(**chosen)
+    starts, described = world.broadcast_json(made)
+    return starts, described
 
 
 def dry_run(observed: UnitProfile, stage_map: StageMap, function: Callable[[], Any]) -> DryRun:
@@ -76,10 +63,9 @@ def dry_run(observed: UnitProfile, stage_map: StageMap, function: Callable[[], A
 
 def _plan(
     observed: UnitProfile, options: PipelineOptions, function: Callable[[], Any]
-) -> StagePlan:
+) -> tuple[list[int], str]:
     places = open_places(observed, options)
-    measured = options.balance == "time"
-    costs = _costs(observed, function, measured)
+    costs = _costs(observed, function, options.balance == "time")
     if options.cuts:
         starts = _named_starts(observed, options, places)
     else:
@@ -87,12 +73,9 @@ def _plan(
         starts = balanced(costs, crossing, places, options.num_stages)
     total = sum(costs) or 1.0
     bounds = [0, *starts, len(costs)]
-    return StagePlan(
-        stage_starts=starts,
-        names=[observed.calls[start].unit for start in starts],
-        cost_fractions=[sum(costs[start:stop]) / total for start, stop in pairwise(bounds)],
-        measured=measured,
-    )
+    shares = [f"{100 * sum(costs[start:stop]) / total:.0f} %" for start, stop in pairwise(bounds)]
+    names = [observed.calls[start].unit for start in starts]
+    return starts, f"cut before {', '.join(names)}: {options.balance} {' | '.join(shares)}"
 
 
 def _costs(observed: UnitProfile, function: Callable[[], Any], measured: bool) -> list[float]:

@@ -49,7 +49,7 @@ from shoal.strategies.pipeline.cost import cost
 from shoal.strategies.pipeline.division import DividedModel
 from shoal.strategies.pipeline.executor import PipelineExecutor, route_calls
 from shoal.strategies.pipeline.observed_units import UnitProfile, observe_units
-from shoal.strategies.pipeline.plan import StagePlan, dry_run, plan
+from shoal.strategies.pipeline.plan import dry_run, plan
 from shoal.strategies.pipeline.schedule_timing import bubble_fractions, timeline
 from shoal.strategies.pipeline.schedules import ScheduleTable, problems, table
 from shoal.strategies.pipeline.stage_module import StageModule, collect, unused
@@ -87,9 +87,9 @@ class Pipeline(PipelineOptions, Strategy):
         assert model.example is not None
         # Stages come from the ranks of one pipeline: together they must be one model.
         broadcast_filled(model.module, mesh.pipeline)
-        divided, stage_plan = self._divide(model, model.example, mesh)
+        divided, cuts = self._divide(model, model.example, mesh)
         samples = model.example.num_samples
-        summary = self._summary_lines(model.module, divided.table, stage_plan, samples)
+        summary = self._summary_lines(model.module, divided.table, cuts, samples)
         return _keep_local_stages(model, mesh, divided, summary)
 
     def cost(self, step: StepCost) -> StepCost:
@@ -105,8 +105,11 @@ class Pipeline(PipelineOptions, Strategy):
 
     def _divide(
         self, model: LocalModel, example: ExampleBatch, mesh: Mesh
-    ) -> tuple[DividedModel, StagePlan]:
-        """[1] Divide the model into stages. Collective over the world."""
+    ) -> tuple[DividedModel, str]:
+        """[1] Divide the model into stages. Collective over the world.
+
+        Returns: the divided model, and the cuts in words.
+        """
         module = model.module
         schedule = self._table(example, module)
         # What has no memory yet takes no time that could be measured.
@@ -117,8 +120,8 @@ class Pipeline(PipelineOptions, Strategy):
         observed = agreed(mesh, partial(observe_units, module, function, options, mesh.device))
         observed = units_of_first_rank(mesh, observed, function)
         agreed(mesh, partial(self._check_halves, schedule, observed, module))
-        stage_plan = plan(mesh, observed, options, function)
-        stage_map = observed.stage_map(stage_plan.stage_starts)
+        starts, cuts = plan(mesh, observed, options, function)
+        stage_map = observed.stage_map(starts)
 
         dry: DryRun = agreed(mesh, partial(dry_run, observed, stage_map, function))
         users = users_on_any_rank(mesh, dry.parameter_users)
@@ -129,19 +132,16 @@ class Pipeline(PipelineOptions, Strategy):
         names = users_on_any_rank(mesh, written)
         mutated = {id(buffer) for name, buffer in buffers if name in names}
         _check_mutated_buffers(module, divided, mutated)
-        return divided, stage_plan
+        return divided, cuts
 
     def _summary_lines(
-        self, model: nn.Module, table: ScheduleTable, stage_plan: StagePlan, num_samples: int
+        self, model: nn.Module, table: ScheduleTable, cuts: str, num_samples: int
     ) -> list[str]:
         """Describe a pipeline for batches of `num_samples` on one rank."""
-        unit = "time" if stage_plan.measured else "parameters"
-        fractions = " | ".join(f"{100 * fraction:.0f} %" for fraction in stage_plan.cost_fractions)
         idle = 100 * max(bubble_fractions(timeline(table)))
         chosen = "" if self.microbatches else " (chosen)"
         lines = [
-            f"pipeline of {table.num_ranks} ranks, cut before {', '.join(stage_plan.names)}: "
-            f"{unit} {fractions}",
+            f"pipeline of {table.num_ranks} ranks, {cuts}",
             f"{table.name}, {num_samples} rows in {table.num_microbatches} micro-batches{chosen}: "
             f"stages of equal time would be idle for {idle:.0f} % of a step",
         ]

@@ -64,8 +64,8 @@ def divided(
         return function(*args)
 
     observed = observe_units(model, call, options, DEVICE)
-    made = plan(OneRank(), observed, options, call)
-    stage_map = observed.stage_map(made.stage_starts)
+    starts, _ = plan(OneRank(), observed, options, call)
+    stage_map = observed.stage_map(starts)
     users = dry_run(observed, stage_map, call).parameter_users
     return DividedModel(observed.units, stage_map, users, table("gpipe", num_stages, 1))
 
