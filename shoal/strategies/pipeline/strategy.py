@@ -231,7 +231,7 @@ def _keep_local_stages(
             axis,
             divided.table.num_microbatches,
             divided.full_model,
-            ties.owned_by_earlier_stage,
+            {name for name, ranks in shared.items() if axis.rank in ranks[1:]},
             tied_names=aliases,
         ),
         summary_lines=(*model.summary_lines, *summary),

@@ -42,11 +42,6 @@ class Ties:
         self._shared = shared
         self._local_names = {aliases.get(name, name): name for name, _ in module.named_parameters()}
 
-    @property
-    def owned_by_earlier_stage(self) -> set[str]:
-        """Return the names of tied parameters that an earlier rank holds too."""
-        return {name for name, ranks in self._shared.items() if self.axis.rank in ranks[1:]}
-
     def sum_gradients(self) -> None:
         """Replace each gradient by the sum over all ranks that hold the parameter.
 
