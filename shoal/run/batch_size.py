@@ -58,7 +58,7 @@ ORDER_CURE = (
 """Cure where samplers of ranks differ."""
 
 OTHER_DATA = (
-    "the data set is no longer the same on all ranks, noticed in epoch {epoch}. Where the "
+    "note: the data set is no longer the same on all ranks, noticed in epoch {epoch}. Where the "
     "script writes to it what a rank has computed from its own samples, such as new labels, other "
     "ranks read old values, and one device would read the new ones. Write what all ranks have: "
     "data.targets[run.gather(index)] = run.gather(labels). A cache of samples does no harm."

@@ -125,7 +125,7 @@ class LoopLoss:
             prepared.mesh.data,
             prepared.guards.enabled,
             prepared.settings.accumulate,
-            prepared.announce,
+            prepared.note_once,
         )
         self._phase.add_gradients = self._graph_check.add_gradients
 

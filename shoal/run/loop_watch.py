@@ -85,17 +85,16 @@ class LoopWatch(YieldWatch):
         drawn: what drew the random numbers that the loop was seen to draw for its samples, "torch
             (train.py:12)", "NumPy" or "Python"; "" if nothing was seen.
 
-    Args: announce: prints a note.
+    Args: note: prints a note once, with facts by name.
     """
 
-    def __init__(self, mesh: Mesh, enabled: bool, announce: Callable[[str], None]) -> None:
+    def __init__(self, mesh: Mesh, enabled: bool, note: Callable[..., None]) -> None:
         self.yielded: BatchShard | None = None
         self._data = mesh.data
         self.enabled = enabled and mesh.data.size > 1
         self.has_loader = False
         self.drawn = ""
-        self._announce = announce
-        self._noted: set[str] = set()
+        self._note = note
         self._rows = ReplacedRows()
         self._calls = 0
         self._batches = 0
@@ -251,13 +250,8 @@ class LoopWatch(YieldWatch):
             self._note_host_draw("Python" if drawn.python >= rows else "NumPy", rows)
 
     def _note_host_draw(self, generator: str, rows: int) -> None:
-        self._note(HOST_DRAWN, generator=generator, rows=f"{rows}")
+        self._note(HOST_DRAWN, generator=generator, rows=rows)
         self.drawn = self.drawn or generator
-
-    def _note(self, note: str, **facts: str) -> None:
-        if note not in self._noted:
-            self._noted.add(note)
-            self._announce(note.format(**facts))
 
     def _in_order(self, inputs: Any) -> bool:
         """Return True if inputs of a model are known to have samples where the batch has them."""

@@ -91,12 +91,13 @@ class Prepared:
         self.settings = settings
         self.announce = announce
         self.tracing = tracing
+        self._noted: set[str] = set()
         self.guards = guards or Guards()
-        self.guards.announce = announce
+        self.guards.note_once = self.note_once
         self.models: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []
-        self.watch = LoopWatch(mesh, self.guards.enabled, announce)
+        self.watch = LoopWatch(mesh, self.guards.enabled, self.note_once)
         self.sizes = BatchSizes(self.loaders, self.watch, self.guards.batches)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(mesh, settings, announce)
@@ -118,6 +119,15 @@ class Prepared:
         if self._root is None:
             raise UsageError(NOTHING_PREPARED)
         return self._root
+
+    def note_once(self, note: str, **facts: object) -> None:
+        """Print a note on rank 0, once in a run.
+
+        Args: facts: for its places in braces; other facts make no other note.
+        """
+        if note not in self._noted:
+            self._noted.add(note)
+            self.announce(note.format(**facts) if facts else note)
 
     def local_model(self) -> base.LocalModel:
         """Return the local model; the full model while strategies wait for the first batch.

@@ -78,7 +78,7 @@ class StepTrials:
         self._own_numbers: dict[str, ReachedNumber] = {}
         self._first_digests: dict[object, dict[str, str]] = {}
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
-        self._noted: set[object] = set()
+        self._noted: set[LossKind] = set()
         self._tried_models: set[nn.Module] = set()
         self.before_passes: tuple[LocalBatch, dict[str, str]] | None = None
 
@@ -113,9 +113,8 @@ class StepTrials:
         own = [name for name, number in after.items() if before.get(name, number) != number]
         stages = self._prepared.mesh.pipeline.all_gather_json(own)
         names = [*dict.fromkeys(name for stage in stages for name in stage)]
-        if names and CALLED_OFTEN not in self._noted:
-            self._noted.add(CALLED_OFTEN)
-            self._prepared.announce(CALLED_OFTEN.format(names=listed(names, 3)))
+        if names:
+            self._prepared.note_once(CALLED_OFTEN, names=listed(names, 3))
 
     def later_step(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch has news. Collective where models are divided.
@@ -146,7 +145,8 @@ class StepTrials:
                 read = self._try_alone(batch)
         elif is_power:
             read = self._try_together(batch)
-        self._note_written([name for name in written if name not in read])
+        if written := [name for name in written if name not in read]:
+            prepared.note_once(WRITTEN, names=listed(written, 3))
 
     def _try_alone(self, batch: LocalBatch) -> Sequence[str]:
         """Try a loss again on this rank. Returns and raises as `_try_together`."""
@@ -195,12 +195,6 @@ class StepTrials:
         older = {id(tensor) for tensor in tensors if tensor is not None}
         return reached_numbers(function, self._prepared.models, batch.num_samples, older)
 
-    def _note_written(self, written: list[str]) -> None:
-        """Announce numbers that differ between ranks, and that were others in the first step."""
-        if written and WRITTEN not in self._noted:
-            self._noted.add(WRITTEN)
-            self._prepared.announce(WRITTEN.format(names=listed(written, 3)))
-
     def called_models(self, calls: Sequence[ModelCall], batch: LocalBatch) -> None:
         """Try models that a loop has called for a loss, each the first time. Collective.
 
@@ -243,9 +237,7 @@ class StepTrials:
             is_told = verdict.ends_a_run or verdict.computes_with_own_values
             self._tell(verdict if is_told else LossVerdict(LossKind.MEAN))
             return verdict.own_numbers
-        if PADDING not in self._noted:
-            self._noted.add(PADDING)
-            self._prepared.announce(PADDING)
+        self._prepared.note_once(PADDING)
         return ()
 
     @property

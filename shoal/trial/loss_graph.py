@@ -180,19 +180,18 @@ class LossGraphCheck:
         enabled: False, and nothing is looked at.
         accumulate: micro-batches of a step; if there are several, losses are theirs, and
             `begin_step` is called before the first one.
-        announce: prints a note, on one rank of all.
+        note: prints a note once, with facts by name.
     """
 
     def __init__(
-        self, data: Axis, enabled: bool, accumulate: int, announce: Callable[[str], None]
+        self, data: Axis, enabled: bool, accumulate: int, note: Callable[..., None]
     ) -> None:
         self._data = data
         self._accumulate = accumulate
-        self._announce = announce
+        self._note = note
         self._in_parts = accumulate > 1
         self._enabled = enabled and (self._in_parts or data.size > 1)
         self._step = 0 if self._in_parts else 1
-        self._is_noted = False
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._differentiated: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
@@ -252,9 +251,8 @@ class LossGraphCheck:
         if text := objection(parts):
             raise UsageError(text)
         is_divided = is_divided_by(self._parts[-1].divisors, self._accumulate)
-        if self._in_parts and is_divided and not self._is_noted:
-            self._is_noted = True
-            self._announce(DIVIDED.format(parts=self._accumulate))
+        if self._in_parts and is_divided:
+            self._note(DIVIDED, parts=self._accumulate)
 
     def _is_due(self) -> bool:
         """Return True in steps 1 to 5, 8, 9, 16, 17, ..."""

@@ -63,8 +63,8 @@ def note_state_requests(guarded: GuardedModels) -> None:
             continue
         lines = _calls_of(frame.f_code.co_filename, name) if where else []
         if lines:
-            call = f"{name}.state_dict() in {', '.join(lines)}{guarded.under} is refused where"
-            guarded.note_once(name, f"{call} {name} is what was prepared: {where}. {cure}")
+            call = f"note: {name}.state_dict() in {', '.join(lines)}{guarded.under} is refused"
+            guarded.note_once(f"{call} where {name} is what was prepared: {where}. {cure}")
 
 
 def _calls_of(path: str, name: str) -> list[str]:

@@ -31,7 +31,6 @@ class StepPhase:
         has_gradients: `forward_backward` was called since the last step of an optimizer.
         loaded: digest of the weights that the script has loaded by `load_state_dict` since ranks
             have compared it, in the order of the calls; 0 without.
-        noted: notes that were printed, by their subject.
         add_gradients: is given what the script has differentiated outside of passes, and its
             gradients, which have a graph of their own.
     """
@@ -42,7 +41,6 @@ class StepPhase:
         self.in_edit = False
         self.has_gradients = False
         self.loaded = 0
-        self.noted: set[str] = set()
         self._depth = 0  # such contexts may lie in one another
 
     def __enter__(self) -> None:
@@ -66,7 +64,7 @@ class GuardedModels:
         models: the user's models by their prefix in names of parameters; "" for a single one.
         strategy: name for messages, such as "zero3"; may be empty.
         phase: of the run.
-        announce: prints a note.
+        note_once: prints a note once in a run, with facts by name.
     """
 
     models: Mapping[str, nn.Module]
@@ -75,7 +73,7 @@ class GuardedModels:
     mesh: Mesh
     strategy: str
     phase: StepPhase
-    announce: Callable[[str], None]
+    note_once: Callable[..., None]
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -104,12 +102,6 @@ class GuardedModels:
         for prefix, model in self.models.items():
             for name, module in model.named_modules():
                 yield f"{prefix}{name}." if name else prefix, module
-
-    def note_once(self, subject: str, note: str) -> None:
-        """Print a note on rank 0, once in a run for each subject."""
-        if subject not in self.phase.noted:
-            self.phase.noted.add(subject)
-            self.announce(f"note: {note}")
 
     @property
     def under(self) -> str:

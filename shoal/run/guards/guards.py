@@ -27,7 +27,7 @@ from shoal.run.guards.rank_agreement import check_equal_weights, guard_agreement
 from shoal.run.guards.refused_calls import guard_refused_calls
 from shoal.run.guards.shard_functions import guard_shards
 from shoal.run.guards.weight_writes import WeightWatch
-from shoal.strategies.base import LocalModel
+from shoal.strategies.base import LocalModel, no_op
 
 
 class Guards:
@@ -54,7 +54,7 @@ class Guards:
         self.batches = BatchHistory()
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
-        self.announce: Callable[[str], None] = lambda _: None  # prints a note
+        self.note_once: Callable[..., None] = no_op  # prints a note, with facts by name
         self._strategy = strategy
         self._undo = ExitStack()  # removes all hooks, and puts back all that was replaced
         self._guarded: GuardedModels | None = None
@@ -80,7 +80,7 @@ class Guards:
             mesh,
             self._strategy,
             self.phase,
-            self.announce,
+            self.note_once,
         )
         self._guarded, self._is_script_searched = guarded, False
         undo = self._undo

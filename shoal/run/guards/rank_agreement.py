@@ -107,7 +107,7 @@ def _compare(
         if fact:
             raise UsageError(f"{fact}{call_site()}. {cure}")
         if ours.data != theirs.data:
-            guarded.note_once("data", OTHER_DATA.format(epoch=ours.epoch))
+            guarded.note_once(OTHER_DATA, epoch=ours.epoch)
     phase.loaded = 0
 
 

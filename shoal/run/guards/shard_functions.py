@@ -59,7 +59,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """The setter that torch calls for `parameter.data = values`."""
 _MIXED = ("got mixed torch.Tensor and DTensor", "different device mesh")
 _DRAWN = (
-    "the script{place} draws random numbers for a weight or a gradient that lies in shards: "
+    "note: the script{place} draws random numbers for a weight or a gradient that lies in shards: "
     "each data rank draws those of its shards, so same distribution, other numbers than on one "
     "device. Those of a generator with one seed on all ranks are one device's: "
     "torch.empty_like(weight).normal_(generator=torch.Generator().manual_seed(step))."
@@ -115,8 +115,8 @@ def _note_draw(active: Sequence[GuardedModels], kwargs: Mapping[str, Any]) -> No
     """Say once that each data rank draws by its own stream. Passes have a note of their own."""
     for guarded in active:
         is_own = guarded.mesh.data.size > 1 and kwargs.get("generator") is None
-        if is_own and not guarded.phase.in_passes and "draws" not in guarded.phase.noted:
-            guarded.note_once("draws", _DRAWN.format(place=call_site()))
+        if is_own and not guarded.phase.in_passes:
+            guarded.note_once(_DRAWN, place=call_site())
 
 
 def _drawn(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
