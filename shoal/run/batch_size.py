@@ -95,19 +95,18 @@ class BatchSizes:
 
     Args:
         loaders: yield this rank's shares; the list may grow. Empty if the user makes the batches.
-        watch: is told of batches that are shared; None if nobody is.
-        history: of the batches of steps; None if nobody asks for it.
+        data: the ranks that have shares of one global batch.
+        watch: is told of batches that are shared.
+        history: of the batches of steps.
     """
 
     def __init__(
-        self,
-        loaders: Sequence[ShardedLoader],
-        watch: YieldWatch | None = None,
-        history: BatchHistory | None = None,
+        self, loaders: Sequence[ShardedLoader], data: Axis, watch: YieldWatch, history: BatchHistory
     ) -> None:
         self._loaders = loaders
-        self._history = history or BatchHistory()
-        self._watch = watch or YieldWatch()
+        self._data = data
+        self._history = history
+        self._watch = watch
         self._shared = SharedBatches()
         self._is_shared_checked = False
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
@@ -115,21 +114,21 @@ class BatchSizes:
         # The last batch that `_learn_layout` has seen: (yielded by the loader, samples, shapes).
         self._last_learned: tuple[bool, int, list[torch.Size]] | None = None
 
-    def share(self, batch: Any, rank: int, ranks: int) -> Any:
+    def share(self, batch: Any) -> Any:
         """Return this rank's rows of a global batch that is the same on all ranks.
 
         `resolve` knows them. A rank without rows gets a stand-in of weight 0.
 
         Raises: UsageError: the number of samples cannot be told.
         """
-        if ranks > 1:
+        if self._data.size > 1:
             self._history.add_shared(batch)
-        local = self._shared.rows_of(batch, rank, ranks)
+        local = self._shared.rows_of(batch, self._data.rank, self._data.size)
         assert self._shared.share is not None
         self._watch.begin(local, self._shared.share)
         return local
 
-    def check_shared(self, data: Axis) -> None:
+    def check_shared(self) -> None:
         """Compare the batches that ranks have given to `share` so far. Collective if there are any.
 
         Only the first call compares; later batches are compared as those of loaders are.
@@ -139,22 +138,24 @@ class BatchSizes:
 
         Raises: UsageError: on every rank, if the batches differ.
         """
-        if self._is_shared_checked or data.size == 1 or self._shared.share is None:
+        if self._is_shared_checked or self._data.size == 1 or self._shared.share is None:
             return
         self._is_shared_checked = True
-        if not data.is_same(self._history.shared_digest):
+        if not self._data.is_same(self._history.shared_digest):
             raise UsageError(f"{SHARED}. {SHARED_CURE}")
 
-    def note_same_rows(self, batch: Any, data: Axis, announce: Callable[[str], None]) -> None:
+    def note_same_rows(self, batch: Any, announce: Callable[[str], None]) -> None:
         """Announce whether all ranks compute one and the same batch or others. Collective.
 
         Args: batch: the first of a run, a nest of tensors that no loader and no `share` has made.
         """
+        if self._data.size == 1:
+            return
         digest = hashlib.sha256()
         if not _add_to(digest, batch):  # the other ranks wait
-            digest.update(str(data.rank).encode())
-        is_same = data.is_same(digest.digest())
-        announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=data.size))
+            digest.update(str(self._data.rank).encode())
+        is_same = self._data.is_same(digest.digest())
+        announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=self._data.size))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
@@ -171,13 +172,12 @@ class BatchSizes:
         yielding = [loader for loader in self._loaders if loader.share is not None]
         return yielding[-1].holds_samples(length) if yielding else None
 
-    def resolve(self, arguments: Sequence[Any], rows: int | None, ranks: int) -> StepSizes:
+    def resolve(self, arguments: Sequence[Any], rows: int | None) -> StepSizes:
         """Return the samples of a batch on this rank and on all ranks.
 
         Args:
             arguments: of `compute_loss`: nests of tensors.
             rows: as the user has said it; None to find out.
-            ranks: ranks of the data axis.
 
         Raises:
             UsageError: no loader has yielded such a batch, or the batch has tensors of several
@@ -197,7 +197,7 @@ class BatchSizes:
         # The sizes on other ranks are unknown. The loss becomes a sum with a count, and the counts
         # of all ranks are summed with the gradients. Until these are divided by the counts any
         # number would do, if it is the same on all ranks.
-        return StepSizes(rows, ranks, is_known=False)
+        return StepSizes(rows, self._data.size, is_known=False)
 
     def check_weights(self, calls: Sequence[tuple[Any, ...]]) -> None:
         """Raise UsageError if a loss of these inputs of models has no weight among the ranks.

@@ -196,8 +196,8 @@ class LoopLoss:
             return micro._replace(step=step, args=(), is_last_microbatch=True)
         batch = self._batch(compute_loss, rows, calls or [()])
         prepared.watch.note_host_draws(batch.num_samples)
-        if is_first and not batch.step.sizes_known and prepared.mesh.data.size > 1:
-            prepared.sizes.note_same_rows(calls, prepared.mesh.data, prepared.announce)
+        if is_first and not batch.step.sizes_known:
+            prepared.sizes.note_same_rows(calls, prepared.announce)
         return batch
 
     def check(self, batch: base.LocalBatch) -> None:
@@ -257,19 +257,19 @@ class LoopLoss:
         self, compute_loss: base.ComputeLoss, rows: int | None, calls: Sequence[tuple[Any, ...]]
     ) -> base.LocalBatch:
         """Return the batch of a step. Args: calls: inputs, of which some are the batch."""
-        data = self._prepared.mesh.data
-        self._prepared.sizes.check_shared(data)
-        return batch_of_size(compute_loss, (), {}, self._sizes(rows, calls), data)
+        self._prepared.sizes.check_shared()
+        sizes = self._sizes(rows, calls)
+        return batch_of_size(compute_loss, (), {}, sizes, self._prepared.mesh.data)
 
     def _sizes(self, rows: int | None, calls: Sequence[tuple[Any, ...]]) -> StepSizes:
         """Return the samples of the batch that the models were called with.
 
         A loop may call them with other tensors too, such as a choice of the samples.
         """
-        sizes, ranks = self._prepared.sizes, self._prepared.mesh.data.size
+        sizes = self._prepared.sizes
         for inputs in reversed(calls):
             try:
-                found = sizes.resolve(inputs, rows, ranks)
+                found = sizes.resolve(inputs, rows)
                 break
             except UsageError:
                 continue

@@ -98,7 +98,7 @@ class Prepared:
         self.optimizers: list[Optimizer] = []
         self.loaders: list[ShardedLoader] = []
         self.watch = LoopWatch(mesh, self.guards.enabled, self.note_once)
-        self.sizes = BatchSizes(self.loaders, self.watch, self.guards.batches)
+        self.sizes = BatchSizes(self.loaders, mesh.data, self.watch, self.guards.batches)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(mesh, settings, announce)
         self._strategies = strategies

@@ -428,8 +428,7 @@ class Run(StatefulRun):
 
         Args: batch: a nest of tensors whose dimension 0 is the batch, the same on all ranks.
         """
-        data = self.mesh.data
-        return self._prepared.sizes.share(batch, data.rank, data.size)
+        return self._prepared.sizes.share(batch)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop, with the next step's gradients. Safe in a signal handler."""

@@ -48,9 +48,7 @@ def make_batch(
         is_divided = mesh.size * accumulate > 1
         args, kwargs = mark_sample_lists((args, kwargs), sizes.hold_samples, is_divided)
         arguments = (*args, *kwargs.values())
-    return batch_of_size(
-        compute_loss, args, kwargs, sizes.resolve(arguments, rows, mesh.data.size), mesh.data
-    )
+    return batch_of_size(compute_loss, args, kwargs, sizes.resolve(arguments, rows), mesh.data)
 
 
 def batch_of_size(

@@ -87,20 +87,19 @@ class StepTrials:
 
         Raises: UsageError: on all ranks, if one objects and a batch is computed in parts.
         """
-        sizes, data = self._prepared.sizes, self._prepared.mesh.data
+        mesh, sizes = self._prepared.mesh, self._prepared.sizes
         if not self.tried:
-            sizes.check_shared(data)
-            if not batch.step.sizes_known and data.size > 1:
-                sizes.note_same_rows([batch.args, batch.kwargs], data, self._prepared.announce)
+            sizes.check_shared()
+            if not batch.step.sizes_known:
+                sizes.note_same_rows([batch.args, batch.kwargs], self._prepared.announce)
         code = code_of(batch.step.compute_loss)
         self.tried[code] = 1
-        if data.size > 1:
+        if mesh.data.size > 1:
             self._first_digests[code] = _digests(self._reached(batch))
             self._first_tensors[code] = [ref(t) for t in tensors_of(batch.step.compute_loss)]
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
-        mesh, accumulate = self._prepared.mesh, self._prepared.settings.accumulate
-        if accumulate > 1 or mesh.pipeline.size > 1:
+        if self._prepared.settings.accumulate > 1 or mesh.pipeline.size > 1:
             self.before_passes = batch, self._countable(batch)
 
     def after_passes(self) -> None:
