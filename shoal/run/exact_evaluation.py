@@ -129,11 +129,7 @@ class OneEvaluation(NamedTuple):
             for each in self.models if model is None else [model.module]:
                 data.broadcast_buffers(each)
             batches = EvaluationBatches(self.loader, data.rank, data.size, joins)
-            with (
-                _evaluation_mode(self.models),
-                torch.no_grad(),
-                progress.during(Phase.EVALUATION),
-            ):
+            with _evaluation_mode(self.models), torch.no_grad(), progress.during(Phase.EVALUATION):
                 for item in batches:
                     progress.enter(Phase.EVALUATION)
                     value = read(_call(call, self.to_device(item.batch)), item.rows)

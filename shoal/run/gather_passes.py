@@ -111,10 +111,7 @@ class MicrobatchGathering:
         return self.answer(x)
 
     def prepare(
-        self,
-        batch: base.LocalBatch,
-        microbatches: list[base.LocalBatch],
-        model: base.LocalModel,
+        self, batch: base.LocalBatch, microbatches: list[base.LocalBatch], model: base.LocalModel
     ) -> base.LocalBatch:
         """Return the batch that the step is to compute. Collective.
 

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.errors import StrategyRefused
-from shoal.platform.torch_private.tensor_state import (
-    accumulation_hooks,
-    gradient_hooks,
-    has_hooks,
-)
+from shoal.platform.torch_private.tensor_state import accumulation_hooks, gradient_hooks, has_hooks
 from shoal.strategies.base import LocalModel
 
 _OWN = ("shoal", "torch")

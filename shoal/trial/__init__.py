@@ -9,10 +9,4 @@ from shoal.trial.child_process import judged_in_child
 from shoal.trial.judge_loss import try_loss
 from shoal.trial.loss_verdict import LossKind, LossVerdict, end_trial
 
-__all__ = [
-    "LossKind",
-    "LossVerdict",
-    "end_trial",
-    "judged_in_child",
-    "try_loss",
-]
+__all__ = ["LossKind", "LossVerdict", "end_trial", "judged_in_child", "try_loss"]

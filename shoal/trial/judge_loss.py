@@ -286,9 +286,7 @@ class LossJudge:
                 pass
             else:
                 return LossVerdict(
-                    LossKind.FAILS_ON_PARTS,
-                    sizes=(self._num_rows, all_rows),
-                    reason=failed.text,
+                    LossKind.FAILS_ON_PARTS, sizes=(self._num_rows, all_rows), reason=failed.text
                 )
         return _cannot(f"it fails with {failed.text}")
 

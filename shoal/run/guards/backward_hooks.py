@@ -20,12 +20,7 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.replaced_functions import BACKWARD
-from shoal.run.guards.guarded_models import (
-    GuardedModels,
-    ProcessWidePatch,
-    StepPhase,
-    replaced,
-)
+from shoal.run.guards.guarded_models import GuardedModels, ProcessWidePatch, StepPhase, replaced
 
 _FREED = re.compile("setStorage: .* out of bounds for storage of size 0")
 CREATE_GRAPH = 3

@@ -15,11 +15,7 @@ from shoal.run.batch_size import BatchHistory
 from shoal.run.guards.absent_values import AbsentGradients, guard_absent_weights
 from shoal.run.guards.backward_hooks import guard_backward
 from shoal.run.guards.forward_writes import ForwardWrites
-from shoal.run.guards.full_state import (
-    cut_given_weights,
-    guard_state_requests,
-    note_state_requests,
-)
+from shoal.run.guards.full_state import cut_given_weights, guard_state_requests, note_state_requests
 from shoal.run.guards.grad_clipping import guard_clipping
 from shoal.run.guards.guarded_models import GuardedModels, StepPhase
 from shoal.run.guards.optimizer_state import OptimizerStates
@@ -43,10 +39,7 @@ class Guards:
     """
 
     def __init__(
-        self,
-        enabled: bool = True,
-        strategy: str = "",
-        compares_weights: bool = True,
+        self, enabled: bool = True, strategy: str = "", compares_weights: bool = True
     ) -> None:
         self.enabled = enabled
         self._compares_weights = compares_weights
@@ -74,13 +67,7 @@ class Guards:
         """Guard models and optimizers from now on, instead of those before. Called on all ranks."""
         self.remove()
         guarded = GuardedModels(
-            dict(models),
-            optimizers,
-            local_model,
-            mesh,
-            self._strategy,
-            self.phase,
-            self.note_once,
+            dict(models), optimizers, local_model, mesh, self._strategy, self.phase, self.note_once
         )
         self._guarded, self._is_script_searched = guarded, False
         undo = self._undo

@@ -22,18 +22,9 @@ from torch.optim import Optimizer
 from shoal.errors import UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_leaves
-from shoal.platform.torch_private.replaced_functions import (
-    FUNCTIONAL_CALL,
-    SAVE,
-    UNSCALING,
-)
+from shoal.platform.torch_private.replaced_functions import FUNCTIONAL_CALL, SAVE, UNSCALING
 from shoal.run.guards.full_state import SAVE as SAVE_CURE
-from shoal.run.guards.guarded_models import (
-    GuardedModels,
-    Places,
-    ProcessWidePatch,
-    replaced,
-)
+from shoal.run.guards.guarded_models import GuardedModels, Places, ProcessWidePatch, replaced
 from shoal.run.state_access import is_access_by_shoal
 
 
