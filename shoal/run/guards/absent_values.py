@@ -249,34 +249,29 @@ def removed_gradients(parameters: Mapping[str, nn.Parameter]) -> list[str]:
     return [name for name, parameter in parameters.items() if parameter.grad is None]
 
 
-def absent_gradient(parameter: Tensor, name: str, under: str) -> AbsentValue:
-    """Return a stand-in for the gradient of `parameter`: NaN of its shape, without memory."""
-    nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-    absence = Absence(
-        f"the gradient of {name} is not on this rank{under}",
-        "For norms and clipping use run.clip_gradients(max_norm), for values run.gradients().",
-        parameter.device,
-        is_in_stage=parameter.is_meta,
-    )
-    return _as_absent(nan.expand(parameter.shape), absence, AbsentGradient)
-
-
 class AbsentGradients:
-    """The stand-ins of some parameters, made once.
+    """The stand-ins of some parameters, made once: NaN of their shapes, without memory.
 
     Args: parameters: by name.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], under: str) -> None:
-        self._absent = [
-            (name, p, absent_gradient(p, name, under)) for name, p in parameters.items()
-        ]
-        self._shown = False
+        self._absent: list[tuple[str, nn.Parameter, AbsentValue]] = []
+        for name, parameter in parameters.items():
+            absence = Absence(
+                f"the gradient of {name} is not on this rank{under}",
+                "For norms and clipping use run.clip_gradients(max_norm), for values "
+                "run.gradients().",
+                parameter.device,
+                is_in_stage=parameter.is_meta,
+            )
+            nan = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+            absent = _as_absent(nan.expand(parameter.shape), absence, AbsentGradient)
+            self._absent.append((name, parameter, absent))
         self._was_shown = False
 
     def show(self) -> None:
         """Put the stand-ins where `.grad` is None."""
-        self._shown = True
         for _, parameter, absent in self._absent:
             if parameter.grad is None:
                 absent.absence.is_zeroed = False
@@ -300,10 +295,7 @@ class AbsentGradients:
             self.show()
 
     def hide(self) -> bool:
-        """Remove the stand-ins. Return True if they were shown, and none was removed since."""
-        if not self._shown:
-            return False
-        self._shown = False
+        """Remove the stand-ins. Return True if there were any."""
         there = False
         for _, parameter, absent in self._absent:
             if parameter.grad is absent:

@@ -40,7 +40,7 @@ def guard_backward(guarded: GuardedModels, undo: ExitStack) -> None:
 
 def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -> Any:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
-        known = [guarded for ref in patch.refs if (guarded := ref()) is not None]
+        known = patch.active
         outside = [guarded for guarded in known if not guarded.phase.in_passes]
         if not outside:
             return original(*args, **kwargs)
@@ -50,7 +50,12 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
         has_inputs = len(args) >= LENGTH_WITH_INPUTS and args[LENGTH_WITH_INPUTS - 1]
         if not (is_step or has_inputs):
             for guarded in outside:
-                _check_not_held(guarded)
+                if guarded.local_model.outside_step.is_held():  # begun by a call of a model
+                    raise UsageError(
+                        f"a bare .backward() outside of run.backward{call_site()}{guarded.under}: "
+                        "its gradient would be this rank's alone. Use run.backward(loss) instead "
+                        "of loss.backward()."
+                    )
         handles = [handle for guarded in outside for handle in _hooks(guarded)]
         try:
             gradients = original(*args, **kwargs)
@@ -68,15 +73,6 @@ def _make_backward_call(patch: ProcessWidePatch, original: Callable[..., Any]) -
                 handle.remove()
 
     return run_backward
-
-
-def _check_not_held(guarded: GuardedModels) -> None:
-    """Raise UsageError if a step was begun by a call of a model, and ends without `run`."""
-    if guarded.local_model.outside_step.is_held():
-        raise UsageError(
-            f"a bare .backward() outside of run.backward{call_site()}{guarded.under}: its gradient "
-            "would be this rank's alone. Use run.backward(loss) instead of loss.backward()."
-        )
 
 
 def _explained(error: RuntimeError, outside: list[GuardedModels]) -> UsageError | None:

@@ -130,13 +130,11 @@ class ProcessWidePatch:
     """A replaced function, and the prepared models that it looks at.
 
     Args: install: replaces the function, and returns a function that puts it back.
-
-    Attributes: refs: weak references to the prepared models of all runs. Some may be gone.
     """
 
     def __init__(self, install: Callable[[ProcessWidePatch], Callable[[], None]]) -> None:
         # A list: each backward pass goes through it, and through a WeakSet it takes longer.
-        self.refs: list[ref[GuardedModels]] = []
+        self._refs: list[ref[GuardedModels]] = []
         self._install = install
         self._put_back: Callable[[], None] | None = None
         self._pauses = 0
@@ -144,19 +142,19 @@ class ProcessWidePatch:
     @property
     def active(self) -> list[GuardedModels]:
         """Prepared models of all runs that are still alive."""
-        return [guarded for known in self.refs if (guarded := known()) is not None]
+        return [guarded for known in self._refs if (guarded := known()) is not None]
 
     def add(self, guarded: GuardedModels, undo: ExitStack) -> None:
         """Look at `guarded`, too, until `undo` is closed."""
         if self._put_back is None:
             self._put_back = self._install(self)
-        self.refs = [ref(other) for other in {*self.active, guarded}]
+        self._refs = [ref(other) for other in {*self.active, guarded}]
         undo.callback(self.discard, guarded)
 
     def discard(self, guarded: GuardedModels) -> None:
         """Forget `guarded`; put the function back if no other is left."""
-        self.refs = [ref(other) for other in self.active if other is not guarded]
-        if not self.refs and self._put_back is not None:
+        self._refs = [ref(other) for other in self.active if other is not guarded]
+        if not self._refs and self._put_back is not None:
             self._put_back()
             self._put_back = None
 

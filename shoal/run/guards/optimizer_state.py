@@ -23,11 +23,11 @@ from shoal.errors import UsageError
 from shoal.platform.script_line import call_site, is_called_outside
 from shoal.run.guards.guarded_models import GuardedModels
 
-_READS = (
+_READS_AND_WRITES = (
     *("__getitem__", "__contains__", "__iter__", "__len__", "__bool__", "__eq__", "__or__"),
     *("__ror__", "__reversed__", "__repr__", "get", "keys", "values", "items", "copy"),
+    *("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update"),
 )
-_WRITES = (*("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "setdefault", "update"),)
 
 
 class GuardedState(defaultdict[Any, Any]):
@@ -72,7 +72,7 @@ def _guarded_method(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (*_READS, *_WRITES):
+for _name in _READS_AND_WRITES:
     setattr(GuardedState, _name, _guarded_method(_name))
 
 

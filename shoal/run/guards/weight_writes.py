@@ -61,8 +61,8 @@ class RemoteParameter(nn.Parameter):
 class ArrivingParameter(RemoteParameter):
     """A parameter whose values of the last step may not be there yet: any use waits for them."""
 
-    watches: ClassVar[dict[int, WeightWatch]] = {}
-    """The watch of each such parameter, by the parameter's id."""
+    watches: ClassVar[set[WeightWatch]] = set()
+    """The watches of such parameters."""
 
     @classmethod
     def __torch_function__(
@@ -74,7 +74,7 @@ class ArrivingParameter(RemoteParameter):
     ) -> Any:
         with DisableTorchFunctionSubclass():
             if func not in _NO_WAIT:
-                for watch in {*cls.watches.values()}:
+                for watch in {*cls.watches}:
                     watch.wait()
             return func(*args, **(kwargs or {}))
 
@@ -114,9 +114,9 @@ class WeightWatch:
         """Leave it to the passes to wait for the values that they read."""
         if self._arriving:
             self._arriving = False
+            ArrivingParameter.watches.discard(self)
             for _, parameter in self._parameters:
                 _become(parameter, RemoteParameter)
-                ArrivingParameter.watches.pop(id(parameter), None)
 
     def wait(self) -> None:
         """Wait until the values of the last step are there."""
@@ -146,9 +146,9 @@ class WeightWatch:
 
     def _on_step(self, *_: Any) -> None:
         self._arriving = True
+        ArrivingParameter.watches.add(self)
         for _name, parameter in self._parameters:
             _become(parameter, ArrivingParameter)
-            ArrivingParameter.watches[id(parameter)] = self
 
 
 def _become(parameter: Any, kind: type[nn.Parameter]) -> None:
