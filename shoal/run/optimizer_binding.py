@@ -62,10 +62,6 @@ class BoundGroups:
             self._shown |= {id(each): parameter for each in given_up_params(parameter)}
         self._known = {id(p): p for p in shown.values()}
 
-    def forget(self) -> None:
-        """Forget all groups: the optimizers hold whole parameters again."""
-        self._shown, self._known = {}, {}
-
     def replaced(self, root: nn.Module) -> list[str]:
         """Return the names of trained parameters of `root` that were not there when optimizers were
         bound, as after a layer was replaced.
@@ -79,12 +75,6 @@ class BoundGroups:
             [self._shown.get(id(parameter), parameter) for parameter in group["params"]]
             for group in optimizer.param_groups
         ]
-
-    def show(self, optimizers: Sequence[Optimizer]) -> None:
-        """Give optimizers the groups that `of` returns. Their state stays where it is."""
-        for optimizer in optimizers:
-            for group, shown in zip(optimizer.param_groups, self.of(optimizer), strict=True):
-                group["params"] = shown
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -187,8 +187,7 @@ class Prepared:
             self._apply_again()
         else:
             for model in new_models:  # a frozen model, such as a teacher
-                self._fill(model)
-                self.mesh.broadcast_module(model)
+                self._make_whole(model)
             if new_optimizers:
                 self._bind()
 
@@ -200,12 +199,12 @@ class Prepared:
         if self.optimizers:
             self._apply_or_wait()
         else:  # a teacher, or a model whose optimizer comes later
-            self._fill(root)
-            self.mesh.broadcast_module(root)
+            self._make_whole(root)
 
-    def _fill(self, model: nn.Module) -> None:
-        """Give all weights of a model memory, where they have none yet."""
+    def _make_whole(self, model: nn.Module) -> None:
+        """Give weights of a model memory where they have none yet, and the first rank's values."""
         DeferredWeights(self.mesh.device).fill([model], keeps=True)
+        self.mesh.broadcast_module(model)
 
     def _note_trained(self) -> None:
         """Remember which parameters are trained, and which are not."""
@@ -215,7 +214,13 @@ class Prepared:
     def _apply_or_wait(self) -> None:
         group_names(self.optimizers, self.root, self._bound)  # raises where one is missing
         begins = not self._was_applied
-        self._announce_once()
+        if not self._is_announced:
+            self._is_announced = True
+            loader = self.loaders[0] if self.loaders else None
+            for line in startup_summary.lines(
+                self.root, loader, self.mesh, self.settings.accumulate, self._strategies
+            ):
+                self.announce(line)
         if self.mesh.size > 1 and any(each.needs_example_batch for each in self._strategies):
             # Until the first batch divides it, a script may evaluate the model on every rank.
             broadcast_filled(self.root, self.mesh)
@@ -272,7 +277,9 @@ class Prepared:
                 "zero."
             )
         self.guards.remove()
-        self._bound.show(self.optimizers)
+        for optimizer in self.optimizers:  # their state stays where it is
+            for group, shown in zip(optimizer.param_groups, self._bound.of(optimizer), strict=True):
+                group["params"] = shown
         bind_optimizers(self.optimizers, groups, self.root, local_model, self.settings.loss_scale)
         self._install()
 
@@ -348,16 +355,6 @@ class Prepared:
         state.synchronize()
         self._state_to_load = state.state_dict(), state.rank_state_dict()
         self._local_model.outside_step.close()
-        self._bound.forget()
+        self._bound = BoundGroups()
         self.step = None
         self._begin(root)
-
-    def _announce_once(self) -> None:
-        if self._is_announced:
-            return
-        self._is_announced = True
-        loader = self.loaders[0] if self.loaders else None
-        for line in startup_summary.lines(
-            self.root, loader, self.mesh, self.settings.accumulate, self._strategies
-        ):
-            self.announce(line)

@@ -106,50 +106,34 @@ def _range_text(total: int, parts: int, high: int | None = None) -> str:
 
 
 def differences(
-    model: nn.Module, ranks: int, accumulate: int, strategies: Sequence[Strategy] = ()
+    model: nn.Module, ranks: int, accumulate: int, strategies: Sequence[Strategy]
 ) -> list[str]:
     """Return a line for each thing in `model` that makes a run differ from one device."""
     if ranks * accumulate == 1:
         return []
     syncs = ranks > 1 and any(isinstance(strategy, SyncBatchNorm) for strategy in strategies)
     draws_globally = any(isinstance(strategy, DrawGlobally) for strategy in strategies)
-    notes = [] if syncs and accumulate == 1 else _batchnorm_notes(model, ranks, syncs)
-    return notes if draws_globally else notes + _dropout_notes(model)
-
-
-def _batchnorm_notes(model: nn.Module, ranks: int, syncs: bool) -> list[str]:
-    """Return a line about layers that normalise over another set of samples than one device.
-
-    Args: syncs: statistics are those of all ranks.
-    """
+    notes = []
     norms = list(batchnorms(model))
-    if not norms:
-        return []
-    layers = f"BatchNorm ({norms[0]} and {len(norms) - 1} more)"
-    if syncs:
-        return [
-            f"{layers} normalises over one micro-batch of all ranks at a time, so gradients differ "
-            "from one device by design; accumulate=1 and GroupNorm have no such difference."
-        ]
-    cure = ", sync_batchnorm=True none between ranks" if ranks > 1 else ""
-    return [
-        f"{layers} normalises over what one rank computes at once, so gradients differ from one "
-        f"device by design; GroupNorm has no such difference{cure}."
-    ]
-
-
-def _dropout_notes(model: nn.Module) -> list[str]:
-    """Return a line about layers that draw random masks.
-
-    What else draws is seen in the first step: see `first_step_notes.py`.
-    """
+    if norms and not (syncs and accumulate == 1):
+        over, cure = "what one rank computes at once", "GroupNorm has no such difference"
+        if syncs:  # the statistics are those of all ranks
+            over = "one micro-batch of all ranks at a time"
+            cure = "accumulate=1 and GroupNorm have no such difference"
+        elif ranks > 1:
+            cure += ", sync_batchnorm=True none between ranks"
+        notes.append(
+            f"BatchNorm ({norms[0]} and {len(norms) - 1} more) normalises over {over}, so "
+            f"gradients differ from one device by design; {cure}."
+        )
+    # What else draws is seen in the first step: see `first_step_notes.py`.
     dropping = [name for name, module in model.named_modules() if has_dropout(module)]
-    if not dropping:
-        return []
-    return [
-        f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same distribution, "
-        'other masks; draws="global" draws those of one device.'
-    ]
+    if dropping and not draws_globally:
+        notes.append(
+            f"dropout ({dropping[0]}, ...) draws a stream of its own on every rank: same "
+            'distribution, other masks; draws="global" draws those of one device.'
+        )
+    return notes
 
 
 LOGGER = logging.getLogger("shoal")
