@@ -19,7 +19,7 @@ way, without a word, for its scale becomes smaller.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,8 @@ class NonfiniteSteps:
         self._loss_scale = settings.loss_scale
         self._skip_next = False
         self._local_model: base.LocalModel | None = None
-        self._agreed = False  # see `_ranks_agree`
+        # Every rank that takes the step has seen the same totals and gradients.
+        self._agreed = False
         self.is_finite = True
         self.steps = 0
         self.skipped = 0
@@ -77,7 +78,10 @@ class NonfiniteSteps:
     def watch(self, local_model: base.LocalModel) -> None:
         """Judge the steps of this local model from now on."""
         self._local_model = local_model
-        self._agreed = self._ranks_agree()  # once: it looks at each parameter
+        is_whole = not (local_model.is_partial or local_model.has_sharded_params)
+        is_whole = is_whole and self._mesh.data.size == self._mesh.size
+        is_alone = self._mesh.size == 1 or not local_model.strategy_state.is_synchronous
+        self._agreed = is_alone or is_whole
         local_model.finite_check.enabled = self.enabled and self._loss_scale is None
 
     def begin(self) -> Callable[[Tensor], None] | None:
@@ -162,17 +166,6 @@ class NonfiniteSteps:
         flag = torch.tensor([not finite], dtype=torch.float32, device=self._mesh.device)
         return not self._mesh.all_reduce_max(flag).item()
 
-    def _ranks_agree(self) -> bool:
-        """Return True if every rank that takes the step has seen the same totals and gradients."""
-        model = self._model
-        if self._mesh.size == 1 or not model.strategy_state.is_synchronous:
-            return True
-        return (
-            not model.is_partial
-            and self._mesh.data.size == self._mesh.size
-            and not model.has_sharded_params
-        )
-
     def _problems(self, loss_is_finite: bool) -> list[str]:
         """Return a phrase for each rank on which something is not finite. Collective.
 
@@ -226,7 +219,13 @@ class NonfiniteSteps:
 def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> list[str]:
     """Return what was not finite, by rank, as far as that is known."""
     ranks = [*enumerate(reports, start=first_rank)]
-    phrases = [phrase for rank, report in ranks for phrase in _phrases_of_rank(rank, report)]
+    phrases = []
+    for rank, report in ranks:  # what each saw before gradients were averaged
+        if report["loss"] is not None:
+            phrases.append(f"the loss of rank {rank} is {report['loss']}")
+        if report["before"]:
+            named = listed(report["before"], TOLD_NAMES)
+            phrases.append(f"the gradient of {named} on rank {rank}")
     everywhere = list(dict.fromkeys(name for report in reports for name in report["after"]))
     if not phrases and not everywhere and loss_is_finite:
         return []
@@ -235,14 +234,6 @@ def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> l
         where = f" of rank {', '.join(map(str, sources))}" if sources else ""
         phrases.append(f"the gradient of {listed(everywhere, TOLD_NAMES)}{where}")
     return phrases or ["the loss"]
-
-
-def _phrases_of_rank(rank: int, report: Any) -> Iterator[str]:
-    """Yield what a rank itself saw before gradients were averaged."""
-    if report["loss"] is not None:
-        yield f"the loss of rank {rank} is {report['loss']}"
-    if report["before"]:
-        yield f"the gradient of {listed(report['before'], TOLD_NAMES)} on rank {rank}"
 
 
 def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:

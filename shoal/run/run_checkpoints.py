@@ -33,7 +33,6 @@ OBJECTS = "objects"
 """The name of the objects' state among the JSON values of a checkpoint."""
 PREFIX = "object."
 """Begins the names of these tensors, which `Run.state` uses for none of its own."""
-METHODS = ("state_dict", "load_state_dict")
 _PLAIN = (bool, int, float, str)
 
 
@@ -45,6 +44,8 @@ class RunCheckpoints:
     Args:
         objects: by name; each has `state_dict` and `load_state_dict`.
         announce: prints a note, on rank 0.
+
+    Raises: UsageError: an object has no such methods.
     """
 
     def __init__(
@@ -54,7 +55,19 @@ class RunCheckpoints:
         objects: Mapping[str, Any],
         announce: Callable[[str], None],
     ) -> None:
-        check_objects(objects)
+        without = [
+            f"{name} is a {type(value).__name__}"
+            for name, value in objects.items()
+            if not all(
+                callable(getattr(value, call, None)) for call in ("state_dict", "load_state_dict")
+            )
+        ]
+        if without:
+            raise UsageError(
+                f"run.checkpoint: {', '.join(without)}, without state_dict() and "
+                "load_state_dict(). Give it objects that have both, such as a scheduler or an "
+                "AveragedModel."
+            )
         self._run = run
         self._checkpoints = checkpoints
         self._objects = dict(objects)
@@ -130,20 +143,6 @@ class RunCheckpoints:
                     "checkpoint holds it once. Update it alike on all ranks, such as by the loss "
                     "that run.backward returns; or leave it out, and save it for each rank."
                 )
-
-
-def check_objects(objects: Mapping[str, Any]) -> None:
-    """Raise UsageError for objects without `state_dict` and `load_state_dict`."""
-    without = [
-        f"{name} is a {type(value).__name__}"
-        for name, value in objects.items()
-        if not all(callable(getattr(value, call, None)) for call in METHODS)
-    ]
-    if without:
-        raise UsageError(
-            f"run.checkpoint: {', '.join(without)}, without state_dict() and load_state_dict(). "
-            "Give it objects that have both, such as a scheduler or an AveragedModel."
-        )
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -278,8 +278,7 @@ class StatefulRun:
         """
         check_state(tensors, info, private)
         resumable = self._train_state()
-        train_state.check_complete(info)
-        change = resumable.check_data(info)
+        change = resumable.check_info(info)
         if change and not accept_data:
             raise DataError(
                 f"{change}. Some samples of the epoch would come twice, and others never. Restore "

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from shoal.comm.axis import all_gather_bytes
-from shoal.comm.clocks import ClockOffset, offsets
+from shoal.comm.clocks import offsets
 from shoal.comm.mesh import Mesh
 from shoal.config.trace_window import Window
 from shoal.errors import StrategyRefused
@@ -127,8 +127,7 @@ class Tracing:
     def watch(self) -> None:
         """Record collectives of all process groups, and the arrival of gradients, from now on."""
         assert self._local_model is not None
-        existing = process_groups() if dist.is_initialized() else []
-        for group in existing:
+        for group in process_groups() if dist.is_initialized() else ():
             if isinstance(group, ShoalGroup):
                 group.recorder = self.recorder
                 self._watching.callback(setattr, group, "recorder", None)
@@ -155,11 +154,15 @@ class Tracing:
         clock_offsets = offsets(self.mesh, boot_id() or host, self.recorder.now)
         hosts = self.mesh.all_gather_str(host)
         spans_of_ranks = _gather_spans(self.mesh, spans)
-        if self.mesh.rank == 0:
-            steps = range(self.window.after + 1, self._steps + 1)
-            self._write(_merge_spans(spans_of_ranks, clock_offsets, hosts, steps))
-
-    def _write(self, trace: Trace) -> None:
+        if self.mesh.rank != 0:
+            return
+        in_time_of_first = {
+            rank: [span.moved(-offset.ahead_ns) for span in spans_of_ranks[rank]]
+            for rank, offset in enumerate(clock_offsets)
+        }
+        steps = range(self.window.after + 1, self._steps + 1)
+        error_s = max(offset.error_ns for offset in clock_offsets) * 1e-9
+        trace = Trace(in_time_of_first, dict(enumerate(hosts)), steps, error_s)
         try:
             file = chrome.write(trace, self.directory)
             _warn(
@@ -195,20 +198,6 @@ def _check_traceable(mesh: Mesh) -> None:
             "ranks send. Let "
             'shoal.init() make the group, or make it with init_process_group("cpu:shoal").'
         )
-
-
-def _merge_spans(
-    spans_of_ranks: list[list[Span]],
-    clock_offsets: list[ClockOffset],
-    hosts: list[str],
-    steps: range,
-) -> Trace:
-    """Return a trace of all ranks' spans, in the time of rank 0's clock."""
-    spans = {}
-    for rank, offset in enumerate(clock_offsets):
-        spans[rank] = [span.moved(-offset.ahead_ns) for span in spans_of_ranks[rank]]
-    error_s = max(offset.error_ns for offset in clock_offsets) * 1e-9
-    return Trace(spans, dict(enumerate(hosts)), steps, error_s)
 
 
 def _gather_spans(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:

@@ -83,8 +83,11 @@ class TrainState:
         Returns: sentences about state that could not be used.
         """
         strategy_state = self.local_model.strategy_state
+        weights, module = _strip_prefix("model.", tensors), self.local_model.module
         with access_by_shoal():
-            self.local_model.module.load_state_dict(self._local_weights(tensors))
+            if self.local_model.is_partial:  # those of the layers that this rank holds
+                weights = {name: weights[name] for name in module.state_dict() if name in weights}
+            module.load_state_dict(weights)
         self._load_optimizer(tensors, info, private)
         strategy_state.push_state(self.optimizers[0])
         positions = [info["data"]] if "data" in info else []
@@ -113,21 +116,20 @@ class TrainState:
             info["loss_scale"] = self.loss_scale.state()
         return info
 
-    def check_data(self, info: Mapping[str, Any]) -> str:
-        """Return in which way the data sets differ from the saved ones; empty if they do not."""
+    def check_info(self, info: Mapping[str, Any]) -> str:
+        """Return in which way the data sets differ from the saved ones; empty if they do not.
+
+        Raises: CheckpointError: `info` is not what `state` returns.
+        """
+        missing = [name for name in ("optimizer", "groups") if name not in info]
+        if missing:
+            raise CheckpointError(
+                f"the checkpoint lacks {' and '.join(missing)}: another version of Shoal wrote it."
+            )
         saved = info.get("data_fingerprints", [])
         pairs = zip(saved, self.loaders, strict=False)
         problems = [difference(before, loader.data_fingerprint) for before, loader in pairs]
         return "; ".join(filter(None, problems))
-
-    def _local_weights(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the weights of the layers that this rank holds."""
-        weights = _strip_prefix("model.", tensors)
-        if not self.local_model.is_partial:
-            return weights
-        with access_by_shoal():
-            names = self.local_model.module.state_dict()
-        return {name: weights[name] for name in names if name in weights}
 
     def _load_optimizer(
         self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
@@ -188,15 +190,6 @@ def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
         return owned.get(optimizer_binding.split_state_key(key, owned)[0])
 
     return layout
-
-
-def check_complete(info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `info` is not what `TrainState.state` returns."""
-    missing = [name for name in ("optimizer", "groups") if name not in info]
-    if missing:
-        raise CheckpointError(
-            f"the checkpoint lacks {' and '.join(missing)}: another version of Shoal wrote it."
-        )
 
 
 def full_state_dict(local_model: LocalModel) -> dict[str, Tensor]:
