@@ -31,7 +31,7 @@ from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
 from shoal.trial.called_models import ModelCall, calls_behind, try_calls
 from shoal.trial.loss_verdict import percent
-from shoal.trial.reached import ReachedNumber, reached_numbers, tensors_of
+from shoal.trial.reached import Place, reached_numbers, tensors_of
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 from shoal.weights.deferred_weights import DeferredWeights, empty_bytes
@@ -75,7 +75,7 @@ class StepTrials:
         self.tried = Counter[object]()
         self._news = BatchNews()
         self._has_news = False
-        self._own_numbers: dict[str, ReachedNumber] = {}
+        self._own_numbers: dict[str, Place] = {}
         self._first_digests: dict[object, dict[str, str]] = {}
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[LossKind] = set()
@@ -158,7 +158,7 @@ class StepTrials:
             self._note(verdict)
         return verdict.own_numbers
 
-    def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
+    def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches and that differ on data ranks.
 
         Collective.
@@ -187,7 +187,7 @@ class StepTrials:
                     numbers[f"{name}.{key}".removeprefix(".")] = repr(value)
         return numbers
 
-    def _reached(self, batch: LocalBatch) -> dict[str, ReachedNumber]:
+    def _reached(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches, without those of its batch."""
         function = batch.step.compute_loss
         tensors = [tensor() for tensor in self._first_tensors.get(code_of(function), ())]
@@ -210,8 +210,7 @@ class StepTrials:
             return
         with self._prepared.guards.phase, self._whole_models() as are_whole:
             if are_whole and rows > 1:
-                given = rows, prepared.models, self._parameters()
-                verdict = self._in_child(lambda: try_calls(new, *given))
+                verdict = self._in_child(lambda: try_calls(new, rows, prepared.models))
                 if verdict.objects:
                     text = MIXES.format(rows=rows, difference=percent(verdict.difference))
         for objection in mesh.all_gather_str(text):
@@ -270,12 +269,9 @@ class StepTrials:
         def judge() -> LossVerdict:
             # In a child, which keeps this rank's as they are.
             DeferredWeights(self._prepared.mesh.device).fill(models, keeps=True)
-            return try_loss(*given, models, self._parameters(), drawn_sizes, own_numbers, in_parts)
+            return try_loss(*given, models, drawn_sizes, own_numbers, in_parts)
 
         return self._in_child(judge)
-
-    def _parameters(self) -> list[Tensor]:
-        return [p for model in self._prepared.models for p in model.parameters()]
 
     def _in_child(self, judge: Callable[[], LossVerdict]) -> LossVerdict:
         # Under servers a pass waits for values that a thread receives, which no child has.
@@ -349,5 +345,5 @@ def is_divided(model: LocalModel) -> bool:
     )
 
 
-def _digests(numbers: dict[str, ReachedNumber]) -> dict[str, str]:
+def _digests(numbers: dict[str, Place]) -> dict[str, str]:
     return {name: number.digest() for name, number in numbers.items()}

@@ -66,10 +66,7 @@ def _kept_numbers(model: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], Ten
 
 
 def try_calls(
-    calls: Sequence[ModelCall],
-    num_samples: int,
-    models: Sequence[nn.Module],
-    parameters: Sequence[Tensor],
+    calls: Sequence[ModelCall], num_samples: int, models: Sequence[nn.Module]
 ) -> LossVerdict:
     """Judge calls on all samples of a rank by their used outputs.
 
@@ -88,7 +85,7 @@ def try_calls(
         functions = [_mean_of_outputs(call, each, sizes) for each in chosen]
         for function in [*functions, *(_kept_number(call, *place) for place in call.kept)]:
             given = call.args, dict(call.kwargs), torch.arange(num_samples)
-            verdict = try_loss(function, given, {}, num_samples, models, parameters)
+            verdict = try_loss(function, given, {}, num_samples, models)
             # What fails on parts may do so for another reason: where others differ, it mixes too.
             if verdict.kind in _MIXING and verdict.difference >= TOLERANCE:
                 return verdict

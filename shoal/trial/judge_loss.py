@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from shoal.trial.compare_parts import LossOnRows, Measured, SplitError, distance
 from shoal.trial.draws_of_parts import DrawnInParts, RecordedDraws
 from shoal.trial.float64_functions import Float64Functions
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
-from shoal.trial.reached import ReachedNumber
+from shoal.trial.reached import Place
 from shoal.trial.untouched import Untouched
 
 MAX_ROWS = 16
@@ -41,9 +41,8 @@ def try_loss(
     kwargs: Mapping[str, Any],
     num_samples: int,
     models: Sequence[nn.Module],
-    parameters: Sequence[Tensor],
     drawn_sizes: Sequence[int] = (),
-    own_numbers: Mapping[str, ReachedNumber] | None = None,
+    own_numbers: Mapping[str, Place] | None = None,
     in_parts: bool = False,
 ) -> LossVerdict:
     """Judge a loss by its gradients on rows of a batch and on parts of them.
@@ -53,8 +52,7 @@ def try_loss(
 
     Args:
         num_samples: dimension 0 of the tensors in `args` and `kwargs`.
-        models: the modules that `compute_loss` calls.
-        parameters: whose gradients are compared.
+        models: the modules that `compute_loss` calls; gradients of their parameters are compared.
         drawn_sizes: samples that a rank computes at once, where `draws="global"`.
         own_numbers: numbers of the script that differ on ranks.
         in_parts: a step cuts dimension 0 of the batch, for micro-batches.
@@ -71,7 +69,7 @@ def try_loss(
 
     try:
         with Untouched(models, compute_loss) as state:
-            judge = LossJudge(compute, parameters, state, len(chosen))
+            judge = LossJudge(compute, state, len(chosen))
             verdict = judge.verdict(all_rows=num_samples)
             if verdict.kind is LossKind.COUPLED:
                 verdict = _judged_in_float64(judge) or verdict
@@ -79,7 +77,7 @@ def try_loss(
             shapes = {tensor.shape[:2] for tensor in tensors_in([args, dict(kwargs)])}
             if verdict.objects and not in_parts and (num_samples, num_samples) in shapes:
                 time_first = partial(compute, dims=(1, 0))
-                other = LossJudge(time_first, parameters, state, len(chosen))
+                other = LossJudge(time_first, state, len(chosen))
                 if (found := other.verdict()).kind in (*_MEANS, LossKind.SUM):
                     judge, verdict = other, found
             if verdict.kind in _MEANS:
@@ -111,8 +109,7 @@ class LossJudge:
 
     Args:
         compute: (rows) -> the result of the user's function on these rows.
-        leaves: tensors whose gradients are compared.
-        state: entered by the caller.
+        state: entered by the caller; gradients of the parameters of its models are compared.
         num_rows: rows of the whole.
 
     Attributes:
@@ -120,15 +117,9 @@ class LossJudge:
         draws: of the whole, with what the parts showed of them.
     """
 
-    def __init__(
-        self,
-        compute: Callable[[Tensor], Any],
-        leaves: Sequence[Tensor],
-        state: Untouched,
-        num_rows: int,
-    ) -> None:
+    def __init__(self, compute: Callable[[Tensor], Any], state: Untouched, num_rows: int) -> None:
         self.arithmetic: AbstractContextManager[Any] = nullcontext()
-        self._loss, self._state = LossOnRows(compute, leaves), state
+        self._loss, self._state = LossOnRows(compute, state.parameters), state
         self._num_rows = num_rows
         self._all = torch.arange(num_rows)
         self._order = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
@@ -164,11 +155,8 @@ class LossJudge:
         half = self._num_rows // 2
         after = []
         try:
-            for rows in (
-                self._order[:half].sort().values,
-                self._order[half : 2 * half].sort().values,
-            ):
-                self._part(rows)
+            for rows in self._order[: 2 * half].split(half):
+                self._part(rows.sort().values)
                 after.append(
                     self._pass(lambda: self._loss.whole(self._all), self._all, fresh=False)
                 )
@@ -177,12 +165,12 @@ class LossJudge:
         difference = distance_of_repeat(*after)
         return difference if difference > TOLERANCE else 0.0
 
-    def numbers_read(self, numbers: Mapping[str, ReachedNumber]) -> tuple[str, ...]:
+    def numbers_read(self, numbers: Mapping[str, Place]) -> tuple[str, ...]:
         """Return the names of those that change the loss, or its gradients, where they change."""
         names = []
         for name, number in [*numbers.items()][:MOST_NUMBERS]:
 
-            def changed(number: ReachedNumber = number) -> Measured:
+            def changed(number: Place = number) -> Measured:
                 number.change()
                 return self._loss.whole(self._all)
 
@@ -280,11 +268,8 @@ class LossJudge:
         """Return the verdict on a function that fails already on the rows of the whole."""
         if all_rows > self._num_rows:
             self.draws = RecordedDraws(all_rows)
-            try:
+            with suppress(_FailedError):
                 self._pass(lambda: self._loss.whole(torch.arange(all_rows)), None)
-            except _FailedError:
-                pass
-            else:
                 return LossVerdict(
                     LossKind.FAILS_ON_PARTS, sizes=(self._num_rows, all_rows), reason=failed.text
                 )

@@ -52,7 +52,7 @@ _LEFT_ALONE = (
 
 
 class Place(NamedTuple):
-    """Where a value stands.
+    """Where a value stands. Of numbers, and small tensors, also what a trial asks of them.
 
     Attributes:
         name: as a script may write it, "balance.k".
@@ -65,6 +65,22 @@ class Place(NamedTuple):
     value: Any
     write: Callable[[Any], object] | None = None
     read: Callable[[], Any] = lambda: None
+
+    def digest(self) -> str:
+        """Return a text that is the same where the number is."""
+        is_tensor = isinstance(self.value, Tensor)
+        return repr(int(tensor_digest(self.value)) if is_tensor else self.value)
+
+    @property
+    def is_real(self) -> bool:
+        """Return True for floats, which a slightly different value may stand for."""
+        is_tensor = isinstance(self.value, Tensor)
+        return self.value.is_floating_point() if is_tensor else isinstance(self.value, float)
+
+    def change(self) -> None:
+        """Put another number in its place."""
+        assert self.write is not None
+        self.write(self.value * 1.25 + 0.01)
 
 
 def reached(
@@ -108,7 +124,12 @@ def _places_in(name: str, value: Any, most_entries: int) -> Iterator[Place]:
     elif isinstance(value, MethodType):
         yield from (Place("self", value.__self__), Place(name, value.__func__))
     elif isinstance(value, FunctionType):
-        yield from _places_of_function(name, value)
+        if not is_of_library(value.__code__):
+            yield from variables_of(value)
+            defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+            yield from (Place(name, default) for default in defaults)
+        elif hasattr(value, "__wrapped__"):  # of the script, with a function of ours around it
+            yield Place(name, value.__wrapped__)
     elif isinstance(value, (dict, list, tuple, set, deque)):
         entries = [*(value.items() if isinstance(value, dict) else enumerate(value))]
         setter = getattr(value, "__setitem__", None)
@@ -121,15 +142,6 @@ def _places_in(name: str, value: Any, most_entries: int) -> Iterator[Place]:
         for table in (*tables, vars(value)):
             for key, entry in [*table.items()]:
                 yield Place(f"{name}.{key}", entry, partial(table.__setitem__, key))
-
-
-def _places_of_function(name: str, function: FunctionType) -> Iterator[Place]:
-    if not is_of_library(function.__code__):
-        yield from variables_of(function)
-        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        yield from (Place(name, value) for value in defaults)
-    elif hasattr(function, "__wrapped__"):  # a function of the script, with one of ours around it
-        yield Place(name, function.__wrapped__)
 
 
 def variables_of(function: FunctionType) -> Iterator[Place]:
@@ -164,32 +176,10 @@ def tensors_of(function: Any) -> list[Tensor]:
     return [place.value for place in reached(function, {}) if isinstance(place.value, Tensor)]
 
 
-class ReachedNumber(NamedTuple):
-    """A number, or a small tensor, that a function can read."""
-
-    value: Any
-    replace: Callable[[Any], object]
-
-    def digest(self) -> str:
-        """Return a text that is the same where the value is."""
-        is_tensor = isinstance(self.value, Tensor)
-        return repr(int(tensor_digest(self.value)) if is_tensor else self.value)
-
-    @property
-    def is_real(self) -> bool:
-        """Return True for floats, which a slightly different value may stand for."""
-        is_tensor = isinstance(self.value, Tensor)
-        return self.value.is_floating_point() if is_tensor else isinstance(self.value, float)
-
-    def change(self) -> None:
-        """Put another value in its place."""
-        self.replace(self.value * 1.25 + 0.01)
-
-
 def reached_numbers(
     function: Any, models: Iterable[nn.Module], num_samples: int, older: Container[int] = ()
-) -> dict[str, ReachedNumber]:
-    """Return the numbers of the script that a function can read, by their names.
+) -> dict[str, Place]:
+    """Return the numbers of the script that a function can read and a trial change, by their names.
 
     Models, tensors with a gradient, and tensors of the batch are left out. Those of the batch have
     a dimension of `num_samples`; so may a table with as many classes, which is one of `older`.
@@ -197,15 +187,15 @@ def reached_numbers(
     Args: older: ids of tensors that are older than the batch. They are of it by dimension 0 alone.
     """
     seen = {id(module): module for model in models for module in model.modules()}
-    found: dict[str, ReachedNumber] = {}
+    found: dict[str, Place] = {}
     for place in reached(function, seen, DEPTH_OF_NUMBERS, MOST_NUMBERS):
         value = place.value
         if isinstance(value, (int, float)) and place.write is not None:
-            found[place.name] = ReachedNumber(value, place.write)
+            found[place.name] = place
         elif isinstance(value, Tensor) and _is_constant(value):
             sizes = value.shape[:1] if id(value) in older else value.shape
             if num_samples not in sizes:
-                found[place.name] = ReachedNumber(value, value.copy_)
+                found[place.name] = place._replace(write=value.copy_)
     return found
 
 

@@ -174,11 +174,14 @@ class Untouched:
         models: the modules that the function calls.
         function: the user's function.
 
-    Attributes: script_was_changed: a pass has changed what the function reaches beyond the models.
+    Attributes:
+        parameters: of the models.
+        script_was_changed: a pass has changed what the function reaches beyond the models.
     """
 
     def __init__(self, models: Sequence[nn.Module], function: Any) -> None:
         self._models = list(models)
+        self.parameters = [p for model in models for p in model.parameters()]
         self._function = function
         self._stack = ExitStack()
         self._seed: int | None = None
@@ -192,7 +195,7 @@ class Untouched:
         self._script.skip(self._layers.tensors())
         self._script.save(self._function)
         self._generators = GeneratorStates(devices_of(self._models))
-        self._gradients = [(p, p.grad) for model in self._models for p in model.parameters()]
+        self._gradients = [p.grad for p in self.parameters]
         self._stack.enter_context(trial_running())
         self._stack.enter_context(uncompiled())
         self._stack.enter_context(redirect_stdout(io.StringIO()))
@@ -202,7 +205,7 @@ class Untouched:
         for backend in backends:
             self._stack.callback(setattr, backend, "allow_tf32", backend.allow_tf32)
             backend.allow_tf32 = False
-        self._stack.enter_context(without_hooks([p for p, _ in self._gradients]))
+        self._stack.enter_context(without_hooks(self.parameters))
         self._prepare_modules()
         return self
 
@@ -240,6 +243,6 @@ class Untouched:
         if self._seed is not None:
             random.seed(self._seed)
             np.random.seed(self._seed)
-        for parameter, gradient in self._gradients:
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             if parameter.grad is not gradient:
                 parameter.grad = gradient

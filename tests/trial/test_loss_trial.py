@@ -14,8 +14,7 @@ from shoal.trial import LossKind, end_trial, try_loss
 
 
 def judged(compute_loss: Callable[..., Any], *args: Any, models: list[nn.Module]) -> Any:
-    parameters = [p for model in models for p in model.parameters()]
-    return try_loss(compute_loss, args, {}, len(args[0]), models, parameters)
+    return try_loss(compute_loss, args, {}, len(args[0]), models)
 
 
 def test_padding_in_few_samples_of_a_large_batch_is_among_the_tried_rows() -> None:
@@ -107,9 +106,7 @@ def test_a_batch_that_cannot_be_cut_is_not_tried() -> None:
         nodes = x()
 
     model = mlp()
-    verdict = try_loss(
-        lambda graph: model(graph.nodes).mean(), (Graph(),), {}, N, [model], [*model.parameters()]
-    )
+    verdict = try_loss(lambda graph: model(graph.nodes).mean(), (Graph(),), {}, N, [model])
     assert verdict.kind is LossKind.NOT_JUDGED
     assert "a Graph, which cannot be cut into parts" in verdict.text()
 

@@ -17,6 +17,5 @@ def test_there_are_54_losses() -> None:
 def test_a_loss_gets_its_verdict_from_gradients_of_parts(case: Case) -> None:
     torch.manual_seed(0)
     compute_loss, args, models = case.make()
-    parameters = [p for model in models for p in model.parameters()]
-    verdict = try_loss(compute_loss, args, {}, N, models, parameters)
+    verdict = try_loss(compute_loss, args, {}, N, models)
     assert verdict.kind is case.kind, verdict

@@ -67,7 +67,7 @@ def test_what_a_shape_does_not_tell_is_seen_in_the_trial(
     def compute_loss(x: Tensor) -> Tensor:
         return draw(model(x)).square().mean()
 
-    verdict = try_loss(compute_loss, (x,), {}, SAMPLES, [model], [*model.parameters()], [rows])
+    verdict = try_loss(compute_loss, (x,), {}, SAMPLES, [model], [rows])
     assert verdict.kind is LossKind.MEAN
     assert bool(verdict.misplaced) == bool(message)
     assert message in verdict.misplaced

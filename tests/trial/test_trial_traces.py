@@ -80,7 +80,7 @@ def test_a_trial_leaves_no_trace() -> None:
 
     a, y, before, output = x(), labels(), state(), io.StringIO()
     with redirect_stdout(output):
-        verdict = try_loss(loss, (a, y), {}, N, [model], [*model.parameters(), scale])
+        verdict = try_loss(loss, (a, y), {}, N, [model])
     assert verdict.kind is LossKind.MEAN, verdict
     assert state() == before
     assert output.getvalue() == ""
@@ -99,5 +99,5 @@ def test_the_random_numbers_of_a_step_are_those_of_a_step_without_trial() -> Non
     torch.manual_seed(5)
     plain = [loss(a, y).item() for _ in range(3)]
     torch.manual_seed(5)
-    try_loss(loss, (a, y), {}, N, [model], [*model.parameters()])
+    try_loss(loss, (a, y), {}, N, [model])
     assert [loss(a, y).item() for _ in range(3)] == plain
