@@ -106,17 +106,14 @@ class LossOnRows:
         for term in terms:
             factor = share if term.count is None else 1.0 / (next(divisors) or 1.0)
             total = total + term.value * factor
-        gradients = self._gradients(total)
-        return Measured(len(rows), float(total.detach().double()), gradients, counts)
-
-    def _gradients(self, total: Tensor) -> list[Tensor]:
         if not self._leaves or not total.requires_grad:
             raise CannotTry("a loss that no parameter has a part in")
         gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)
-        return [
+        sketches = [
             _sketch(torch.zeros_like(leaf) if gradient is None else gradient, index)
             for index, (leaf, gradient) in enumerate(zip(self._leaves, gradients, strict=True))
         ]
+        return Measured(len(rows), float(total.detach().double()), sketches, counts)
 
 
 def _sketch(gradient: Tensor, index: int) -> Tensor:

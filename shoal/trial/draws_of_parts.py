@@ -64,13 +64,11 @@ class RecordedDraws:
         whole = self._values[index][1]
         if whole.dim() != drawn.dim() or whole.dtype != drawn.dtype:
             return self._refused(operator)
-        dims = [d for d in range(whole.dim()) if whole.shape[d] != drawn.shape[d]]
-        # A permutation of all rows changes no shape: the parts before it have shown the rows.
-        dims = (
+        if len(rows) < self.num_rows:
+            dims = [d for d in range(whole.dim()) if whole.shape[d] != drawn.shape[d]]
             self._row_dims.setdefault(index, dims)
-            if len(rows) < self.num_rows
-            else (self._row_dims.get(index, []))
-        )
+        # A permutation of all rows changes no shape: the parts before it have shown the rows.
+        dims = self._row_dims.get(index, [])
         for d in dims:
             chosen = self._rows_along(whole.shape[d], rows)
             if chosen is None:

@@ -310,11 +310,6 @@ def _kind(node: Any) -> str:
     return name.removeprefix("torch::autograd::").split("Backward")[0]
 
 
-def is_divided_by(divisors: Sequence[Divisor], parts: int) -> bool:
-    """Return True for one mean that is divided by the number of micro-batches."""
-    return len(divisors) == 1 and not divisors[0].is_sum and divisors[0].outer == parts
-
-
 class LossPart(NamedTuple):
     """A loss of some samples.
 

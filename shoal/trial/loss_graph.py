@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import islice
 from math import isclose
 from typing import Any
@@ -34,7 +35,6 @@ from shoal.trial.loss_divisors import (
     LossPart,
     chooses_rows,
     divisors_of,
-    is_divided_by,
     is_mean_over,
     objection,
 )
@@ -101,17 +101,14 @@ def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
     with torch.enable_grad(), without_hooks(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
         for views_are_apart in (True, False):
-            masks = [_is_of_first_half(t, samples, views_are_apart) for t in outputs]
+            masks = []  # for each row whether it is of the first half of the samples
+            for output in outputs:
+                rows = torch.arange(len(output), device=output.device)
+                sample = rows % samples if views_are_apart else rows // (len(output) // samples)
+                masks.append(sample < samples // 2)
             if not _is_across(first, outputs, masks):
                 return False
     return True
-
-
-def _is_of_first_half(output: Tensor, samples: int, views_are_apart: bool) -> Tensor:
-    """Return for each row whether it is of the first half of the samples."""
-    rows = torch.arange(len(output), device=output.device)
-    sample = rows % samples if views_are_apart else rows // (len(output) // samples)
-    return sample < samples // 2
 
 
 def _is_across(
@@ -234,7 +231,10 @@ class LossGraphCheck:
         place = f"rank {self._data.rank}"
         if self._in_parts:
             place += f", micro-batch {len(self._parts)}"
-        self._parts.append(LossPart(place, rows, _divisors(loss, rows, outputs)))
+        own: list[Divisor] = []
+        with suppress(RuntimeError):  # the graph was used and freed: the backward pass says it
+            own = divisors_of(loss, rows, {output.grad_fn for output in outputs})
+        self._parts.append(LossPart(place, rows, own))
         is_of_mean = any(is_mean_over(samples, each, outputs) for each in self._differentiated)
         fault = AVERAGED.format(place=place) if is_of_mean else ""
         if isinstance(loss, Tensor) and couples_samples(loss, outputs, samples):
@@ -250,8 +250,8 @@ class LossGraphCheck:
                 parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
         if text := objection(parts):
             raise UsageError(text)
-        is_divided = is_divided_by(self._parts[-1].divisors, self._accumulate)
-        if self._in_parts and is_divided:
+        is_one_mean = len(own) == 1 and not own[0].is_sum
+        if self._in_parts and is_one_mean and own[0].outer == self._accumulate:
             self._note(DIVIDED, parts=self._accumulate)
 
     def _is_due(self) -> bool:
@@ -267,10 +267,3 @@ def _check_equal(losses: Sequence[float | None]) -> None:
     if len(values) == len(losses) and not all(isclose(v, values[0], rel_tol=1e-5) for v in values):
         told = ", ".join(f"rank {rank} {value:.8g}" for rank, value in enumerate(values))
         raise UsageError(APART.format(losses=told))
-
-
-def _divisors(loss: Tensor | Counted, rows: int, outputs: list[Tensor]) -> list[Divisor]:
-    try:
-        return divisors_of(loss, rows, {output.grad_fn for output in outputs})
-    except RuntimeError:
-        return []  # the graph was used and freed: the backward pass says it

@@ -233,13 +233,11 @@ class ReplacedRows(DispatchMode):
                 if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
                 is_known = copies is not None or self._memory(tensor) is not None
-                if has_tables and not is_known and _is_table(tensor, samples):
-                    self._note_table(tensor, calling_line(caller(2)) or "the loss")
-
-    def _note_table(self, tensor: Tensor, place: str) -> None:
-        if len(self.tables) < MOST_TABLES:
-            text = f"{tuple(tensor.shape)} at {place}"
-            self.tables.append((text, int(tensor_digest(tensor))))
+                is_table = has_tables and not is_known and _is_table(tensor, samples)
+                if is_table and len(self.tables) < MOST_TABLES:
+                    place = calling_line(caller(2)) or "the loss"
+                    text = f"{tuple(tensor.shape)} at {place}"
+                    self.tables.append((text, int(tensor_digest(tensor))))
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
         """Note an operator that draws.
