@@ -138,8 +138,14 @@ def init(
     _note_own_seed(place.rank, seed, announce)
     seed_generators(seed)
     loss_scale = LossScale() if precision == "fp16" else None
-    transforms = [Precision(precision, loss_scale), *([Compile()] if compile else [])]
-    last = [
+    # Tensor parallelism comes first, because it replaces layers. So precision wraps the forward
+    # pass of a shard of the model, and accumulation wraps all passes. What must know how ranks
+    # step comes after the strategy that says so.
+    strategies: list[base.Strategy] = [
+        *(strategy for strategy in chosen if strategy.needs_example_batch),
+        Precision(precision, loss_scale),
+        *([Compile()] if compile else []),
+        *(strategy for strategy in chosen if not strategy.needs_example_batch),
         *([SyncBatchNorm()] if sync_batchnorm else []),
         Accumulate(accumulate),
         *([DrawGlobally(seed)] if draws == "global" else []),
@@ -147,7 +153,7 @@ def init(
     numbers = AUTOCAST.get(precision), loss_scale
     prepared = Prepared(
         mesh,
-        _in_order(chosen, transforms, last),
+        strategies,
         RunSettings(seed, accumulate, draws, nonfinite, max_nonfinite, *numbers),
         announce if mesh.rank == 0 else base.no_op,
         None if window is None else Tracing(window, Path(trace_to), mesh),
@@ -242,22 +248,6 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-
-
-def _in_order(
-    chosen: Sequence[base.Strategy],
-    transforms: Sequence[base.Strategy],
-    last: Sequence[base.Strategy],
-) -> list[base.Strategy]:
-    """Return all strategies in the order in which they are applied.
-
-    Tensor parallelism comes first, because it replaces layers. So precision wraps the forward pass
-    of a shard of the model, and accumulation wraps all passes. What must know how ranks step
-    comes after the strategy that says so.
-    """
-    first = [strategy for strategy in chosen if strategy.needs_example_batch]
-    rest = [strategy for strategy in chosen if not strategy.needs_example_batch]
-    return [*first, *transforms, *rest, *last]
 
 
 def _integer_from(variables: Mapping[str, str], name: str, default: int) -> Any:
