@@ -128,8 +128,7 @@ class RandomOperators(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if draws_numbers(func, args, kwargs or {}):
-            operator = schema_of(func).name.partition("::")[2].removesuffix("_")
-            self._note(operator, caller())
+            self._note(schema_of(func).name.partition("::")[2].removesuffix("_"), caller())
         return func(*args, **(kwargs or {}))
 
     def _note(self, operator: str, frame: FrameType | None) -> None:

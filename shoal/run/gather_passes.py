@@ -162,7 +162,9 @@ class MicrobatchGathering:
                 return x.detach()[order % max(len(x), 1)], slice(0, len(x))
 
             def give(*args: Any, **kwargs: Any) -> list[tuple[Tensor, bool]]:
-                data = places_of_data((args, kwargs))
+                # Where tensors of the batch begin in memory that need no gradient.
+                given = [t for t in tensors_in((args, kwargs)) if not t.requires_grad]
+                data = {t.data_ptr() for t in given if t.numel()}
                 with self._answering(stand_in), passes.seeds.of(index):
                     micro.step.compute_loss(*args, **kwargs)
                 return [(x, x.data_ptr() in data) for x in self._given]
@@ -226,7 +228,8 @@ class MicrobatchGathering:
             for total, gradient in zip(sums, found, strict=True):
                 if gradient is not None and micro.num_samples:
                     total += gradient
-            is_same = is_same and gave_again(given, [own[index] for own in values])
+            before = [own[index] for own in values]
+            is_same &= len(before) == len(given) and all(map(_close, given, before))
         if self._on_any_rank(not is_same):
             raise StrategyRefused(
                 "run.gather with accumulate: the rows that are gathered are others when "
@@ -247,9 +250,7 @@ class MicrobatchGathering:
         """Return the seeds of a step: the same for all stages of a pipeline. Collective there."""
         return MicrobatchSeeds(devices_of(self._models), self._pipeline.broadcast_json)
 
-    def _rows_of(
-        self, gathered: list[GatheredRows], index: int
-    ) -> Callable[[Tensor], tuple[Tensor, slice]]:
+    def _rows_of(self, gathered: list[GatheredRows], index: int) -> _Answer:
         """Return the answer to the gathers of one micro-batch."""
 
         def answer(x: Tensor) -> tuple[Tensor, slice]:
@@ -286,7 +287,7 @@ class MicrobatchGathering:
         return of_microbatch
 
     @contextmanager
-    def _answering(self, answer: Callable[[Tensor], tuple[Tensor, slice]]) -> Iterator[None]:
+    def _answering(self, answer: _Answer) -> Iterator[None]:
         self._given = []
         self.answer = answer
         try:
@@ -325,19 +326,9 @@ def with_gradient(result: Any, addend: Tensor, micro: base.LocalBatch) -> Any:
     return (loss, result[1]) if isinstance(result, tuple) else loss
 
 
-def places_of_data(batch: Any) -> set[int]:
-    """Return where in memory the tensors of a batch begin that need no gradient."""
-    return {t.data_ptr() for t in tensors_in(batch) if t.numel() and not t.requires_grad}
-
-
 def shapes_of_rows(gathered: Sequence[GatheredRows]) -> list[list[int]]:
     """Return the shape of each gather's rows."""
     return [list(each.rows.shape) for each in gathered]
-
-
-def gave_again(given: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
-    """Return True if a pass gave the same rows to `run.gather` as the one before."""
-    return len(before) == len(given) and all(map(_close, given, before))
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

@@ -282,9 +282,10 @@ class LoopLoss:
     def _check(self, loss: Any, reduction: str) -> None:
         """Raise if `loss` is none, or must be a function under these settings."""
         if not isinstance(loss, Tensor | Counted) or (isinstance(loss, Tensor) and loss.dim()):
+            shape = f"tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
             raise UsageError(
                 f"run.backward takes a loss, a scalar tensor with a gradient or shoal.counted(sum, "
-                f"count), and was given {_kind(loss)}."
+                f"count), and was given a {shape or type(loss).__name__}."
             )
         mesh, settings = self._prepared.mesh, self._prepared.settings
         if mesh.pipeline.size > 1:
@@ -356,9 +357,3 @@ def _in_float32(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point() and value.dtype.itemsize < 4:
         return value.float()
     return value
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -37,11 +37,6 @@ class LoopProgress:
         self._loader = loader
         self._logged = logged
         self._clock = clock
-        self._steps: int | None = None
-        self._step = 0
-        self._samples = 0
-        # Time at the end of the first step, which compiles and allocates.
-        self._measured_from_s: float | None = None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of the loader."""
@@ -69,13 +64,14 @@ class LoopProgress:
         print(self._line(""), flush=True)
 
     def _begin(self) -> None:
-        try:
+        self._steps: int | None = None
+        with suppress(TypeError):
             self._steps = len(self._loader)  # type: ignore[arg-type]
-        except TypeError:
-            self._steps = None
         position = getattr(self._loader, "position", 0)
         self._step = position // (getattr(self._loader, "batch_size", None) or 1)
-        self._samples, self._measured_from_s = 0, None
+        self._samples = 0
+        # Time at the end of the first step, which compiles and allocates.
+        self._measured_from_s: float | None = None
 
     def _count(self, batch: Any, now_s: float) -> None:
         self._step += 1

@@ -12,7 +12,7 @@ gradients that its rank has sent until then were computed with it, so no rank's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -90,7 +90,9 @@ def find_differences(held: Sequence[Replicated], axis: Axis) -> dict[str, list[l
     for entry, digest in zip(held, found, strict=True):
         parts.setdefault(entry.part, []).append(digest)
     summary = {p: sha256(repr(of_part).encode()).hexdigest() for p, of_part in parts.items()}
-    if _agree(axis.all_gather_json(summary)):
+    seen: dict[str, str] = {}
+    told = [pair for of_rank in axis.all_gather_json(summary) for pair in of_rank.items()]
+    if all(seen.setdefault(part, value) == value for part, value in told):
         return {}
     mine = {f"{e.part}|{e.name}": digest for e, digest in zip(held, found, strict=True)}
     by_key: dict[str, dict[Any, list[int]]] = {}
@@ -147,9 +149,3 @@ def _shard_of(tensor: Tensor) -> str:
         for index, (name, placement) in enumerate(zip(names, tensor.placements, strict=True))
         if not isinstance(placement, Replicate)
     )
-
-
-def _agree(summaries: Sequence[Mapping[str, str]]) -> bool:
-    seen: dict[str, str] = {}
-    pairs = (pair for summary in summaries for pair in summary.items())
-    return all(seen.setdefault(part, value) == value for part, value in pairs)

@@ -130,7 +130,8 @@ class TrainingStep:
         step = batch.step._replace(sum_counts=self._sum_counts, note_loss=note_loss)
         self._hooks.check()
         earlier = detach_gradients(self._local_model)
-        result = self._compute(batch._replace(step=step))
+        passes = self._tracing.run_passes if self._tracing else local_step.forward_backward
+        result = passes(self._local_model, batch._replace(step=step))
         if not self._has_stepped:
             check_some_gradient(self._local_model)
             self._has_stepped = True
@@ -145,11 +146,6 @@ class TrainingStep:
         loss = local_step.mean_loss(result, size)
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals, result.extras)
-
-    def _compute(self, batch: base.LocalBatch) -> base.StepResult:
-        if self._tracing is not None:
-            return self._tracing.run_passes(self._local_model, batch)
-        return local_step.forward_backward(self._local_model, batch)
 
 
 def shapes_of(batch: base.LocalBatch) -> tuple[object, ...]:
