@@ -33,6 +33,7 @@ class RecordedDraws:
 
     Attributes:
         num_rows: samples of the whole.
+        values: (operator, what it drew).
         in_blocks: k draws of each row lie n apart, as for torch.cat of two views of a batch; False:
             they are neighbours.
         repeats_rows: there are draws for which `in_blocks` makes a difference.
@@ -46,22 +47,15 @@ class RecordedDraws:
         self.repeats_rows = False
         self.uncut = ""
         self.half = False
-        self._values: list[tuple[str, Tensor]] = []
+        self.values: list[tuple[str, Tensor]] = []
         # Index of a draw -> its dimensions of rows, as the parts have shown.
         self._row_dims: dict[int, list[int]] = {}
 
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def record(self, operator: str, value: Tensor) -> None:
-        """Append a draw of the whole."""
-        self._values.append((operator, value.detach().clone()))
-
     def share(self, index: int, operator: str, drawn: Tensor, rows: Tensor) -> Tensor | None:
         """Return what a part is to use in place of `drawn`; None if draws cannot be told apart."""
-        if index >= len(self._values) or self._values[index][0] != operator:
+        if index >= len(self.values) or self.values[index][0] != operator:
             return self._refused(operator)
-        whole = self._values[index][1]
+        whole = self.values[index][1]
         if whole.dim() != drawn.dim() or whole.dtype != drawn.dtype:
             return self._refused(operator)
         if len(rows) < self.num_rows:
@@ -84,7 +78,7 @@ class RecordedDraws:
         Args: sizes: samples that a rank computes at once.
         """
         for (index, dims), rows in product(self._row_dims.items(), sizes):
-            operator, whole = self._values[index]
+            operator, whole = self.values[index]
             shape = tuple(
                 length * rows // self.num_rows if dim in dims else length
                 for dim, length in enumerate(whole.shape)
@@ -188,12 +182,12 @@ class DrawnInParts(DispatchMode):
 
     def _share(self, operator: str, drawn: Tensor) -> Tensor | None:
         if self._rows is None:
-            self._draws.record(operator, drawn)
+            self._draws.values.append((operator, drawn.detach().clone()))
             return None
         self._next += 1
         return self._draws.share(self._next - 1, operator, drawn, self._rows)
 
     def finish(self) -> None:
         """Note a part that has drawn less often than the whole. Called after the part."""
-        if self._rows is not None and self._next != len(self._draws):
+        if self._rows is not None and self._next != len(self._draws.values):
             self._draws.uncut = self._draws.uncut or "another number of draws"

@@ -44,9 +44,8 @@ class Float64Functions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func == _DTYPE.__get__
-        ):  # layers compare the dtype of their weights with that of their input
+        # Layers compare the dtype of their weights with that of their input.
+        if func == _DTYPE.__get__:
             return promoted(func(*args))
         if _needs_these_tensors(func, kwargs):
             return func(*args, **kwargs)

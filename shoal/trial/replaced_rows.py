@@ -86,15 +86,10 @@ class ReplacedRows(DispatchMode):
         super().__init__()
         self.draws: dict[str, None] = {}
         self.own_draws: dict[str, tuple[int, ...]] = {}
-        self.of_loss = False
         self.mixed_place = ""
-        self.answers: dict[str, list[tuple[bool, bool]]] = {}
-        self.tables: list[tuple[str, int]] = []
-        self._known: dict[int, _Memory] = {}
-        # A number that the script has read -> the number of the copy with replaced rows.
-        self._numbers: dict[float, float] = {}
         self._thread: int | None = None
         self._operators = 0
+        self.forget()
 
     def copy_rows(self, tensors: list[Tensor], replaced_rows: Tensor, donors: Tensor) -> None:
         """Copy tensors that have their samples along dimension 0, and replace some rows in a copy.
@@ -145,9 +140,11 @@ class ReplacedRows(DispatchMode):
     def forget(self) -> None:
         """Forget all copies."""
         self.of_loss = False
-        self.tables, self.answers = [], {}
-        self._known.clear()
-        self._numbers.clear()
+        self.answers: dict[str, list[tuple[bool, bool]]] = {}
+        self.tables: list[tuple[str, int]] = []
+        self._known: dict[int, _Memory] = {}
+        # A number that the script has read -> the number of the copy with replaced rows.
+        self._numbers: dict[float, float] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
