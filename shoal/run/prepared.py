@@ -67,6 +67,7 @@ class Prepared:
 
     Attributes:
         models, optimizers: all models, in the order of `prepare`; those that step now.
+        root: the model, or the group of all models that strategies apply to.
         loaders: of this rank's shares.
         sizes: finds the sizes of batches.
         watch: finds samples that a loop has mixed.
@@ -103,7 +104,7 @@ class Prepared:
         self.nonfinite_steps = NonfiniteSteps(mesh, settings, announce)
         self._strategies = strategies
         self._is_announced = False
-        self._root: nn.Module | None = None
+        self.root = as_one_module([])
         self._local_model: base.LocalModel | None = None
         self._trained: set[str] = set()
         self._frozen: dict[str, nn.Parameter] = {}
@@ -112,13 +113,6 @@ class Prepared:
         self._shown: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()
         self._was_applied = False
         self._state_to_load: Sequence[Any] = ()
-
-    @property
-    def root(self) -> nn.Module:
-        """The model, or the group of all models."""
-        if self._root is None:
-            raise UsageError(NOTHING_PREPARED)
-        return self._root
 
     def note_once(self, note: str, **facts: object) -> None:
         """Print a note on rank 0, once in a run.
@@ -193,7 +187,7 @@ class Prepared:
 
     def _begin(self, root: nn.Module) -> None:
         """Apply the strategies to whole models, or wait for what they need."""
-        self._root = root
+        self.root = root
         self._local_model = single_device(root)
         self._note_trained()
         if self.optimizers:

@@ -95,14 +95,13 @@ class RowGathering:
 
         The passes before the step repeat random numbers, which global draws cannot.
         """
-        compute_loss, settings = batch.step.compute_loss, self._prepared.settings
-        is_pipeline = self._mesh.pipeline.size > 1
-        is_in_parts = is_pipeline or self._accumulate > 1
-        if not is_in_parts or isinstance(compute_loss, base.ComputedLoss):
-            return batch
-        if settings.draws != "rank":
-            return batch
-        if is_pipeline and not self._microbatches.is_known(compute_loss):
+        compute_loss, is_pipeline = batch.step.compute_loss, self._mesh.pipeline.size > 1
+        if is_pipeline:
+            gathers_in_parts = self._microbatches.is_known(compute_loss)
+        else:
+            gathers_in_parts = self._accumulate > 1
+        is_computed = isinstance(compute_loss, base.ComputedLoss)
+        if not gathers_in_parts or is_computed or self._prepared.settings.draws != "rank":
             return batch
         local_model = self._prepared.local_model()
         if not local_model.strategy_state.is_synchronous:

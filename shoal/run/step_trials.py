@@ -141,22 +141,18 @@ class StepTrials:
         read: Sequence[str] = ()
         if not is_divided(prepared.local_model()):
             if self._has_news and batch.num_samples > 1:
-                read = self._try_alone(batch)
+                self._has_news = False
+                with prepared.guards.phase:
+                    verdict = self._judged(batch, batch.num_samples)
+                if verdict.ends_a_run:
+                    raise UsageError(verdict.text())
+                if verdict.computes_with_own_values:
+                    self._note(verdict)
+                read = verdict.own_numbers
         elif is_power:
             read = self._try_together(batch)
         if written := [name for name in written if name not in read]:
             prepared.note_once(WRITTEN, names=listed(written, 3))
-
-    def _try_alone(self, batch: LocalBatch) -> Sequence[str]:
-        """Try a loss again on this rank. Returns and raises as `_try_together`."""
-        self._has_news = False
-        with self._prepared.guards.phase:
-            verdict = self._judged(batch, batch.num_samples)
-        if verdict.ends_a_run:
-            raise UsageError(verdict.text())
-        if verdict.computes_with_own_values:
-            self._note(verdict)
-        return verdict.own_numbers
 
     def _numbers_of_ranks(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches and that differ on data ranks.

@@ -181,8 +181,7 @@ class Guards:
                 self._send_weights(guarded)
         finally:
             self.phase.in_edit = False
-            if self._weights is not None:
-                self._weights.accept()
+            self.accept_weights()
 
     def _on_step(self, *_: Any) -> None:
         self.phase.has_gradients = False
