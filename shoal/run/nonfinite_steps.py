@@ -230,17 +230,10 @@ def _phrases(reports: Sequence[Any], first_rank: int, loss_is_finite: bool) -> l
     if not phrases and not everywhere and loss_is_finite:
         return []
     if everywhere and not any(report["before"] for report in reports):
-        sources = _sources(ranks)
+        sources = [rank for rank, report in ranks if report["found"]]
+        if not sources and not all(report["after"] for report in reports):
+            # Shards and stages are on some ranks only. What all have says nothing of its source.
+            sources = [rank for rank, report in ranks if report["after"]]
         where = f" of rank {', '.join(map(str, sources))}" if sources else ""
         phrases.append(f"the gradient of {listed(everywhere, TOLD_NAMES)}{where}")
     return phrases or ["the loss"]
-
-
-def _sources(ranks: Sequence[tuple[int, Any]]) -> list[int]:
-    """Return the ranks from which averaged gradients got their values; none if unknown."""
-    sources = [rank for rank, report in ranks if report["found"]]
-    if sources:
-        return sources
-    # Shards and stages are on some ranks only. What all ranks have says nothing of its source.
-    holders = [rank for rank, report in ranks if report["after"]]
-    return holders if len(holders) < len(ranks) else []

@@ -75,10 +75,10 @@ def spell_batch(batch_size: int, ranks: int, accumulate: int, of: str = "") -> s
 
     Args: of: stands before "ranks", as in "2 data ranks".
     """
-    share = _range_text(batch_size, ranks)
+    low, high = batch_size // ranks // accumulate, -(-batch_size // ranks // accumulate)
+    share = str(low) if low == high else f"{low} to {high}"
     if accumulate > 1:
-        low, high = batch_size // ranks, -(-batch_size // ranks)
-        share = f"{_range_text(low, accumulate, high)} x {accumulate} accumulated"
+        share += f" x {accumulate} accumulated"
     return f"global batch {batch_size} = {ranks} {of}{'rank' if ranks == 1 else 'ranks'} x {share}"
 
 
@@ -96,13 +96,6 @@ def _describe_batch(batch_size: int, mesh: Mesh, accumulate: int) -> str:
     ]
     batch = spell_batch(batch_size, mesh.data.size, accumulate, of="data ")
     return f"{batch}; {mesh.size} ranks = {' x '.join(sizes)}"
-
-
-def _range_text(total: int, parts: int, high: int | None = None) -> str:
-    """Return the least and the greatest part of `total` to `high` samples in `parts` parts."""
-    low = total // parts
-    top = -(-(high or total) // parts)
-    return str(low) if low == top else f"{low} to {top}"
 
 
 def differences(

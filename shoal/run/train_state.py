@@ -57,14 +57,13 @@ class TrainState:
             for name, parameter in local_model.trainable_params.items()
             if name not in local_model.pipeline.duplicated_params
         }
-        by_name: dict[str, Tensor] = {}
+        optimizer_tensors: dict[str, Tensor] = {}
         scalars: optimizer_binding.Scalars = {}
         for optimizer in self.optimizers:
             stepped = _stepped_by(optimizer, saved_params)
             more, more_scalars = optimizer_binding.optimizer_state(optimizer, stepped)
-            by_name |= more
+            optimizer_tensors |= {f"optimizer.{name}": value for name, value in more.items()}
             scalars |= more_scalars
-        optimizer_tensors = {f"optimizer.{name}": value for name, value in by_name.items()}
         is_local = strategy_state.has_rank_local_optimizer
         tensors |= (
             _broadcast_copies(optimizer_tensors, self.mesh) if is_local else optimizer_tensors

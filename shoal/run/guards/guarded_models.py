@@ -62,7 +62,7 @@ class GuardedModels:
 
     Attributes:
         models: the user's models by their prefix in names of parameters; "" for a single one.
-        strategy: name for messages, such as "zero3"; may be empty.
+        under: words for messages: " under zero3", or nothing.
         phase: of the run.
         note_once: prints a note once in a run, with facts by name.
     """
@@ -71,7 +71,7 @@ class GuardedModels:
     optimizers: Sequence[Optimizer]
     local_model: LocalModel
     mesh: Mesh
-    strategy: str
+    under: str
     phase: StepPhase
     note_once: Callable[..., None]
 
@@ -102,11 +102,6 @@ class GuardedModels:
         for prefix, model in self.models.items():
             for name, module in model.named_modules():
                 yield f"{prefix}{name}." if name else prefix, module
-
-    @property
-    def under(self) -> str:
-        """Words for messages: ` under zero3`, or nothing."""
-        return f" under {self.strategy}" if self.strategy else ""
 
 
 class ModuleHook:

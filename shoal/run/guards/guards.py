@@ -48,7 +48,7 @@ class Guards:
         # Makes a collective call under its name, so that an error tells where other ranks are.
         self.at: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext()
         self.note_once: Callable[..., None] = no_op  # prints a note, with facts by name
-        self._strategy = strategy
+        self._under = f" under {strategy}" if strategy else ""
         self._undo = ExitStack()  # removes all hooks, and puts back all that was replaced
         self._guarded: GuardedModels | None = None
         self._is_script_searched = True
@@ -67,7 +67,7 @@ class Guards:
         """Guard models and optimizers from now on, instead of those before. Called on all ranks."""
         self.remove()
         guarded = GuardedModels(
-            dict(models), optimizers, local_model, mesh, self._strategy, self.phase, self.note_once
+            dict(models), optimizers, local_model, mesh, self._under, self.phase, self.note_once
         )
         self._guarded, self._is_script_searched = guarded, False
         undo = self._undo
@@ -178,19 +178,14 @@ class Guards:
         try:
             yield
             if is_remote:
-                self._send_weights(guarded)
+                for parameter in guarded.local_model.trainable_params.values():
+                    guarded.mesh.broadcast_tensor(parameter.detach())
+                for optimizer in guarded.optimizers:
+                    state.pull_state(optimizer)
+                    state.push_state(optimizer)
         finally:
             self.phase.in_edit = False
             self.accept_weights()
 
     def _on_step(self, *_: Any) -> None:
         self.phase.has_gradients = False
-
-    def _send_weights(self, guarded: GuardedModels) -> None:
-        """Send the weights to the servers. Collective."""
-        local_model = guarded.local_model
-        for parameter in local_model.trainable_params.values():
-            guarded.mesh.broadcast_tensor(parameter.detach())
-        for optimizer in guarded.optimizers:
-            local_model.strategy_state.pull_state(optimizer)
-            local_model.strategy_state.push_state(optimizer)
