@@ -126,7 +126,9 @@ class BatchNews:
         is_new = shapes not in self._shapes
         self._shapes.add(shapes)
         for index, tensor in enumerate(tensors):
-            if _is_label(tensor) and self._widens(index, tensor):
+            # On a device, a look at a number would wait for all that runs there.
+            is_label = tensor.dtype in (torch.int64, torch.int32) and tensor.device.type == "cpu"
+            if is_label and 0 < tensor.numel() <= MOST_LABELS and self._widens(index, tensor):
                 is_new = True
         self._news += is_new
         return is_new
@@ -137,9 +139,3 @@ class BatchNews:
         self._extremes[index] = min(low, lowest), max(high, highest)
         self.has_padding |= lowest < 0 <= low
         return lowest < low or highest > high
-
-
-def _is_label(tensor: Tensor) -> bool:
-    # On a device, a look at a number would wait for all that runs there.
-    is_integer = tensor.dtype in (torch.int64, torch.int32)
-    return is_integer and tensor.device.type == "cpu" and 0 < tensor.numel() <= MOST_LABELS

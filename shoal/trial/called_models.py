@@ -75,8 +75,9 @@ def try_calls(
     Returns: the first verdict of samples that influence one another, or else a mean.
     """
     for call in calls:
-        if not _is_of_samples(call, num_samples):
-            continue
+        tensors = [t for t in tensors_in([call.args, dict(call.kwargs)]) if t.dim()]
+        if not tensors or not all(num_samples in t.shape[:2] for t in tensors):
+            continue  # something that the model was given has no row for each sample
         outputs = [*tensors_in(call.output)]
         rows = [i for i in call.used if num_samples in outputs[i].shape[:2]]
         numbers = [i for i in call.used if not outputs[i].dim()]
@@ -93,12 +94,6 @@ def try_calls(
 
 
 _MIXING = {LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
-
-
-def _is_of_samples(call: ModelCall, samples: int) -> bool:
-    """Return True if all that a model was given has a row for each sample."""
-    tensors = [tensor for tensor in tensors_in([call.args, dict(call.kwargs)]) if tensor.dim()]
-    return bool(tensors) and all(samples in tensor.shape[:2] for tensor in tensors)
 
 
 def _kept_number(call: ModelCall, module: nn.Module, name: str) -> Any:
