@@ -192,15 +192,15 @@ class _Follower:
         self._optimizers.append(optimizer)
 
     def _prepare(self, original: Any, run: Run, *things: Any) -> Any:
-        arguments = sort_arguments(things)
+        models, _, loaders = sort_arguments(things)
         self._run = run
-        self._models += arguments.models
-        loaders = iter(())
-        if arguments.loaders:
-            made = original(run, *arguments.loaders)
-            loaders = iter([made] if len(arguments.loaders) == 1 else made)
+        self._models += models
+        shared = iter(())
+        if loaders:
+            made = original(run, *loaders)
+            shared = iter([made] if len(loaders) == 1 else made)
         results = [
-            next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
+            next(shared) if any(thing is loader for loader in loaders) else thing
             for thing in things
         ]
         return results[0] if len(results) == 1 else tuple(results)

@@ -33,43 +33,39 @@ _SCRIPTED = (
 )
 
 
-@dataclass(frozen=True)
-class PrepareArguments:
-    """Models, optimizers and loaders that a script has given to `prepare`."""
+def sort_arguments(
+    things: tuple[Any, ...],
+) -> tuple[list[nn.Module], list[Optimizer], list[Any]]:
+    """Return the models, optimizers and loaders among the arguments of `prepare`.
 
-    models: list[nn.Module]
-    optimizers: list[Optimizer]
-    loaders: list[Any]
-
-
-def sort_arguments(things: tuple[Any, ...]) -> PrepareArguments:
-    """Sort the arguments by kind; None, for a loader that a script lacks, is ignored.
+    None, for a loader that a script lacks, is ignored.
 
     Raises: UsageError: an argument is of no such kind, with its position.
     """
     if not things:
         raise UsageError("prepare() was given nothing; give it models, optimizers and loaders.")
-    found = PrepareArguments([], [], [])
-    problems = []
+    models: list[nn.Module] = []
+    optimizers: list[Optimizer] = []
+    loaders, problems = [], []
     for position, thing in enumerate(things, start=1):
         if thing is None:
             continue
         if isinstance(thing, nn.Module):
             if any(isinstance(module, torch.jit.ScriptModule) for module in thing.modules()):
                 problems.append(f"prepare(...): argument {position} {_SCRIPTED}")
-            found.models.append(thing)
+            models.append(thing)
         elif isinstance(thing, Optimizer):
             _add_hooks(thing)
-            found.optimizers.append(thing)
+            optimizers.append(thing)
         elif is_loader(thing):
-            found.loaders.append(thing)
+            loaders.append(thing)
         else:
             problems.append(
                 f"prepare(...): argument {position} is a {type(thing).__name__}; {_cure(thing)}"
             )
     if problems:
         raise UsageError("\n".join(problems))
-    return found
+    return models, optimizers, loaders
 
 
 def _add_hooks(optimizer: Optimizer) -> None:

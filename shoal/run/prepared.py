@@ -39,7 +39,6 @@ from shoal.run.nonfinite_steps import NonfiniteSteps
 from shoal.run.optimizer_binding import BoundGroups, bind_optimizers, group_names
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
-    PrepareArguments,
     RunSettings,
     as_one_module,
     is_trained,
@@ -133,7 +132,9 @@ class Prepared:
         check_frozen_unchanged(self._frozen, self._strategies)
         return self._local_model
 
-    def add(self, arguments: PrepareArguments) -> list[Any]:
+    def add(
+        self, models: list[nn.Module], optimizers: list[Optimizer], loaders: list[Any]
+    ) -> list[ShardedLoader]:
         """Add what `prepare` was given; return the loaders of this rank's shares. Collective.
 
         Raises:
@@ -142,22 +143,22 @@ class Prepared:
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
         check_context_has_ended()
-        new_models = [m for m in arguments.models if all(m is not known for known in self.models)]
+        new_models = [m for m in models if all(m is not known for known in self.models)]
         for model in new_models:
             check_on_device(model, self.mesh.device)
         recorder = None if self.tracing is None else self.mesh.recorder
-        loaders = [
+        shared = [
             shard_loader(loader, self.mesh, self.settings.seed, recorder, self.announce)
-            for loader in arguments.loaders
+            for loader in loaders
         ]
-        for loader in loaders:
+        for loader in shared:
             loader.watch, self.watch.has_loader = self.watch, True
-        self.loaders += loaders
+        self.loaders += shared
         self.models += new_models
-        self._replace_optimizers(arguments.optimizers)
+        self._replace_optimizers(optimizers)
         if self.models:
-            self._update(new_models, bool(arguments.optimizers))
-        return loaders
+            self._update(new_models, bool(optimizers))
+        return shared
 
     def _replace_optimizers(self, new: list[Optimizer]) -> None:
         """Add optimizers; those that hold the same parameters as a new one are out of use."""
@@ -190,10 +191,27 @@ class Prepared:
         self.root = root
         self._local_model = single_device(root)
         self._note_trained()
-        if self.optimizers:
-            self._apply_or_wait()
-        else:  # a teacher, or a model whose optimizer comes later
+        if not self.optimizers:  # a teacher, or a model whose optimizer comes later
             self._make_whole(root)
+            return
+        group_names(self.optimizers, root, self._bound)  # raises where one is missing
+        begins = not self._was_applied
+        if not self._is_announced:
+            self._is_announced = True
+            loader = self.loaders[0] if self.loaders else None
+            for line in startup_summary.lines(
+                root, loader, self.mesh, self.settings.accumulate, self._strategies
+            ):
+                self.announce(line)
+        if self.mesh.size > 1 and any(each.needs_example_batch for each in self._strategies):
+            # Until the first batch divides it, a script may evaluate the model on every rank.
+            broadcast_filled(root, self.mesh)
+            self._hook_optimizers()  # the first pass may be that of a closure, within a step
+            self._install_guards()
+        else:
+            self.apply(None)
+        if begins:  # last, for strategies that draw must draw the same on all ranks
+            seed_this_rank(self.mesh, self.settings)
 
     def _make_whole(self, model: nn.Module) -> None:
         """Give weights of a model memory where they have none yet, and the first rank's values."""
@@ -204,26 +222,6 @@ class Prepared:
         """Remember which parameters are trained, and which are not."""
         self._trained = trained_names(self.root)
         self._frozen = {n: p for n, p in self.root.named_parameters() if not p.requires_grad}
-
-    def _apply_or_wait(self) -> None:
-        group_names(self.optimizers, self.root, self._bound)  # raises where one is missing
-        begins = not self._was_applied
-        if not self._is_announced:
-            self._is_announced = True
-            loader = self.loaders[0] if self.loaders else None
-            for line in startup_summary.lines(
-                self.root, loader, self.mesh, self.settings.accumulate, self._strategies
-            ):
-                self.announce(line)
-        if self.mesh.size > 1 and any(each.needs_example_batch for each in self._strategies):
-            # Until the first batch divides it, a script may evaluate the model on every rank.
-            broadcast_filled(self.root, self.mesh)
-            self._hook_optimizers()  # the first pass may be that of a closure, within a step
-            self._install_guards()
-        else:
-            self.apply(None)
-        if begins:  # last, for strategies that draw must draw the same on all ranks
-            seed_this_rank(self.mesh, self.settings)
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies; with the first batch if one needs it. Collective."""

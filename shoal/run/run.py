@@ -68,16 +68,16 @@ class Run(StatefulRun):
                 parameter exactly once; the batches of a loader cannot be divided among ranks.
             StrategyRefused: the strategy cannot take these models or this number of ranks.
         """
-        arguments = sort_arguments(things)
+        models, optimizers, loaders = sort_arguments(things)
         averages: AbstractContextManager[None] = nullcontext()
-        if self._ema is not None and (arguments.models or arguments.optimizers):
+        if self._ema is not None and (models or optimizers):
             averages = self._ema.prepared_again()
         with self._calls.during("run.prepare"), averages:
-            loaders = iter(self._prepared.add(arguments))
+            shared = iter(self._prepared.add(models, optimizers, loaders))
             if self._prepared.models:
                 self._loop.watch()
         results = [
-            next(loaders) if any(thing is loader for loader in arguments.loaders) else thing
+            next(shared) if any(thing is loader for loader in loaders) else thing
             for thing in things
         ]
         return results[0] if len(results) == 1 else tuple(results)
