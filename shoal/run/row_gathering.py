@@ -68,7 +68,12 @@ class RowGathering:
             self._has_planned_gather = True
             self._rows = slice(0, len(x))
             return x
-        self._check_one_batch(local_model)
+        if not local_model.strategy_state.is_synchronous:
+            raise StrategyRefused(OTHER_WEIGHTS)
+        if self._inside_step and self._mesh.pipeline.size > 1:
+            raise StrategyRefused(STAGES)
+        if self._inside_step and self._accumulate > 1:
+            raise StrategyRefused(MICROBATCHES.format(parts=self._accumulate))
         axis = self._mesh.data
         stands_in = self._stands_in
         if not self._inside_step and self._watch.yielded is not None:
@@ -80,15 +85,6 @@ class RowGathering:
             # A stand-in is the first sample of the global batch, so another rank has its row.
             self._rows = slice(0, 1) if stands_in else slice(start, start + len(own))
             return gather_rows(own, axis, counts)
-
-    def _check_one_batch(self, local_model: base.LocalModel) -> None:
-        """Raise StrategyRefused where gathered rows are not those of one model for one batch."""
-        if not local_model.strategy_state.is_synchronous:
-            raise StrategyRefused(OTHER_WEIGHTS)
-        if self._inside_step and self._mesh.pipeline.size > 1:
-            raise StrategyRefused(STAGES)
-        if self._inside_step and self._accumulate > 1:
-            raise StrategyRefused(MICROBATCHES.format(parts=self._accumulate))
 
     def before_passes(self, batch: base.LocalBatch) -> base.LocalBatch:
         """Return the batch of a step, after a function in parts has gathered its rows. Collective.

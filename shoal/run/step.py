@@ -125,7 +125,9 @@ class TrainingStep:
 
     def forward_backward(self, batch: base.LocalBatch) -> StepOutput:
         """Leave the global mean gradients in `.grad`. Collective."""
-        self._progress.begin_step(shapes_of(batch))
+        given = (*batch.args, *batch.kwargs.values()) if batch.kwargs else batch.args
+        # The shapes decide if something is compiled anew.
+        self._progress.begin_step(tuple(v.shape for v in given if isinstance(v, Tensor)))
         note_loss = self._nonfinite_steps.begin()
         step = batch.step._replace(sum_counts=self._sum_counts, note_loss=note_loss)
         self._hooks.check()
@@ -146,9 +148,3 @@ class TrainingStep:
         loss = local_step.mean_loss(result, size)
         self._progress.enter(Phase.BETWEEN)
         return StepOutput(loss, extra, totals, result.extras)
-
-
-def shapes_of(batch: base.LocalBatch) -> tuple[object, ...]:
-    """Return the shapes of the tensors of a batch, which decide if something is compiled anew."""
-    values = (*batch.args, *batch.kwargs.values()) if batch.kwargs else batch.args
-    return tuple(value.shape for value in values if isinstance(value, Tensor))

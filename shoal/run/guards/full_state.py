@@ -56,7 +56,11 @@ def note_state_requests(guarded: GuardedModels) -> None:
     own = getattr(frame.f_locals.get("self"), "__dict__", {})
     for name, held in {**frame.f_globals, **own, **frame.f_locals}.items():
         if any(held is model for model in guarded.models.values()):
-            where, cure = _missing_of(guarded, held), SAVE
+            modules = (
+                (f"{path}." if path else "", module) for path, module in held.named_modules()
+            )
+            missing = (_missing_of_module(guarded, *each) for each in modules)
+            where, cure = next(filter(None, missing), ""), SAVE
         elif any(held is optimizer for optimizer in guarded.optimizers):
             where, cure = _missing_of_state(guarded, held), STATE
         else:
@@ -101,13 +105,8 @@ def _check_model_state(guarded: GuardedModels, path: str, module: nn.Module, *_:
         guarded.local_model.strategy_state.wait()  # the values of the last step may still arrive
 
 
-def _missing_of(guarded: GuardedModels, model: nn.Module) -> str:
-    """Return what this rank lacks of a model; "" for nothing."""
-    paths = ((f"{name}." if name else "", module) for name, module in model.named_modules())
-    return next(filter(None, (_missing_of_module(guarded, *each) for each in paths)), "")
-
-
 def _missing_of_module(guarded: GuardedModels, path: str, module: nn.Module) -> str:
+    """Return what this rank lacks of what a module itself owns; "" for nothing."""
     for tensors in (own_parameters(module), own_buffers(module)):
         for name, tensor in tensors.items():
             if tensor is not None and tensor.is_meta:
