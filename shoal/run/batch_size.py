@@ -224,16 +224,12 @@ class BatchSizes:
 
         The first batch of a resumed run may be the short one at the end of an epoch.
         """
-        return max(
-            (
-                min(loader.batch_size, len(loader.dataset))
-                for loader in self._loaders
-                if loader.share is not None and loader.batch_size
-                # Streams have no length.
-                if isinstance(loader.dataset, Sized)
-            ),
-            default=0,
-        )
+        rows = [
+            min(loader.batch_size or 0, len(loader.dataset))
+            for loader in self._loaders
+            if loader.share is not None and isinstance(loader.dataset, Sized)  # as no stream is
+        ]
+        return max(rows, default=0)
 
     @property
     def _yielding(self) -> list[BatchSource]:

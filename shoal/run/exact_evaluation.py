@@ -62,12 +62,10 @@ class OneEvaluation(NamedTuple):
         sums = self._compute(compute_sums, _sums, "evaluate: compute_sums")
         return {name: float(of_batches.sum()) for name, of_batches in sums.items()}
 
-    def predict(self, compute: Callable[..., Any], call: str = "predict: compute") -> Any:
+    def predict(self, compute: Callable[..., Any]) -> Any:
         """Return the values of every sample of a data set, in its order. Collective over `data`.
 
-        Args:
-            compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample.
-            call: begins messages.
+        Args: compute: (*batch) -> a tensor, or name -> tensor, with a row for each sample.
 
         Returns: the same of all samples, on the CPU, equal on every rank.
 
@@ -75,6 +73,7 @@ class OneEvaluation(NamedTuple):
             UsageError: the loader gives no batches; a value has not one row for each sample, or
                 rows of another shape than in the first batch.
         """
+        call = "predict: compute"
         gathered = self._compute(compute, partial(_rows_of_samples, call), call)
         return gathered.get(WITHOUT_NAME, gathered)
 
@@ -92,18 +91,17 @@ class OneEvaluation(NamedTuple):
 
         Raises: UsageError: as `predict`.
         """
+        call = "evaluate: compute_sums, with metrics,"
 
-        def named(*args: Any, **kwargs: Any) -> Any:
-            values = compute(*args, **kwargs)
+        def read(values: Any, rows: int) -> dict[str, Tensor]:
             if isinstance(values, (tuple, list)):
-                return {str(index): value for index, value in enumerate(values)}
-            return values
+                values = {str(index): value for index, value in enumerate(values)}
+            return _rows_of_samples(call, values, rows)
 
-        values = self.predict(named, "evaluate: compute_sums, with metrics,")
-        if isinstance(values, Tensor):
-            values = {"0": values}
-        by_place = [value for name, value in values.items() if name.isdigit()]
-        by_name = {name: value for name, value in values.items() if not name.isdigit()}
+        gathered = self._compute(compute, read, call)
+        places = {name for name in gathered if name.isdigit() or name == WITHOUT_NAME}
+        by_place = [value for name, value in gathered.items() if name in places]
+        by_name = {name: value for name, value in gathered.items() if name not in places}
         return {name: _measured(each, by_place, by_name) for name, each in metrics.items()}
 
     def _compute(
