@@ -122,16 +122,7 @@ class RunCheckpoints:
         held = {
             name: take_apart(value.state_dict(), name, own) for name, value in self._objects.items()
         }
-        self._check_same_objects(held, own)
-        try:
-            return self._checkpoints.save(step, tensors | own, info | {OBJECTS: held}, private)
-        except CleanupFailed as error:
-            self._announce(f"note: {error}")
-            return self._checkpoints.directory / name_of(step)
-
-    def _check_same_objects(self, held: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
-        """Raise UsageError on all ranks if the objects differ: one rank's are saved. Collective."""
-        for name, value in held.items():
+        for name, value in held.items():  # one rank's are saved
             digests = {
                 key: int(tensor_digest(tensor))
                 for key, tensor in own.items()
@@ -143,6 +134,11 @@ class RunCheckpoints:
                     "checkpoint holds it once. Update it alike on all ranks, such as by the loss "
                     "that run.backward returns; or leave it out, and save it for each rank."
                 )
+        try:
+            return self._checkpoints.save(step, tensors | own, info | {OBJECTS: held}, private)
+        except CleanupFailed as error:
+            self._announce(f"note: {error}")
+            return self._checkpoints.directory / name_of(step)
 
 
 def take_apart(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:

@@ -44,7 +44,8 @@ class Tracing:
 
     Args: directory: rank 0 writes the trace there.
 
-    Raises: StrategyRefused: this device or this process group cannot be traced.
+    Raises: StrategyRefused: on this device spans would be wrong, or in this process group
+        communication would look like compute.
     """
 
     def __init__(self, window: Window, directory: Path, mesh: Mesh) -> None:
@@ -58,7 +59,18 @@ class Tracing:
         self._ended = False
         self._local_model: LocalModel | None = None
         self._watching = ExitStack()
-        _check_traceable(mesh)
+        if mesh.device.type != "cpu":
+            raise StrategyRefused(
+                f"--trace: this rank computes on {mesh.device}, where a kernel runs long after its "
+                "call; spans are read from the CPU's clock and would be wrong. Use torch.profiler, "
+                "or hide the GPU: CUDA_VISIBLE_DEVICES= ..."
+            )
+        if mesh.size > 1 and not isinstance(dist.group.WORLD, ShoalGroup):
+            raise StrategyRefused(
+                f"--trace: the program's own process group (backend {dist.get_backend()}) hides "
+                "what ranks send. Let shoal.init() make the group, or make it with "
+                'init_process_group("cpu:shoal").'
+            )
 
     def wrap_step(self, local_model: LocalModel, optimizer: Optimizer) -> None:
         """Count and record the steps of `optimizer`.
@@ -182,22 +194,6 @@ class Tracing:
                 f"{self.window.after}, and the run took {self._steps}.{cure}"
             )
         self._ended = True
-
-
-def _check_traceable(mesh: Mesh) -> None:
-    """Raise StrategyRefused if spans would be wrong, or communication would look like compute."""
-    if mesh.device.type != "cpu":
-        raise StrategyRefused(
-            f"--trace: this rank computes on {mesh.device}, where a kernel runs long after its "
-            "call; spans are read from the CPU's clock and would be wrong. Use torch.profiler, or "
-            "hide the GPU: CUDA_VISIBLE_DEVICES= ..."
-        )
-    if mesh.size > 1 and not isinstance(dist.group.WORLD, ShoalGroup):
-        raise StrategyRefused(
-            f"--trace: the program's own process group (backend {dist.get_backend()}) hides what "
-            "ranks send. Let "
-            'shoal.init() make the group, or make it with init_process_group("cpu:shoal").'
-        )
 
 
 def _gather_spans(mesh: Mesh, spans: list[Span]) -> list[list[Span]]:

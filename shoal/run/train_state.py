@@ -72,7 +72,20 @@ class TrainState:
         private = random_state(self.mesh.device) | strategy_state.rank_state_dict()
         if is_local:
             private |= optimizer_tensors
-        return tensors, self._info(scalars), private
+        # All state that is no tensor, as JSON values.
+        info: dict[str, Any] = {
+            "optimizer": gather_named_values(local_model.pipeline.axis, scalars),
+            "groups": [g for o in self.optimizers for g in optimizer_binding.group_settings(o)],
+        }
+        positions = [loader.state_dict() for loader in self.loaders]
+        if positions:
+            info["data"] = positions[0]
+            info["data_fingerprints"] = [dict(loader.data_fingerprint) for loader in self.loaders]
+        if len(positions) > 1:
+            info["more_data"] = positions[1:]
+        if self.loss_scale is not None:
+            info["loss_scale"] = self.loss_scale.state()
+        return tensors, info, private
 
     def load(
         self, tensors: Mapping[str, Tensor], info: Mapping[str, Any], private: Mapping[str, Tensor]
@@ -97,23 +110,6 @@ class TrainState:
             self.loss_scale.load(info["loss_scale"])
         notes = load_random_state(private, self.mesh.device) if private else []
         return notes + strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
-
-    def _info(self, scalars: optimizer_binding.Scalars) -> dict[str, Any]:
-        """Return all state that is no tensor, as JSON values. Collective."""
-        groups = [g for o in self.optimizers for g in optimizer_binding.group_settings(o)]
-        info: dict[str, Any] = {
-            "optimizer": gather_named_values(self.local_model.pipeline.axis, scalars),
-            "groups": groups,
-        }
-        positions = [loader.state_dict() for loader in self.loaders]
-        if positions:
-            info["data"] = positions[0]
-            info["data_fingerprints"] = [dict(loader.data_fingerprint) for loader in self.loaders]
-        if len(positions) > 1:
-            info["more_data"] = positions[1:]
-        if self.loss_scale is not None:
-            info["loss_scale"] = self.loss_scale.state()
-        return info
 
     def check_info(self, info: Mapping[str, Any]) -> str:
         """Return in which way the data sets differ from the saved ones; empty if they do not.
