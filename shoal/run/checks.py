@@ -80,16 +80,6 @@ def check_no_renormalising(model: nn.Module, data_ranks: int) -> None:
             )
 
 
-def check_one_optimizer(optimizers: Sequence[Optimizer]) -> None:
-    """Raise StrategyRefused if parameter servers were to take the steps of several optimizers."""
-    if len(optimizers) > 1:
-        raise StrategyRefused(
-            f"strategy server: servers step all parameters by one optimizer, and {len(optimizers)} "
-            "were prepared. Use one optimizer with several groups, or ddp or zero1, where each "
-            "optimizer steps by itself."
-        )
-
-
 def check_takes_scaled(local_model: LocalModel) -> None:
     """Raise StrategyRefused for gradients that carry the loss scale of fp16, which changes.
 

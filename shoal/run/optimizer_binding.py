@@ -25,10 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from shoal.comm.assembly import shard_like
+from shoal.comm.norm import to_local
 from shoal.errors import CheckpointError, StrategyRefused, UsageError
 from shoal.optim.traits import declaration, is_elementwise, is_parameterwise
 from shoal.platform.torch_private.subclasses import is_made_of_tensors
-from shoal.run.checks import check_one_optimizer, check_takes_scaled
+from shoal.run.checks import check_takes_scaled
 from shoal.run.local_shard_step import name_local_state
 from shoal.run.state_access import access_by_shoal
 from shoal.strategies.base import LocalModel
@@ -187,7 +188,12 @@ def bind_optimizers(
     if loss_scale is not None:
         check_takes_scaled(local_model)
     if local_model.remote_optimizer is not None:
-        check_one_optimizer(optimizers)
+        if len(optimizers) > 1:
+            raise StrategyRefused(
+                "strategy server: servers step all parameters by one optimizer, and "
+                f"{len(optimizers)} were prepared. Use one optimizer with several groups, or ddp "
+                "or zero1, where each optimizer steps by itself."
+            )
         local_model.remote_optimizer.attach(optimizers[0])
 
 
@@ -300,7 +306,7 @@ def optimizer_state(
             # Scalars are kept apart from tensors, because JSON holds them.
             if parts:
                 tensors |= {f"{name}.{key}.{part}": tensor for part, tensor in parts.items()}
-            elif isinstance(value, Tensor) and _is_plain(value):
+            elif isinstance(value, Tensor) and not is_made_of_tensors(to_local(value)):
                 tensors[f"{name}.{key}"] = value
             elif value is None or isinstance(value, (bool, int, float)):
                 scalars.setdefault(name, {})[key] = value
@@ -388,10 +394,6 @@ def _join_parts(
             f"{type(optimizer).__name__}. Use AdamW8bit, which saved it, or start afresh."
         )
     return parts[""]
-
-
-def _is_plain(value: Tensor) -> bool:
-    return not is_made_of_tensors(value.to_local() if isinstance(value, DTensor) else value)
 
 
 def group_settings(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -118,7 +118,9 @@ def _answer(
     # torch's functions on the meta device must see that device.
     if func == _DEVICE and is_called_outside(1):
         return absence.device
-    if _needs_no_values(absence, func):
+    # It tells nothing of values, or is a call of Shoal's own.
+    needs_none = func in (_ALLOWED if absence.is_in_stage else _READ)
+    if needs_none or is_access_by_shoal() or (absence.is_own and is_called_by_shoal()):
         with DisableTorchFunctionSubclass():
             return func(*args, **options)
     if func is foreach_zero_:
@@ -134,13 +136,6 @@ def _answer(
             label = func.__self__.__name__  # type: ignore[attr-defined]
         raise absence.refusal(label.strip("_"))
     return answer
-
-
-def _needs_no_values(absence: Absence, func: _Function) -> bool:
-    """Return True for a function that tells nothing of values, and for calls of Shoal's own."""
-    if is_access_by_shoal() or (absence.is_own and is_called_by_shoal()):
-        return True
-    return func in (_ALLOWED if absence.is_in_stage else _READ)
 
 
 def _written(absence: Absence, label: str, args: Sequence[Any]) -> Any:

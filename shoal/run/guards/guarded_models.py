@@ -6,7 +6,7 @@ many runs there are, and put back with the last of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.comm.mesh import Mesh
-from shoal.comm.tensor_digest import tensor_digest
 from shoal.platform.torch_private.replaced_functions import replace_function
 from shoal.strategies.base import LocalModel, no_op
 
@@ -50,10 +49,6 @@ class StepPhase:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         self.in_passes = self._depth > 0
-
-    def note_loaded(self, weights: Iterable[Tensor]) -> None:
-        """Note full weights that the script has loaded on this rank, for `loaded`."""
-        self.loaded = hash((self.loaded, *(int(tensor_digest(value)) for value in weights)))
 
 
 @dataclass(frozen=True, eq=False)
