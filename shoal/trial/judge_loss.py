@@ -135,7 +135,13 @@ class LossJudge:
         try:
             whole = self._pass(lambda: self._loss.whole(self._all), None)
         except _FailedError as failed:
-            return self._failed_whole(failed, all_rows)
+            if all_rows > self._num_rows:  # it may be the rows that are missing
+                self.draws = RecordedDraws(all_rows)
+                with suppress(_FailedError):
+                    self._pass(lambda: self._loss.whole(torch.arange(all_rows)), None)
+                    sizes = self._num_rows, all_rows
+                    return LossVerdict(LossKind.FAILS_ON_PARTS, sizes=sizes, reason=failed.text)
+            return _cannot(f"it fails with {failed.text}")
         verdict = self._compare(whole)
         if verdict.kind is LossKind.COUPLED and self.draws.repeats_rows:
             # The draws of a row may lie side by side, or once in each of several blocks.
@@ -189,7 +195,15 @@ class LossJudge:
         """Compare the whole with its parts in all splits."""
         errors: list[SplitError] = []
         failure: _FailedError | None = None
-        for parts in self._splits():
+        order, n = self._order, self._num_rows
+        third = max(1, n // 3)
+        # In order: the loop may have sorted the rows by length, which some functions ask for.
+        splits = [
+            (order[:third].sort().values, order[third:].sort().values),
+            (order[:1], order[1:].sort().values),
+            (self._all[: n // 2], self._all[n // 2 :]),
+        ]
+        for parts in splits:
             try:
                 measured = [self._part(rows) for rows in parts]
             except _FailedError as failed:
@@ -234,16 +248,6 @@ class LossJudge:
             return False
         return distance(whole, parts).mean < TOLERANCE
 
-    def _splits(self) -> list[tuple[Tensor, Tensor]]:
-        order, n = self._order, self._num_rows
-        third = max(1, n // 3)
-        # In order: the loop may have sorted the rows by length, which some functions ask for.
-        return [
-            (order[:third].sort().values, order[third:].sort().values),
-            (order[:1], order[1:].sort().values),
-            (self._all[: n // 2], self._all[n // 2 :]),
-        ]
-
     def _confirmed(self, verdict: LossVerdict, whole: Measured) -> LossVerdict:
         """Return the objection, if it is neither randomness nor rounding."""
         if self._loss.is_rounding(whole):
@@ -263,17 +267,6 @@ class LossJudge:
         if self.draws.half and verdict.difference < TOLERANCE_IN_HALF:
             return _cannot("it computes in 16 bits, whose rounding hides the answer")
         return verdict
-
-    def _failed_whole(self, failed: _FailedError, all_rows: int) -> LossVerdict:
-        """Return the verdict on a function that fails already on the rows of the whole."""
-        if all_rows > self._num_rows:
-            self.draws = RecordedDraws(all_rows)
-            with suppress(_FailedError):
-                self._pass(lambda: self._loss.whole(torch.arange(all_rows)), None)
-                return LossVerdict(
-                    LossKind.FAILS_ON_PARTS, sizes=(self._num_rows, all_rows), reason=failed.text
-                )
-        return _cannot(f"it fails with {failed.text}")
 
     def _part(self, rows: Tensor) -> Measured:
         return self._pass(lambda: self._loss.part(rows, self._num_rows), rows)

@@ -230,8 +230,11 @@ class ReplacedRows(DispatchMode):
                 if copies and _is_mixed(*copies, is_of_classes, beside):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
                 is_known = copies is not None or self._memory(tensor) is not None
-                is_table = has_tables and not is_known and _is_table(tensor, samples)
-                if is_table and len(self.tables) < MOST_TABLES:
+                # Several numbers that are not those of the samples.
+                is_table = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
+                is_table = is_table and tensor.is_floating_point() and _is_plain(tensor)
+                is_new = has_tables and is_table and not is_known
+                if is_new and len(self.tables) < MOST_TABLES:
                     place = calling_line(caller(2)) or "the loss"
                     text = f"{tuple(tensor.shape)} at {place}"
                     self.tables.append((text, int(tensor_digest(tensor))))
@@ -364,12 +367,6 @@ def _is_constant(tensor: Tensor) -> bool:
     """Return True for numbers without a gradient, or a mask."""
     is_value = tensor.is_floating_point() or tensor.dtype == torch.bool
     return is_value and not tensor.requires_grad
-
-
-def _is_table(tensor: Tensor, samples: int) -> bool:
-    """Return True for a constant of several numbers that are not those of the samples."""
-    is_small = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
-    return is_small and tensor.is_floating_point() and _is_plain(tensor)
 
 
 def _is_mixed(
