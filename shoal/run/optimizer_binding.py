@@ -77,30 +77,25 @@ class BoundGroups:
             for group in optimizer.param_groups
         ]
 
+    def names(self, optimizers: Sequence[Optimizer], root: nn.Module) -> list[list[list[str]]]:
+        """Return for each optimizer, for each of its groups, the names of its parameters.
+
+        Raises:
+            UsageError: a trainable parameter is not in exactly one group, or a group has a
+                parameter of no prepared model.
+        """
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        groups = [self.of(optimizer) for optimizer in optimizers]
+        params = [parameter for of_one in groups for group in of_one for parameter in group]
+        problems = list(_problems_of_groups(root, names, params))
+        if problems:
+            raise UsageError("\n".join(problems))
+        return [[[names[id(p)] for p in group] for group in of_one] for of_one in groups]
+
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def group_names(
-    optimizers: Sequence[Optimizer], root: nn.Module, bound: BoundGroups
-) -> list[list[list[str]]]:
-    """Return for each optimizer, for each of its groups, the names of its parameters.
-
-    Args: bound: knows the groups of optimizers that hold this rank's parameters only.
-
-    Raises:
-        UsageError: a trainable parameter is not in exactly one group, or a group has a parameter
-            of no prepared model.
-    """
-    names = {id(parameter): name for name, parameter in root.named_parameters()}
-    groups = [bound.of(optimizer) for optimizer in optimizers]
-    params = [parameter for of_one in groups for group in of_one for parameter in group]
-    problems = list(_problems_of_groups(root, names, params))
-    if problems:
-        raise UsageError("\n".join(problems))
-    return [[[names[id(p)] for p in group] for group in of_one] for of_one in groups]
 
 
 def _problems_of_groups(

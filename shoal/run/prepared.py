@@ -36,7 +36,7 @@ from shoal.run.guards.absent_values import removed_gradients
 from shoal.run.local_shard_step import step_local_shards
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.nonfinite_steps import NonfiniteSteps
-from shoal.run.optimizer_binding import BoundGroups, bind_optimizers, group_names
+from shoal.run.optimizer_binding import BoundGroups, bind_optimizers
 from shoal.run.parameter_hooks import ParameterHooks
 from shoal.run.preparation import (
     RunSettings,
@@ -194,7 +194,7 @@ class Prepared:
         if not self.optimizers:  # a teacher, or a model whose optimizer comes later
             self._make_whole(root)
             return
-        group_names(self.optimizers, root, self._bound)  # raises where one is missing
+        self._bound.names(self.optimizers, root)  # raises where one is missing
         begins = not self._was_applied
         if not self._is_announced:
             self._is_announced = True
@@ -225,7 +225,7 @@ class Prepared:
 
     def apply(self, example: base.ExampleBatch | None) -> None:
         """Apply the strategies; with the first batch if one needs it. Collective."""
-        groups = group_names(self.optimizers, self.root, self._bound)
+        groups = self._bound.names(self.optimizers, self.root)
         # Strategies look at hooks on parameters: a user's own would not know of a shard.
         check_no_renormalising(self.root, self.mesh.data.size)
         self.guards.remove()
@@ -261,7 +261,7 @@ class Prepared:
     def _bind(self) -> None:
         """Bind new optimizers to the parameters that this rank owns already."""
         local_model = self.local_model()
-        groups = group_names(self.optimizers, self.root, self._bound)
+        groups = self._bound.names(self.optimizers, self.root)
         if local_model.remote_optimizer is not None:
             raise StrategyRefused(
                 "prepare: a second optimizer after training has begun: parameter servers keep the "
@@ -340,7 +340,7 @@ class Prepared:
                 "phase in a run of its own (run = shoal.init(), as for each fold); or use ddp."
             )
         root = as_one_module(self.models)
-        group_names(self.optimizers, root, self._bound)  # raises where one is missing
+        self._bound.names(self.optimizers, root)  # raises where one is missing
         assert self._local_model is not None
         self.guards.remove()
         state = self._local_model.strategy_state
