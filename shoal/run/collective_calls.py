@@ -226,7 +226,11 @@ class CollectiveCalls:
                 for rank, place in self._others():
                     is_elsewhere = moves and rank in named and place != own
                     if is_elsewhere or not place.call:
-                        return self._differs(own, rank, place)
+                        both = sorted([(self._rank, own), (rank, place)])
+                        facts = ", and ".join(each.describe(number) for number, each in both)
+                        text = f"the ranks do not make the same calls: {facts}. {CURE}"
+                        self._store.compare_set(self._key("reason"), "", text)
+                        return UsageError(text)
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(0.02)
@@ -239,13 +243,6 @@ class CollectiveCalls:
                 place = place_in(self._store.get(key))
                 if place is not None:
                     yield rank, place
-
-    def _differs(self, own: LoopPlace, rank: int, place: LoopPlace) -> UsageError:
-        both = sorted([(self._rank, own), (rank, place)])
-        facts = ", and ".join(each.describe(number) for number, each in both)
-        text = f"the ranks do not make the same calls: {facts}. {CURE}"
-        self._store.compare_set(self._key("reason"), "", text)
-        return UsageError(text)
 
     def _write(self, place: LoopPlace) -> None:
         self._store.set(self._key(f"place of {self._rank}"), json.dumps(place))

@@ -143,7 +143,10 @@ def _written(absence: Absence, label: str, args: Sequence[Any]) -> Any:
     if label == "zero_":
         absence.is_zeroed = True
         return args[0]
-    is_write = absence.is_in_stage and label not in _DRAWS and _is_in_place(label)
+    in_place = label.endswith("_")
+    if label.startswith("__"):
+        in_place = label == "__setitem__" or label[2:] in _IN_PLACE_OPERATORS
+    is_write = absence.is_in_stage and label not in _DRAWS and in_place
     return args[0] if is_write and is_absent(args[0]) else None
 
 
@@ -192,12 +195,6 @@ def _as_absent(
     absent = values.as_subclass(kind)
     absent.absence = absence
     return absent
-
-
-def _is_in_place(label: str) -> bool:
-    if label.startswith("__"):
-        return label == "__setitem__" or label[2:] in _IN_PLACE_OPERATORS
-    return label.endswith("_")
 
 
 def guard_absent_weights(guarded: GuardedModels, undo: ExitStack) -> None:

@@ -110,11 +110,9 @@ class OptimizerStates:
         optimizer.state = GuardedState(values, optimizer, self._refuse, not self._is_remote)
 
     def _refuse(self, call: str) -> Never:
-        where = (
-            "the servers hold the optimizer's state"
-            if self._is_remote
-            else "this rank has the optimizer's state of its own stage"
-        )
+        where = "this rank has the optimizer's state of its own stage"
+        if self._is_remote:
+            where = "the servers hold the optimizer's state"
         raise UsageError(
             f"{call}{call_site()}{self._guarded.under}: {where}. run.state() returns all of it, "
             "and run.load_state(...) sets it, on all ranks; or use ddp, where every rank has all "
