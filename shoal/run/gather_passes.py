@@ -135,12 +135,7 @@ class MicrobatchGathering:
         self._known[key] = self._known.get(key, False) or num_gathers
         if not num_gathers:
             return batch
-        gathered = [
-            self._gathered(rows, microbatches)._replace(
-                is_data=not self._on_any_rank(not all(are_data))
-            )
-            for rows, are_data in values
-        ]
+        gathered = [self._gathered(rows, are_data, microbatches) for rows, are_data in values]
         with leaving_no_trace(self._models, function, given):
             asked = self._asked(gathered, [rows for rows, _ in values], passes)
         self._seeds()  # the next step draws others
@@ -184,7 +179,9 @@ class MicrobatchGathering:
             )
         return [([x for x, _ in own], [d for _, d in own]) for own in zip(*found, strict=True)]
 
-    def _gathered(self, own: list[Tensor], microbatches: list[base.LocalBatch]) -> GatheredRows:
+    def _gathered(
+        self, own: list[Tensor], are_data: list[bool], microbatches: list[base.LocalBatch]
+    ) -> GatheredRows:
         """Return the rows of all micro-batches of all ranks. Collective."""
         rows = [
             x if micro.num_samples else x[:0] for x, micro in zip(own, microbatches, strict=True)
@@ -197,7 +194,9 @@ class MicrobatchGathering:
             # A stand-in is the first sample of the batch, so its row is among those of others.
             windows.append(slice(start, start + len(x)) if micro.num_samples else slice(0, len(x)))
             start += len(x) if micro.num_samples else 0
-        return GatheredRows(gather_rows(together, self._data, counts), windows)
+        rows_of_all = gather_rows(together, self._data, counts)
+        is_data = not self._on_any_rank(not all(are_data))
+        return GatheredRows(rows_of_all, windows, is_data=is_data)
 
     def _asked(
         self, gathered: list[GatheredRows], values: list[list[Tensor]], passes: Passes

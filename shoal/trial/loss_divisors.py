@@ -126,9 +126,7 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
 
     Raises: RuntimeError: the graph was used and freed.
     """
-    means = [loss] if isinstance(loss, Tensor) else []
-    if isinstance(loss, Counted):
-        means = [term.value for term in loss.terms if term.count is None]
+    means = [loss] if isinstance(loss, Tensor) else [t.value for t in loss.terms if t.count is None]
     found: list[Divisor] = []
     paths = [(mean.grad_fn, Divisor()) for mean in means]
     for _ in range(MOST_NODES):
