@@ -78,10 +78,10 @@ class NonfiniteSteps:
     def watch(self, local_model: base.LocalModel) -> None:
         """Judge the steps of this local model from now on."""
         self._local_model = local_model
-        is_whole = not (local_model.is_partial or local_model.has_sharded_params)
-        is_whole = is_whole and self._mesh.data.size == self._mesh.size
         is_alone = self._mesh.size == 1 or not local_model.strategy_state.is_synchronous
-        self._agreed = is_alone or is_whole
+        # Once, for it looks at each parameter.
+        is_divided = local_model.is_partial or local_model.has_sharded_params
+        self._agreed = is_alone or (self._mesh.data.size == self._mesh.size and not is_divided)
         local_model.finite_check.enabled = self.enabled and self._loss_scale is None
 
     def begin(self) -> Callable[[Tensor], None] | None:

@@ -231,10 +231,9 @@ class ReplacedRows(DispatchMode):
                     self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
                 is_known = copies is not None or self._memory(tensor) is not None
                 # Several numbers that are not those of the samples.
-                is_table = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
-                is_table = is_table and tensor.is_floating_point() and _is_plain(tensor)
-                is_new = has_tables and is_table and not is_known
-                if is_new and len(self.tables) < MOST_TABLES:
+                is_small = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
+                is_table = is_small and tensor.is_floating_point() and _is_plain(tensor)
+                if has_tables and is_table and not is_known and len(self.tables) < MOST_TABLES:
                     place = calling_line(caller(2)) or "the loss"
                     text = f"{tuple(tensor.shape)} at {place}"
                     self.tables.append((text, int(tensor_digest(tensor))))
