@@ -22,7 +22,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,
-    "shoal/parameter_server": 6_980,
+    "shoal/parameter_server": 7_030,
     "shoal/planner": 2_720,
     "shoal/platform": 2_020,
     "shoal/plotting": 470,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_510,
     "shoal/watchdog": 940,
     "shoal/weights": 590,
-    "tests": 67_810,
+    "tests": 67_980,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
