@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("only", nargs="*", help="names of scripts or layouts")
     options = parser.parse_args()
     data = options.page.with_suffix(".json")
-    cells = read(data) if options.more or options.only else {}
+    cells = read(data)
     scripts = all_scripts()
     for layout in LAYOUTS:
         names = [n for n in scripts if _is_wanted(n, layout, options.only, cells, options.more)]
@@ -123,7 +123,8 @@ def write(data: Path, cells: Mapping[Key, Cell]) -> None:
 def page(cells: Mapping[Key, Cell]) -> str:
     """Return the page in Markdown."""
     texts: dict[str, str] = {}  # filled by _number
-    scripts = all_scripts()
+    measured = {name for name, *_ in cells}
+    scripts = {name: script for name, script in all_scripts().items() if name in measured}
     groups: dict[str, list[str]] = {}
     for name, script in scripts.items():
         exceptions = _exceptions(name, cells, texts) or "exact everywhere"
