@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -14,14 +15,7 @@ from shoal.data.batch_fetcher import identity_collate, worker_settings
 from shoal.data.batch_shards import BatchShard
 from shoal.data.index_batches import check_sampler
 from shoal.data.sharded_loader import ShardedLoader
-from shoal.data.stream_reader import (
-    FRESH,
-    ReadBatch,
-    ReaderDataset,
-    ReaderState,
-    StartReader,
-    StreamReaders,
-)
+from shoal.data.stream_reader import FRESH, ReadBatch, ReaderState, StreamReaders
 from shoal.errors import UsageError
 from shoal.trace.recorder import Recorder
 
@@ -192,11 +186,9 @@ class StreamLoader(ShardedLoader):
 def _worker_processes(readers: StreamReaders, loader: DataLoader, first: int) -> DataLoader:
     """Return a DataLoader whose workers are the readers."""
     settings = worker_settings(loader)
-    settings["worker_init_fn"] = StartReader(
-        readers.source, first, len(readers.states), readers.seed, settings.get("worker_init_fn")
-    )
+    settings["worker_init_fn"] = partial(readers.start, first, settings["worker_init_fn"])
     return DataLoader(
-        ReaderDataset(readers),
+        readers,
         batch_size=None,
         collate_fn=identity_collate,
         num_workers=len(readers.states),

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -54,14 +54,6 @@ def hidden_ranks() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-@contextmanager
-def one_process(seed: int) -> Iterator[None]:
-    """Hide the ranks in the block, which draws under `seed`."""
-    with preserve_rng_state(), hidden_ranks():
-        seed_all(seed)
-        yield
-
-
 ReaderState = dict[str, Any]
 """`batches`: read so far; `state`: what the source's `state_dict` returned after them, or None;
 `ended`: True if no more come.
@@ -81,9 +73,9 @@ class ReadBatch(NamedTuple):
     state: ReaderState
 
 
-@dataclass(frozen=True)
-class StreamReaders:
-    """All readers of a stream, in one epoch.
+@dataclass(frozen=True, eq=False)
+class StreamReaders(IterableDataset):
+    """All readers of a stream, in one epoch: a data set for a DataLoader with a worker for each.
 
     Args:
         source: an iterable of samples, or of batches if `batch_size` is None.
@@ -100,6 +92,25 @@ class StreamReaders:
     seed: int
     epoch: int
     states: tuple[ReaderState, ...]
+
+    def __iter__(self) -> Iterator[ReadBatch]:
+        info = get_worker_info()
+        assert info is not None
+        return self.read(info.id)
+
+    def start(self, first: int, user_fn: Callable[[int], None] | None, worker: int) -> None:
+        """Make a worker process a reader.
+
+        Args:
+            first: the reader of worker 0: torch begins with this worker.
+            user_fn: the user's own `worker_init_fn`.
+        """
+        number = (worker + first) % len(self.states)
+        seed = derive_seed(self.seed, number)
+        set_worker_info(number, len(self.states), seed, self.source)
+        if user_fn is not None:
+            with hidden_ranks():
+                user_fn(number)
 
     def read(self, number: int) -> Iterator[ReadBatch]:
         """Yield the batches of one reader from its state on."""
@@ -133,8 +144,12 @@ class StreamReaders:
                 )
             yield found
 
-    def _draws(self, number: int, batch: int) -> AbstractContextManager[None]:
-        return one_process(derive_seed(self.seed, self.epoch, number, batch))
+    @contextmanager
+    def _draws(self, number: int, batch: int) -> Iterator[None]:
+        """Hide the ranks in the block, which draws under the seed of a reader's batch."""
+        with preserve_rng_state(), hidden_ranks():
+            seed_all(derive_seed(self.seed, self.epoch, number, batch))
+            yield
 
     def _rows(self, items: list[Any]) -> tuple[Any, BatchShard]:
         """Return this rank's rows, and how many they are of the whole batch."""
@@ -158,41 +173,6 @@ class StreamReaders:
 
     def _checksum(self, items: list[Any]) -> int:
         return 0 if self.ranks == 1 else _checksum(items, 0)
-
-
-class ReaderDataset(IterableDataset):
-    """The readers as a data set for a DataLoader with a worker for each of them."""
-
-    def __init__(self, readers: StreamReaders) -> None:
-        self.readers = readers
-
-    def __iter__(self) -> Iterator[ReadBatch]:
-        info = get_worker_info()
-        assert info is not None
-        return self.readers.read(info.id)
-
-
-@dataclass(frozen=True)
-class StartReader:
-    """The `worker_init_fn` that makes worker processes readers.
-
-    Args:
-        first: the reader of worker 0: torch begins with this worker.
-        user_fn: the user's own `worker_init_fn`.
-    """
-
-    source: Any
-    first: int
-    readers: int
-    seed: int
-    user_fn: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        number = (worker + self.first) % self.readers
-        set_worker_info(number, self.readers, derive_seed(self.seed, number), self.source)
-        if self.user_fn is not None:
-            with hidden_ranks():
-                self.user_fn(number)
 
 
 def _begin(source: Any, state: Any) -> Iterator[Any]:
