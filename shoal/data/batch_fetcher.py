@@ -221,7 +221,7 @@ def worker_settings(loader: DataLoader) -> dict[str, Any]:
             "persistent_workers",
         ):
             settings[name] = getattr(loader, name)
-        settings["worker_init_fn"] = OutliveSigterm(loader.worker_init_fn)
+        settings["worker_init_fn"] = partial(outlive_sigterm, loader.worker_init_fn)
     return settings
 
 
@@ -230,23 +230,18 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-@dataclass(frozen=True)
-class OutliveSigterm:
-    """A `worker_init_fn`, after which a SIGTERM ends the worker later, and by status 0.
+def outlive_sigterm(user_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Begin a worker that a SIGTERM ends later, and by status 0.
 
     Slurm, for one, sends SIGTERM to every process of a step. Workers that it ended would end their
     rank in torch's error, in the middle of a save.
 
     Args: user_fn: the user's own `worker_init_fn`, which may change that.
     """
-
-    user_fn: Callable[[int], None] | None
-
-    def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_S))
-        signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
-        if self.user_fn is not None:
-            self.user_fn(worker)
+    signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE_S))
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(0))
+    if user_fn is not None:
+        user_fn(worker)
 
 
 def needs_whole_batch(fetch: BatchFetcher, batch: IndexBatch, loader: DataLoader) -> bool:
