@@ -13,7 +13,7 @@ of ranks nor on the number of worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -72,10 +72,6 @@ class DistributedBatchLoader(ShardedLoader):
         self._is_probed = ranks == 1
         self._last_shapes: list[tuple[int, ...]] | None = None
 
-    def __len__(self) -> int:
-        """Return the number of global batches in this epoch."""
-        return self.batches_in(self.epoch)
-
     def batches_in(self, epoch: int) -> int:
         """Return the number of global batches in an epoch. A sampler with `set_epoch` may change
         it from epoch to epoch.
@@ -87,16 +83,6 @@ class DistributedBatchLoader(ShardedLoader):
             return None
         batch = IndexBatch(self.share.epoch, self.share.stop, self.share.indices)
         return self._fetch.holds_samples(batch, length)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "position": self.position}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._open.clear()
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
-
-    def _end_epoch(self) -> None:
-        pass
 
     def _batches(self) -> Iterator[tuple[BatchShard, Any]]:
         pending = self._probe(self._indices.remaining(self.epoch, self.position))

@@ -96,13 +96,17 @@ class ShardedLoader(ABC):
             raise AttributeError(f"a prepared loader has no attribute '{name}'")
         return getattr(loader, name)
 
+    def __len__(self) -> int:
+        """Return the number of global batches in this epoch. Raises TypeError: nobody knows it."""
+        return self.batches_in(self.epoch)
+
     def __iter__(self) -> Iterator[Any]:
         watch = self.watch
         watch.end()  # of another loader's batch, in a loop over both
         if not self._open:
             self._last_epoch = -1
         elif self.position:  # another loop stands within an epoch, or has left its iterator there
-            self._begin_epoch_after(self.epoch)
+            self._begin_next_epoch()
         self.has_stepped = False
         has_yielded = False
         loop = object()
@@ -125,7 +129,7 @@ class ShardedLoader(ABC):
             # A loop that stops early ends its epoch, too, as with any DataLoader.
             if loop in self._open:
                 self._open.remove(loop)
-                self._begin_epoch_after(self.epoch)
+                self._begin_next_epoch()
 
     def _note_own_rows(self) -> None:
         """Note once that a loop without steps, such as an evaluation, had rows of this rank."""
@@ -133,27 +137,31 @@ class ShardedLoader(ABC):
             self.announce(OWN_ROWS_NOTE)
             self.announce = None
 
-    def _begin_epoch_after(self, epoch: int) -> None:
+    def _begin_next_epoch(self) -> None:
         """Begin the next epoch that no loop has begun."""
-        self._last_epoch = max(self._last_epoch, epoch)
+        self._last_epoch = max(self._last_epoch, self.epoch)
         self.epoch, self.position = self._last_epoch + 1, 0
-        self._end_epoch()
 
     @abstractmethod
     def _batches(self) -> Iterable[tuple[BatchShard, Any]]:
         """Return the remaining batches of this epoch."""
 
     @abstractmethod
+    def batches_in(self, epoch: int) -> int:
+        """Return the number of global batches in an epoch, as `__len__` does."""
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data as JSON values; it is valid for any number of ranks."""
+        return {"epoch": self.epoch, "position": self.position}
 
-    @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`: each remaining sample of its epoch comes exactly once.
 
         Behind its last batch the next loop is empty, so that what a script does at the end of an
         epoch is done.
         """
+        self._open.clear()
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
 
     def holds_samples(self, length: int) -> bool | None:
         """Return True if unclear lists of this length hold samples, False if columns.
@@ -178,10 +186,6 @@ class ShardedLoader(ABC):
         iterator = iter(self._workers)
         self._reading.add(iterator)
         return iterator
-
-    @abstractmethod
-    def _end_epoch(self) -> None:
-        """Forget all that belongs to one epoch."""
 
     def _timed(self, batches: Iterable[tuple[BatchShard, Any]]) -> Iterator[tuple[BatchShard, Any]]:
         """Yield the same batches and record the waiting time for each."""

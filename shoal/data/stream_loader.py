@@ -61,12 +61,8 @@ class StreamLoader(ShardedLoader):
         self._checksum = 0
         self._is_begun = False
 
-    def __len__(self) -> int:
-        """Return the number of batches of a list. Raises TypeError: only a stream's end tells."""
-        return self.batches_in(self.epoch)
-
     def batches_in(self, epoch: int) -> int:
-        """Return the number of batches of an epoch, as `__len__` does."""
+        """Return the number of batches of a list. Raises TypeError: only a stream's end tells."""
         if self._loader is not None:
             raise TypeError("iterable data has no length before its end")
         return len(self.dataset)
@@ -77,8 +73,7 @@ class StreamLoader(ShardedLoader):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "epoch": self.epoch,
-            "position": self.position,
+            **super().state_dict(),
             "reader": self._first,
             "readers": [dict(state) for state in self._states],
         }
@@ -92,8 +87,7 @@ class StreamLoader(ShardedLoader):
         Raises: UsageError: another number of workers has read the data.
         """
         self._workers = None
-        self._open.clear()
-        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        super().load_state_dict(state)
         states = tuple(dict(reader) for reader in state.get("readers", ()))
         if not self.position:
             self._states, self._first = self._fresh_states(), 0
@@ -153,7 +147,8 @@ class StreamLoader(ShardedLoader):
             self._workers = _worker_processes(readers, loader, self._first)
         return self._read_workers()
 
-    def _end_epoch(self) -> None:
+    def _begin_next_epoch(self) -> None:
+        super()._begin_next_epoch()
         self._workers = None  # those of the next epoch begin with other states
         self._states, self._first = self._fresh_states(), 0
         self._read_batches = self._checksum = 0
