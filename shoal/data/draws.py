@@ -78,7 +78,7 @@ class GlobalDraws(DispatchMode):
         options = kwargs or {}
         if not is_random(func):
             return func(*args, **options)
-        call = _DrawCall.of(func, args, options)
+        call = DrawCall.of(func, args, options)
         window = None if call.is_certain else own_part(call.shape, self.rows)
         if window is None:
             return func(*args, **options)
@@ -98,12 +98,7 @@ def is_random(func: Any) -> bool:
 
 def draws_numbers(func: Any, args: Any, options: Any) -> bool:
     """Return True if this call of an operator draws: dropout of probability 0 does not."""
-    return is_random(func) and not _DrawCall.of(func, args, options).is_certain
-
-
-def drawn_shape(func: Any, args: Any, options: Any) -> tuple[int, ...]:
-    """Return the shape of what this call of a random operator draws, by its arguments."""
-    return _DrawCall.of(func, args, options).shape
+    return is_random(func) and not DrawCall.of(func, args, options).is_certain
 
 
 def digest_of_generators(device: torch.device, digest: int = 0) -> int:
@@ -117,7 +112,7 @@ def digest_of_generators(device: torch.device, digest: int = 0) -> int:
     return digest
 
 
-class _DrawCall(NamedTuple):
+class DrawCall(NamedTuple):
     """One call of a random operator."""
 
     name: str
@@ -128,7 +123,7 @@ class _DrawCall(NamedTuple):
     """Nothing is drawn: the probability is 0, or it is no training."""
 
     @classmethod
-    def of(cls, func: Any, args: Any, options: Any) -> _DrawCall:
+    def of(cls, func: Any, args: Any, options: Any) -> DrawCall:
         arguments = schema_of(func).arguments
         given = {a.name: value for a, value in zip(arguments, args, strict=False)} | dict(options)
         tensors = [value.shape for value in given.values() if isinstance(value, Tensor)]
@@ -174,7 +169,7 @@ def own_part(shape: Sequence[int], rows: Rows) -> OwnPart | None:
 
 
 def _draw(
-    func: Any, call: _DrawCall, window: OwnPart, shape: tuple[int, ...], args: Any, options: Any
+    func: Any, call: DrawCall, window: OwnPart, shape: tuple[int, ...], args: Any, options: Any
 ) -> Any:
     """Call `func` for the global batch, and return or write this rank's rows.
 
@@ -227,7 +222,7 @@ def _enlarged(value: Tensor, shape: tuple[int, ...], window: OwnPart) -> Tensor:
     return whole
 
 
-def _refusal(call: _DrawCall, rows: Rows) -> str:
+def _refusal(call: DrawCall, rows: Rows) -> str:
     if call.name in COUPLING:
         return (
             f'draws="global": {call.name} over the {rows.size} samples of this rank couples them, '

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.tensor_digest import tensor_digest
-from shoal.data.draws import drawn_shape, draws_numbers
+from shoal.data.draws import DrawCall, draws_numbers
 from shoal.platform.script_line import caller, calling_line
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
@@ -250,7 +250,7 @@ class ReplacedRows(DispatchMode):
         if not any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
             self.draws |= {f"{operator} at {line}": None} if line else {}
         elif operator != "randperm":  # an order of the whole batch
-            self.own_draws[f"{operator} at {line}"] = drawn_shape(func, args, kwargs)
+            self.own_draws[f"{operator} at {line}"] = DrawCall.of(func, args, kwargs).shape
 
     def _arguments(self, arguments: Any, index: int) -> Any:
         def other(value: Any) -> Any:
