@@ -9,12 +9,11 @@ A tensor is found by identity, as the base of a view, and after `Run.move`; neve
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from shoal.data.batch_shards import BatchShard, share_batch
+from shoal.data.batch_shards import BatchShard
 from shoal.data.tree_map import tensors_in
 from shoal.platform.torch_private.tensor_state import base
 
@@ -23,16 +22,19 @@ class BatchRegistry:
     """Remember shards for as long as the tensors of their batches live.
 
     Attributes:
+        last: the shard of the last batch; None before the first.
         sizes: (rows, global rows) of every shard so far.
     """
 
     def __init__(self) -> None:
+        self.last: BatchShard | None = None
         self.sizes: set[tuple[int, int]] = set()
         # Key: the id of a live tensor. None: a tensor of batches of different sizes.
         self._shards: dict[int, BatchShard | None] = {}
 
     def remember(self, batch: Any, shard: BatchShard) -> None:
         """Record that `batch` was yielded with `shard`."""
+        self.last = shard
         self.sizes.add(_size(shard))
         for tensor in tensors_in(batch):
             # A tensor that comes with batches of different sizes identifies none of them.
@@ -45,13 +47,6 @@ class BatchRegistry:
         shard = self.shard_of(tensor)
         if shard is not None and moved is not tensor:
             self._save(moved, shard)
-
-    def shard_sizes_of(self, tensors: Iterable[Tensor]) -> list[BatchShard]:
-        """Return the shards of these tensors, one for each size: one for a batch, none for unknown
-        tensors.
-        """
-        shards = [shard for shard in map(self.shard_of, tensors) if shard is not None]
-        return list({_size(shard): shard for shard in shards}.values())
 
     def _save(self, tensor: Tensor, shard: BatchShard | None) -> None:
         if id(tensor) not in self._shards:
@@ -66,25 +61,6 @@ class BatchRegistry:
             return shard
         view_base = base(tensor)
         return None if view_base is None else self._shards.get(id(view_base))
-
-
-class SharedBatches:
-    """Gives this rank its rows of global batches that the user makes without a loader.
-
-    Attributes:
-        share: the shard of the last batch; None before the first.
-        yielded: finds the shard of a batch.
-    """
-
-    def __init__(self) -> None:
-        self.share: BatchShard | None = None
-        self.yielded = BatchRegistry()
-
-    def rows_of(self, batch: Any, rank: int, ranks: int, rows: int | None = None) -> Any:
-        """Return this rank's rows of a global batch, as `share_batch` does, and remember them."""
-        local, self.share = share_batch(batch, rank, ranks, rows)
-        self.yielded.remember(local, self.share)
-        return local
 
 
 def _size(shard: BatchShard) -> tuple[int, int]:

@@ -52,7 +52,6 @@ class ShardedLoader(ABC):
 
     Attributes:
         batch_size: samples of a global batch; None if batches may differ in size.
-        share: the shard that was yielded last.
         epoch: of the next batches; counted from 0.
         position: samples of this epoch yielded so far, over all ranks; batches, where they come
             ready-made.
@@ -73,7 +72,6 @@ class ShardedLoader(ABC):
         self.seed = seed
         self.epoch = 0
         self.position = 0
-        self.share: BatchShard | None = None
         self.yielded = BatchRegistry()
         self.data_fingerprint: Fingerprint = {}
         self.watch = YieldWatch()
@@ -100,6 +98,11 @@ class ShardedLoader(ABC):
         """Return the number of global batches in this epoch. Raises TypeError: nobody knows it."""
         return self.batches_in(self.epoch)
 
+    @property
+    def share(self) -> BatchShard | None:
+        """Return the shard that was yielded last; None before the first."""
+        return self.yielded.last
+
     def __iter__(self) -> Iterator[Any]:
         watch = self.watch
         watch.end()  # of another loader's batch, in a loop over both
@@ -115,7 +118,6 @@ class ShardedLoader(ABC):
             for share, batch in self._timed(self._batches()):
                 batch = batch if self.device is None else to_device(batch, self.device)
                 has_yielded = True
-                self.share = share
                 self.position = share.stop
                 self.yielded.remember(batch, share)
                 watch.begin(batch, share)

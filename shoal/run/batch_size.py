@@ -22,15 +22,14 @@ from torch import Tensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.tensor_digest import as_bytes
-from shoal.data.batch_registry import SharedBatches
-from shoal.data.batch_shards import BatchShard
+from shoal.data.batch_registry import BatchRegistry
+from shoal.data.batch_shards import BatchShard, share_batch
 from shoal.data.fingerprint import fingerprint
 from shoal.data.sharded_loader import ShardedLoader, YieldWatch
 from shoal.data.tree_map import are_tensors, row_tensors, rows_of, tensors_in
 from shoal.errors import UsageError
 from shoal.run.collective_calls import CURE
 
-BatchSource = ShardedLoader | SharedBatches
 Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
@@ -107,7 +106,7 @@ class BatchSizes:
         self._data = data
         self._history = history
         self._watch = watch
-        self._shared = SharedBatches()
+        self._shared = BatchRegistry()
         self._is_shared_checked = False
         # For batches of n tensors: the layouts of each tensor that all batches so far allow.
         self._layouts: dict[int, list[Layouts]] = {}
@@ -123,9 +122,9 @@ class BatchSizes:
         """
         if self._data.size > 1:
             self._history.add_shared(batch)
-        local = self._shared.rows_of(batch, self._data.rank, self._data.size)
-        assert self._shared.share is not None
-        self._watch.begin(local, self._shared.share)
+        local, share = share_batch(batch, self._data.rank, self._data.size)
+        self._shared.remember(local, share)
+        self._watch.begin(local, share)
         return local
 
     def check_shared(self) -> None:
@@ -138,7 +137,7 @@ class BatchSizes:
 
         Raises: UsageError: on every rank, if the batches differ.
         """
-        if self._is_shared_checked or self._data.size == 1 or self._shared.share is None:
+        if self._is_shared_checked or self._data.size == 1 or self._shared.last is None:
             return
         self._is_shared_checked = True
         if not self._data.is_same(self._history.shared_digest):
@@ -159,8 +158,8 @@ class BatchSizes:
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""
-        for source in self._yielding:
-            source.yielded.track(tensor, moved)
+        for yielded in self._yielding:
+            yielded.track(tensor, moved)
 
     def hold_samples(self, length: int) -> bool | None:
         """Return True if unclear lists hold samples, by the loader that was the last to yield.
@@ -232,21 +231,21 @@ class BatchSizes:
         return max(rows, default=0)
 
     @property
-    def _yielding(self) -> list[BatchSource]:
-        sources: list[BatchSource] = [*self._loaders, self._shared]
-        return [source for source in sources if source.share is not None]
+    def _yielding(self) -> list[BatchRegistry]:
+        sources = [*(loader.yielded for loader in self._loaders), self._shared]
+        return [yielded for yielded in sources if yielded.last is not None]
 
-    def _share_of(self, arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> BatchShard:
+    def _share_of(self, arguments: Sequence[Any], sources: Sequence[BatchRegistry]) -> BatchShard:
         """Return the share of these tensors: the one they were yielded with, or else the last.
 
-        Args: loaders: those that have yielded batches.
+        Args: sources: those that have yielded batches.
         """
-        last = loaders[-1].share
+        last = sources[-1].last
         assert last is not None
         share, is_certain = last, True
         # If all shares so far have one size, the tensors need not be looked up.
-        if not _have_one_size(loaders):
-            known = _shares_of(arguments, loaders)
+        if not _have_one_size(sources):
+            known = _shares_of(arguments, sources)
             if len(known) > 1:
                 sizes = " and ".join(str(share.rows) for share in known)
                 raise UsageError(
@@ -291,11 +290,10 @@ class BatchSizes:
         ]
 
 
-def _shares_of(arguments: Sequence[Any], loaders: Sequence[BatchSource]) -> list[BatchShard]:
+def _shares_of(arguments: Sequence[Any], sources: Sequence[BatchRegistry]) -> list[BatchShard]:
     """Return the shares of different sizes that these tensors were yielded with."""
     tensors = _with_dims(arguments if are_tensors(arguments) else tensors_in(arguments))
-    found = [s for loader in loaders for s in loader.yielded.shard_sizes_of(tensors)]
-    # Batches of two loaders may have one size.
+    found = filter(None, (yielded.shard_of(tensor) for yielded in sources for tensor in tensors))
     return [*{(share.rows, share.global_rows): share for share in found}.values()]
 
 
@@ -323,12 +321,9 @@ def _with_dims(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor.dim()]
 
 
-def _have_one_size(loaders: Sequence[BatchSource]) -> bool:
+def _have_one_size(sources: Sequence[BatchRegistry]) -> bool:
     """Return True if all shares that these have yielded are of one size."""
-    sizes = loaders[0].yielded.sizes
-    if len(loaders) > 1:
-        sizes = sizes.union(*(loader.yielded.sizes for loader in loaders))
-    return len(sizes) == 1
+    return len(set[tuple[int, int]]().union(*(yielded.sizes for yielded in sources))) == 1
 
 
 def _length(arguments: Sequence[Any]) -> int:

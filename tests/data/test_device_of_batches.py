@@ -27,7 +27,8 @@ def test_every_tensor_of_a_batch_is_moved_and_the_loader_still_knows_it() -> Non
     rows = []
     for x, y in loader:
         assert devices([x, y]) == {"meta"}
-        (shard,) = loader.yielded.shard_sizes_of([x])
+        shard = loader.yielded.shard_of(x)
+        assert shard is not None
         rows.append((len(x), shard.rows, shard.global_rows))
     assert rows == [(2, 2, 4), (2, 2, 4), (1, 1, 2)]
 
