@@ -28,8 +28,6 @@ from shoal.platform.processes import set_process_name
 
 COORDINATOR = "coordinator"
 """Name of the coordinator as a listener. It is part of every handshake, so it must not change."""
-_SERVER_OPS = (Op.JOIN, Op.HEARTBEAT, Op.TRANSFERRED, Op.IN_SYNC)
-_USER_OPS = (Op.ADD, Op.REMOVE, Op.LIST)
 _TICKS_PER_LEASE = 20
 
 
@@ -109,19 +107,7 @@ class CoordinatorServer:
         self, number: int, peer: Connection, header: Header, payload: memoryview
     ) -> None:
         """Handle a message. The lock is held."""
-        if header.op in _SERVER_OPS:
-            self._on_server_message(number - FIRST_SERVER, peer, header, payload)
-        elif header.op in _USER_OPS:
-            self._on_user_message(peer, header)
-        elif header.op == Op.LEAVE:
-            self.departed.add(number)
-            self._worker_left.notify_all()
-            peer.post(Op.LEAVE)
-
-    def _on_server_message(
-        self, server: int, peer: Connection, header: Header, payload: memoryview
-    ) -> None:
-        now = time.monotonic()
+        server, now = number - FIRST_SERVER, time.monotonic()
         match header.op:
             case Op.JOIN:
                 request = unpack(payload)
@@ -145,9 +131,10 @@ class CoordinatorServer:
                 # The field `partition` carries the shard, and `worker` the backup.
                 changed = self.coordinator.in_sync(header.partition, header.worker, header.epoch)
                 self._publish(changed)
-
-    def _on_user_message(self, peer: Connection, header: Header) -> None:
-        match header.op:
+            case Op.LEAVE:
+                self.departed.add(number)
+                self._worker_left.notify_all()
+                peer.post(Op.LEAVE)
             case Op.ADD:
                 view = self.coordinator.add()
                 self._publish([view])
