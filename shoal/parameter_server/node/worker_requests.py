@@ -40,7 +40,6 @@ from shoal.parameter_server.transport.connection import Connection, Header, Payl
 if TYPE_CHECKING:
     from shoal.parameter_server.node.node_server import ServerNode
 
-_STEP_OPS = (Op.STEP, Op.NORM, Op.GRADIENT, Op.PULL, Op.LOAD)
 _STOP_MARGIN_STEPS = 3
 """No worker is so many steps ahead of the newest step request, so all learn of a stop in time."""
 
@@ -89,27 +88,10 @@ class WorkerRequests:
             NotOwner: the shard does not answer for the partition.
             ProtocolViolation: the frame makes no sense.
         """
-        if header.op == Op.PUSH:
-            return self._push(worker, header, payload, meta)
-        if header.op in _STEP_OPS:
-            return self._handle_step(worker, header, payload)
-        self._handle_other(worker, peer, header, payload)
-        return []
-
-    def _push(
-        self, worker: int, header: Header, payload: memoryview, meta: bytes
-    ) -> Iterable[Outgoing]:
-        part = self._shard.require_partition(header.partition).part
-        gradient = self._node.buffers.pushed(worker, header, payload)
-        # The frame before it has the mask, unless every segment has a gradient.
-        grad_mask = meta or b"\1" * len(part.segments)
-        sparse = bool(header.flags & BLOCKS)
-        return self._shard.push(worker, header.step, part.number, gradient, grad_mask, sparse)
-
-    def _handle_step(self, worker: int, header: Header, payload: memoryview) -> Iterable[Outgoing]:
-        """Handle a request that the shard answers."""
         shard, step, partition = self._shard, header.step, header.partition
         match header.op:
+            case Op.PUSH:
+                return self._push(worker, header, payload, meta)
             case Op.STEP:
                 messages = shard.request_step(worker, step, StepRequest(**unpack(payload)))
                 # Before its step request a worker has read all values.
@@ -123,7 +105,18 @@ class WorkerRequests:
             case Op.LOAD:
                 values, state, _ = unpack_part(payload)
                 return shard.load(worker, partition, values, list(state), step)
-        raise AssertionError(header.op)
+        self._handle_other(worker, peer, header, payload)
+        return []
+
+    def _push(
+        self, worker: int, header: Header, payload: memoryview, meta: bytes
+    ) -> Iterable[Outgoing]:
+        part = self._shard.require_partition(header.partition).part
+        gradient = self._node.buffers.pushed(worker, header, payload)
+        # The frame before it has the mask, unless every segment has a gradient.
+        grad_mask = meta or b"\1" * len(part.segments)
+        sparse = bool(header.flags & BLOCKS)
+        return self._shard.push(worker, header.step, part.number, gradient, grad_mask, sparse)
 
     def _handle_other(
         self, worker: int, peer: Connection, header: Header, payload: memoryview
