@@ -83,7 +83,8 @@ class Migration:
                 del self._removed[partition]
             elif not self._membership.is_primary or self._shard.all_workers_read(done):
                 del self._removed[partition]
-                self._node.free_partition(self._shard.parts[partition])
+                self._node.buffers.forget(partition)
+                self._node.shared_values.discard(self._shard.parts[partition])
 
     def send_departing(self) -> None:
         """As the primary, send each leaving partition to its new shard, again if it is overdue."""

@@ -44,7 +44,6 @@ from shoal.parameter_server.node.replication import Replication
 from shoal.parameter_server.node.server_memory import ReceiveBuffers, SharedValues
 from shoal.parameter_server.node.shard import Shard
 from shoal.parameter_server.node.worker_requests import WorkerRequests
-from shoal.parameter_server.partitioning import Partition
 from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport, address_of
@@ -116,11 +115,6 @@ class ServerNode:
         self.membership.start()
         self.acceptor.accept(self._serve_connection)
 
-    def free_partition(self, layout: Partition) -> None:
-        """Free the memory of a partition that this server no longer needs."""
-        self.buffers.forget(layout.number)
-        self.shared_values.discard(layout)
-
     # One connection
 
     def _serve_connection(self, peer: Connection, number: int) -> None:
@@ -136,7 +130,12 @@ class ServerNode:
             # What its reader has still to read would go to the same buffers.
             previous.reader_done.wait()
         try:
-            self._wait_for_primary_role(number)
+            if number < FIRST_SERVER:
+                # A worker may learn of this server's role before the server does.
+                with self._view_changed:
+                    lease_s = self.config.settings.lease_s
+                    self._view_changed.wait_for(lambda: self.membership.is_primary, lease_s)
+                    self._check_primary()
             self._receive_loop(number, peer)
         except ConnectionLost as error:
             log.debug("server %d: %s", self.config.server, error)
@@ -148,15 +147,6 @@ class ServerNode:
             peer.close(flush=True)
             with self.lock:
                 self.workers.disconnect(number, peer)
-
-    def _wait_for_primary_role(self, number: int) -> None:
-        """Wait for the primary's role: a worker may learn of it before this server does."""
-        if number >= FIRST_SERVER:
-            return
-        lease_s = self.config.settings.lease_s
-        with self._view_changed:
-            self._view_changed.wait_for(lambda: self.membership.is_primary, lease_s)
-            self._check_primary()
 
     def _receive_loop(self, number: int, peer: Connection) -> None:
         metas: dict[int, bytes] = {}  # partition -> frame that describes the next payload of it
