@@ -146,10 +146,8 @@ class SharedValues:
     def __init__(self, parts: Sequence[Partition], workers: int, staleness: int | None) -> None:
         self._layouts = {part.number: part for part in parts}
         self._offsets, self._slot_bytes = offsets(parts)
-        self._slots = 1 if staleness == 0 else 1 + workers
-        self._copy_starts = [
-            slot_of(worker, staleness) * self._slot_bytes for worker in range(workers)
-        ]
+        self._staleness = staleness
+        self._slots = 1 + slot_of(workers - 1, staleness)
         self.memory = SharedSegment(self._slots * self._slot_bytes)
 
     def values(self, part: Partition) -> Tensor:
@@ -161,7 +159,7 @@ class SharedValues:
         if self._slots == 1:
             return values
         layout = self._layouts[partition]
-        start = self._copy_starts[worker] + self._offsets[partition]
+        start = slot_of(worker, self._staleness) * self._slot_bytes + self._offsets[partition]
         return self.memory.tensor(start, layout.length, layout.dtype).copy_(values)
 
     def discard(self, part: Partition) -> None:

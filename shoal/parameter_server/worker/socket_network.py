@@ -359,7 +359,10 @@ class ShardConnection:
         return as_bytes(self._flat.values[header.partition])
 
     def _accept(self, header: Header) -> None:
-        self._arriving = _values(header)
+        changed_only = bool(header.flags & BLOCKS)
+        self._arriving = ValuesMessage(
+            header.partition, header.step, header.epoch, header.worker, changed_only
+        )
         with self._owner.lock:
             self._accepted = self._owner.session.accept(self.shard, self._arriving)
 
@@ -384,12 +387,6 @@ class ShardConnection:
             self._borrowed = segment
             if segment is not None:
                 self._post(Op.USE_SHARED_MEMORY, b"{}")
-
-
-def _values(header: Header) -> ValuesMessage:
-    """Read the header of PARAMS."""
-    changed_only = bool(header.flags & BLOCKS)
-    return ValuesMessage(header.partition, header.step, header.epoch, header.worker, changed_only)
 
 
 class Refusal(Exception):
