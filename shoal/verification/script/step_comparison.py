@@ -77,12 +77,17 @@ class StepComparison:
         self._places_of_ranks = [_places_of(each) for each in self.ranks]
         self._tolerance = tolerance
         self.errors: dict[str, float] = {}
+        self._found: list[ScriptDifference] = []
         self._last_call = {module: indices[-1] for module, indices in self._places.items()}
 
     def compare(self) -> list[ScriptDifference]:
         """Return all differences beyond the tolerance, the first one first."""
-        found = [*self._forward(), *self._loss(), *self._backward(), *self._update()]
-        return [*found, *self._buffers()]
+        self._forward()
+        self._loss()
+        self._backward()
+        self._update()
+        self._buffers()
+        return self._found
 
     def output(self, kind: str, index: int, output: int) -> tuple[Tensor, list[Tensor]] | None:
         """Return a tensor of one process, and the joined one of the ranks; None if unknown.
@@ -153,13 +158,12 @@ class StepComparison:
         """How far a gradient may be from a multiple of that of one process."""
         return max(1e-6, 10 * self._tolerance)
 
-    def _forward(self) -> list[ScriptDifference]:
+    def _forward(self) -> None:
         places = [(i, o) for i, call in enumerate(self.calls) for o in range(call.outputs)]
         pairs = {place: self.output("forward", *place) for place in places}
         # A scalar is a loss that a model returns: that of a rank's own rows.
         known = {k: pair for k, pair in pairs.items() if pair is not None and pair[0].dim()}
         copies = max((len(versions) for _, versions in known.values()), default=0)
-        found = []
         # All at once, for a tensor of zeros is measured by the others.
         worst: dict[str, float] = {}
         for copy in range(copies):
@@ -169,17 +173,14 @@ class StepComparison:
                 worst[key] = max(worst.get(key, 0.0), math.inf if math.isnan(error) else error)
         for index, output in known:
             call, key = self.calls[index], f"{index}/{output}"
-            found += self._beyond(
-                f"forward/{key}", worst[key], "forward", None, call.line, call.module
-            )
-        return found
+            self._note(f"forward/{key}", worst[key], "forward", None, call.line, call.module)
 
-    def _loss(self) -> list[ScriptDifference]:
+    def _loss(self) -> None:
         expected = sum(self.reference.losses)
         # Of a pipeline only the last stage may have one.
         each = [sum(step.losses) for step in self.ranks if step.losses]
         if not self.reference.losses or not each:
-            return []
+            return
         # Under Shoal each rank has the global mean, elsewhere the loss of its own rows.
         given = sum(each) / len(each)
         by_shoal = self._records[0].by_shoal
@@ -187,42 +188,38 @@ class StepComparison:
         distance = worst if by_shoal else abs(given - expected)
         error = distance / max(abs(expected), 1e-12)
         line = self.index.lines.get("backward", "")
-        return self._beyond("loss", error, "loss", None, line)
+        self._note("loss", error, "loss", None, line)
 
-    def _backward(self) -> list[ScriptDifference]:
-        expected = self._gradients(self.expected.below("gradient"), self.reference)
-        given = self._gradients(self.given.below("gradient"), self.index)
+    def _backward(self) -> None:
         if not self.index.gradients and not self._records[0].is_synchronous:
-            return []
+            return
+        # Parameters without a gradient count too.
+        expected, given = (
+            {**dict.fromkeys(step.gradients), **tensors.below("gradient")}
+            for step, tensors in ((self.reference, self.expected), (self.index, self.given))
+        )
         errors = self._errors("gradient", expected, given)
-        found = []
         for name in sorted(errors, key=self._order, reverse=True):
             line = self._line_of(name) or self.index.lines.get("backward", "")
-            found += self._beyond(f"gradient/{name}", errors[name], "backward", name, line)
-        return found
+            self._note(f"gradient/{name}", errors[name], "backward", name, line)
 
-    def _update(self) -> list[ScriptDifference]:
+    def _update(self) -> None:
         expected, given = self.expected.below("weight"), self.given.below("weight")
         errors = self._errors("weight", expected, given) if given else {}
         line = self.index.lines.get("step", "")
-        found = []
         for name in sorted(errors, key=self._order):
-            found += self._beyond(f"weight/{name}", errors[name], "update", name, line)
-        return found
+            self._note(f"weight/{name}", errors[name], "update", name, line)
 
-    def _buffers(self) -> list[ScriptDifference]:
+    def _buffers(self) -> None:
         expected = self.expected.below("buffer")
-        found = []
         for files in self._files:
             given = files.below("buffer")
             # A stage of a pipeline holds the buffers of its own layers.
             own: Mapping[str, Tensor | None] = {n: t for n, t in expected.items() if n in given}
             for name, error in differences(own, given).items():
                 key = f"buffer/{name}"
-                if self.errors.get(key, -1.0) >= error:
-                    continue
-                found += self._beyond(key, error, "buffers", name, self._line_of(name))
-        return found
+                if not self.errors.get(key, -1.0) >= error:
+                    self._note(key, error, "buffers", name, self._line_of(name))
 
     def _errors(self, kind: str, expected: Tensors, given: Tensors) -> dict[str, float]:
         """Return the error of each parameter's tensor, on rank 0 and of other ranks to it."""
@@ -230,9 +227,6 @@ class StepComparison:
         for name, error in self._apart(kind).items():
             errors[name] = max(errors.get(name, 0.0), error)
         return errors
-
-    def _gradients(self, tensors: dict[str, Tensor], step: StepRecord) -> Tensors:
-        return {**dict.fromkeys(step.gradients), **tensors}
 
     def _apart(self, kind: str) -> dict[str, float]:
         """Return how far other ranks' values lie from rank 0's, by name."""
@@ -277,7 +271,7 @@ class StepComparison:
         index = self._last_call.get(name.rpartition(".")[0])
         return "" if index is None else self.calls[index].line
 
-    def _beyond(
+    def _note(
         self,
         key: str,
         error: float,
@@ -285,15 +279,17 @@ class StepComparison:
         parameter: str | None,
         line: str,
         module: str | None = None,
-    ) -> list[ScriptDifference]:
-        """Note an error; return it as a difference where it is beyond the tolerance.
+    ) -> None:
+        """Note an error, and a difference where it is beyond the tolerance.
 
         Args: module: that of the parameter, where it is not given.
         """
         error = math.inf if math.isnan(error) else error
         self.errors[key] = max(error, self.errors.get(key, 0.0))
         if error <= self._tolerance:
-            return []
+            return
         if parameter is not None:
             module = parameter.rpartition(".")[0]
-        return [ScriptDifference(self.step, phase, module, parameter, error, self._tolerance, line)]
+        self._found.append(
+            ScriptDifference(self.step, phase, module, parameter, error, self._tolerance, line)
+        )
