@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -105,16 +105,14 @@ def repeat_samples(folder: Path, ranks: Sequence[RankRecord]) -> bool:
         return False
     if any(step.collectives != 0 for record in ranks for step in record.steps):
         return False
-    first = recorded(folder, ranks[0].rank, "step-1").below("forward")
+    outputs = (recorded(folder, record.rank, "step-1").below("forward") for record in ranks)
+    first = next(outputs)
     return bool(first) and all(
-        _are_the_same(first, recorded(folder, record.rank, "step-1").below("forward"))
+        first.keys() == other.keys()
+        and equal([*first.values()], [*other.values()])
         and all(equal(inputs(record, n), inputs(ranks[0], n)) for n in range(1, steps + 1))
-        for record in ranks[1:]
+        for record, other in zip(ranks[1:], outputs, strict=True)
     )
-
-
-def _are_the_same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and equal([*one.values()], [*other.values()])
 
 
 class LoaderLoops:

@@ -295,7 +295,14 @@ def record_script(plan: RecordingPlan) -> None:
     with ExitStack() as stack:
         stack.enter_context(Float64Everywhere())
         WrittenFiles(writer.folder / "files").start(stack)
-        recorder = _recorder(writer, record, plan, stack)
+        start = None
+        if plan.like is None:
+            BatchTape(writer, record).start(stack)
+        else:  # loaders yield what the ranks have recorded
+            like, ranks = Path(plan.like), read_run(Path(plan.like))
+            JoinedBatches(like, ranks).start(stack)
+            start = SameStart(like, ranks, record)
+        recorder = ScriptRecorder(writer, record, plan.steps, start)
         turn_dropout_off(stack, record, lambda: recorder.draws.is_paused and plan.draws == "global")
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         recorder.start()
@@ -309,16 +316,3 @@ def record_script(plan: RecordingPlan) -> None:
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-
-
-def _recorder(
-    writer: RecordWriter, record: RankRecord, plan: RecordingPlan, stack: ExitStack
-) -> ScriptRecorder:
-    """Return the recorder, and let loaders record batches, or yield recorded ones."""
-    if plan.like is None:
-        BatchTape(writer, record).start(stack)
-        return ScriptRecorder(writer, record, plan.steps)
-    folder = Path(plan.like)
-    ranks = read_run(folder)
-    JoinedBatches(folder, ranks).start(stack)
-    return ScriptRecorder(writer, record, plan.steps, SameStart(folder, ranks, record))
