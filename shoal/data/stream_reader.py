@@ -134,7 +134,7 @@ class StreamReaders(IterableDataset):
                 found = ReadBatch(
                     *self._rows(items),
                     number,
-                    self._checksum(items),
+                    0 if self.ranks == 1 else _checksum(items, 0),
                     # A source that has ended may be back at its start.
                     {
                         "batches": skipped,
@@ -170,9 +170,6 @@ class StreamReaders(IterableDataset):
             return False
         with preserve_rng_state():
             return holds_samples(self.collate_fn(items[:1]), length)
-
-    def _checksum(self, items: list[Any]) -> int:
-        return 0 if self.ranks == 1 else _checksum(items, 0)
 
 
 def _begin(source: Any, state: Any) -> Iterator[Any]:

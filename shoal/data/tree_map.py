@@ -144,7 +144,12 @@ def take_rows(
         if not batch.dim():
             return batch
         if batch.shape[0] != count:
-            raise (mismatch or _mismatch(count))(batch)
+            if mismatch is not None:
+                raise mismatch(batch)
+            raise UsageError(
+                f"a batch of {count} samples has a tensor of shape {tuple(batch.shape)}. Put the "
+                "samples along dimension 0."
+            )
         return batch[window] if batch.layout not in SPARSE else _sparse_rows(batch, window, count)
     if isinstance(batch, np.ndarray):
         return batch[window] if batch.ndim and batch.shape[0] == count else batch
@@ -240,13 +245,6 @@ def _are_images(value: Sequence[Any]) -> bool:
     return all(
         isinstance(item, Tensor) and item.dim() == 3 and item.dtype == value[0].dtype
         for item in value
-    )
-
-
-def _mismatch(num_samples: int) -> Callable[[Tensor], UsageError]:
-    return lambda tensor: UsageError(
-        f"a batch of {num_samples} samples has a tensor of shape {tuple(tensor.shape)}. Put the "
-        "samples along dimension 0."
     )
 
 
