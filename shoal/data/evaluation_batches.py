@@ -21,8 +21,6 @@ from shoal.errors import UsageError
 class EvaluationBatch(NamedTuple):
     """One batch of this rank."""
 
-    number: int
-    """Position among the batches of all ranks."""
     rows: int
     batch: Any
     is_counted: bool
@@ -66,34 +64,33 @@ class EvaluationBatches:
         self.total = len(batches)
         _check_any(self.total)
         own = batches[self._rank :: self._ranks]
-        joins = self._joins and self._rank >= self.total % self._ranks > 0
         ready = IndexBatches(loader, 0).are_ready
         fetch = BatchFetcher(loader, 0, 0, 1, ready)
-        to_fetch = [*own, *(batches[:1] if joins else [])]
+        to_fetch = [*own, *(batches[:1] if self._joins_last else [])]
         workers = worker_loader(fetch, to_fetch, loader)
         found = map(fetch.__getitem__, to_fetch) if workers is None else workers
         for index, (batch, shard) in enumerate(found):
-            is_counted = index < len(own)
-            number = self._rank + index * self._ranks if is_counted else 0
-            yield EvaluationBatch(number, shard.rows, batch, is_counted)
+            yield EvaluationBatch(shard.rows, batch, index < len(own))
 
     def _streamed(self, loader: Any) -> Iterator[EvaluationBatch]:
         """Yield this rank's batches of a stream, of which every rank reads all."""
-        first, found = None, False
+        first = None
         stream = StreamLoader(loader, rank=0, ranks=1, seed=0)
         for number, batch in enumerate(stream):
             assert stream.share is not None
-            item = EvaluationBatch(number, stream.share.rows, batch, True)
+            item = EvaluationBatch(stream.share.rows, batch, True)
             first = item if number == 0 else first
             self.total = number + 1
-            if number % self._ranks == 0:
-                found = False
             if number % self._ranks == self._rank:
-                found = True
                 yield item
         _check_any(self.total)
-        if self._joins and not found and first is not None:
+        if self._joins_last and first is not None:
             yield first._replace(is_counted=False)
+
+    @property
+    def _joins_last(self) -> bool:
+        """Return True if this rank joins the last batch of others, uncounted."""
+        return self._joins and self._rank >= self.total % self._ranks > 0
 
 
 def _index_batches(loader: DataLoader) -> list[IndexBatch]:
