@@ -67,7 +67,12 @@ class IndexBatches:
         """Yield the batches of an epoch from a position on."""
         items = seeded(lambda: self._begin(epoch), derive_seed(self._seed, epoch), DRAWN_AHEAD)
         if self._has_lists:
-            yield from self._lists(items, epoch, position)
+            stop = 0
+            for item in items:
+                indices = tuple(map(plain_index, item))
+                stop += len(indices)
+                if stop > position and indices:
+                    yield IndexBatch(epoch, stop, indices)
             return
         size = self._batch_size or 1
         items = islice(items, position, None)
@@ -77,14 +82,6 @@ class IndexBatches:
                 return
             stop += len(indices)
             yield IndexBatch(epoch, stop, indices)
-
-    def _lists(self, items: Iterator[Any], epoch: int, position: int) -> Iterator[IndexBatch]:
-        stop = 0
-        for item in items:
-            indices = tuple(map(plain_index, item))
-            stop += len(indices)
-            if stop > position and indices:
-                yield IndexBatch(epoch, stop, indices)
 
     def _begin(self, epoch: int) -> Iterator[Any]:
         for source in self._samplers():
