@@ -146,10 +146,23 @@ class Connection:
             ConnectionLost: the peer has gone, also between two frames, or this end has closed.
         """
         try:
-            return self._receive(place)
+            self._stream.receive(self._head)
+            header = unpack(self._head)
+            self._check_length(header.length)
+            if header.length == 0:
+                return header, _EMPTY
+            placed = place(header)
+            body = memoryview(bytearray(header.length)) if placed is None else placed
+            if len(body) != header.length:
+                raise WireError(
+                    f"the peer sent {header.length} bytes for a place of {len(body)}. The two "
+                    "differ in the model"
+                )
+            self._stream.receive(body)
         except BaseException:
             self.hang_up()
             raise
+        return header, body
 
     def hang_up(self) -> None:
         """End the connection at once: what either end waits for on it fails."""
@@ -189,22 +202,6 @@ class Connection:
                 return
             with self._posting:
                 self._unsent -= 1
-
-    def _receive(self, place: Place) -> tuple[Header, memoryview]:
-        self._stream.receive(self._head)
-        header = unpack(self._head)
-        self._check_length(header.length)
-        if header.length == 0:
-            return header, _EMPTY
-        placed = place(header)
-        body = memoryview(bytearray(header.length)) if placed is None else placed
-        if len(body) != header.length:
-            raise WireError(
-                f"the peer sent {header.length} bytes for a place of {len(body)}. The two differ "
-                "in the model"
-            )
-        self._stream.receive(body)
-        return header, body
 
     def _check_length(self, length_bytes: int) -> None:
         if length_bytes > self._limit_bytes:

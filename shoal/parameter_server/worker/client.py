@@ -195,7 +195,7 @@ class WorkerClient:
         """
         self._request(self.session.record)
 
-    def history(self, limit_s: float = RECOVER_S) -> list[Event]:
+    def history(self) -> list[Event]:
         """Return the event logs of shards since the last call. Only one worker may call it.
 
         If a shard leaves or is replaced, the events since the last call are lost.
@@ -206,19 +206,16 @@ class WorkerClient:
             for shard in shards:
                 known = self._collected.setdefault(shard, {"server": -1, "first": 0})
                 self._ask_shard(shard, Op.HISTORY, json.dumps(known).encode())
-            shards = [shard for shard in shards if self._read_history_chunk(shard, events, limit_s)]
+            asked, shards = shards, []
+            for shard in asked:
+                payload = self._await_answer(Op.HISTORY, shard, RECOVER_S)
+                if payload is not None:
+                    answer = json.loads(bytes(payload))
+                    events += [Event(*event) for event in answer["events"]]
+                    first = answer["first"] + len(answer["events"])
+                    self._collected[shard] = {"server": answer["server"], "first": first}
+                    shards += [shard] if answer["more"] else []
         return events
-
-    def _read_history_chunk(self, shard: int, events: list[Event], limit_s: float) -> bool:
-        """Append a chunk of a shard's events. Return True if there are more."""
-        payload = self._await_answer(Op.HISTORY, shard, limit_s)
-        if payload is None:
-            return False
-        answer = json.loads(bytes(payload))
-        events += [Event(*event) for event in answer["events"]]
-        first = answer["first"] + len(answer["events"])
-        self._collected[shard] = {"server": answer["server"], "first": first}
-        return bool(answer["more"])
 
     def close(self, limit_s: float = 5.0) -> None:
         """Disconnect for good, and sign off at the coordinator."""
