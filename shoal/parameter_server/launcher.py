@@ -82,11 +82,6 @@ class CoordinatorProcess:
         """Start a process on the same listening socket."""
         self.pid = self.spawner.start(serve_coordinator, self.job, listener=self.listener)
 
-    @property
-    def is_done(self) -> bool:
-        """Return whether the process has ended because every worker has left."""
-        return self.spawner.codes.get(self.pid) == 0
-
 
 class ServerPool:
     """The servers of one host. A thread compares what the views say with what is alive.
@@ -175,8 +170,8 @@ class ServerPool:
                 is_due = self.spawner.changed.wait_for(self._has_work, probe_s)
                 self._views_changed = False
                 dead = set(self.servers) - self.spawner.alive
-            if self.coordinator is not None and self.coordinator.is_done:
-                self.watcher.over.set()
+            if self.coordinator and self.spawner.codes.get(self.coordinator.pid) == 0:
+                self.watcher.over.set()  # it has ended because every worker has left
             if self._closing or self.watcher.over.is_set():
                 return
             if self.coordinator is not None:

@@ -144,7 +144,12 @@ class CoordinatorServer:
                 self._publish([])
                 peer.post(Op.REMOVE, obstacle.encode())
             case Op.LIST:
-                peer.post(Op.LIST, json.dumps(self._status()).encode())
+                status = [
+                    self._server_status(view, server)
+                    for view in self.coordinator.views.values()
+                    for server in view.members
+                ]
+                peer.post(Op.LIST, json.dumps(status).encode())
 
     # Answers to all
 
@@ -171,15 +176,8 @@ class CoordinatorServer:
 
     # The list for a user
 
-    def _status(self) -> list[dict[str, Any]]:
-        """Return an entry for each server, for `shoal servers list`."""
-        return [
-            self._server_status(view, server)
-            for view in self.coordinator.views.values()
-            for server in view.members
-        ]
-
     def _server_status(self, view: View, server: int) -> dict[str, Any]:
+        """Return the entry of a server for `shoal servers list`."""
         placement, shard = self.coordinator.placement, view.shard
         owned = placement.owned_by(shard)
         state = "waits" if self.coordinator.is_filling(shard) else "stays"
