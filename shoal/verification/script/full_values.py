@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.comm.norm import full_tensor
-from shoal.data.tree_map import tensors_in
 from shoal.errors import UsageError
 from shoal.run import Run
 from shoal.run.train_state import full_state_dict
@@ -59,11 +57,6 @@ def digest(tensor: Tensor) -> list[float]:
 def digests(tensors: Mapping[str, Tensor], kind: str) -> dict[str, list[float]]:
     """Return the digests of tensors, under `kind/NAME`."""
     return {f"{kind}/{name}": digest(tensor) for name, tensor in tensors.items()}
-
-
-def floating(value: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors of a nest, in order: those of an output."""
-    yield from (t for t in tensors_in(value) if t.is_floating_point() or t.is_complex())
 
 
 class ShoalValues:

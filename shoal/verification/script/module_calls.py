@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from shoal.data.seeds import HostGenerators
+from shoal.data.tree_map import tensors_in
 from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.c10d import num_collectives
 from shoal.platform.torch_private.subclasses import DisableTorchFunction
 from shoal.platform.torch_private.tensor_state import in_backward_pass
 from shoal.strategies.module_snapshot import is_trial_running
-from shoal.verification.script.full_values import floating, is_plain, local_part
+from shoal.verification.script.full_values import is_plain, local_part
 from shoal.verification.script.model_names import WRAPPERS, ModelNames
 from shoal.verification.script.run_record import CallRecord
 from shoal.verification.script.watched_calls import watch
@@ -147,7 +148,7 @@ class ModuleCalls:
         if name is None:
             return
         index = len(self.calls)
-        outputs = list(floating(output))
+        outputs = [t for t in tensors_in(output) if t.is_floating_point() or t.is_complex()]
         with DisableTorchFunction():  # a pipeline follows what the script calls
             for number, tensor in enumerate(outputs):
                 self._keep(f"{index}/{number}", tensor)

@@ -176,14 +176,12 @@ class ScriptRecorder:
             self._step.digests |= digests(inputs, "input")
         if module is not None and self.names.find(module) is None:
             return  # no model: a loss function, or a layer without parameters
-        if not self._started:
-            self._started = True
-            self._begin()
-
-    def _begin(self) -> None:
-        """Give the models the weights of many ranks, or record those that they begin with."""
+        if self._started:
+            return
+        self._started = True
         if self._run is not None:
             return
+        # The models get the weights of many ranks, or those that they begin with are recorded.
         self.record.has_group = dist.is_initialized()
         if self._start is not None:
             self._start.load(self.names)

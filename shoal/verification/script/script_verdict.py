@@ -68,7 +68,10 @@ def verify_script(
             its ranks compute on batches that no DataLoader gives.
         LaunchError: the script failed; the message has its traceback.
     """
-    _check(Path(script), ranks, steps)
+    if not Path(script).is_file():
+        raise UsageError(f"verify: there is no script {script}. Give the path of a Python file.")
+    if ranks < 1 or steps < 1:
+        raise UsageError(f"verify: ranks={ranks}, steps={steps}: each must be at least 1.")
     variables: dict[str, str] = {}
     draws: Draws = "global"
     if strategy is not None:
@@ -112,13 +115,6 @@ def _recorded(plan: RecordingPlan, ranks: int, variables: Mapping[str, str]) -> 
     with World(processes, TIMEOUT_S) as world:
         world.results()
     return read_run(Path(plan.folder))
-
-
-def _check(script: Path, ranks: int, steps: int) -> None:
-    if not script.is_file():
-        raise UsageError(f"verify: there is no script {script}. Give the path of a Python file.")
-    if ranks < 1 or steps < 1:
-        raise UsageError(f"verify: ranks={ranks}, steps={steps}: each must be at least 1.")
 
 
 def _check_record(
