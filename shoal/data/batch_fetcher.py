@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 from shoal.data.batch_shards import BatchShard, row_window, share_batch
 from shoal.data.index_batches import IndexBatch, index_seed
 from shoal.data.own_generators import OwnGenerators
-from shoal.data.seeds import derive_seed, preserve_rng_state, seed_all
+from shoal.data.seeds import derive_seed
 from shoal.data.source import Batched
 from shoal.data.tree_map import (
     IsSamples,
@@ -116,22 +116,18 @@ class BatchFetcher(Dataset):
             return [tensor[rows] for tensor in self._tensors]
         if self._batch is not None:
             return self._batch(list(indices))
-        with preserve_rng_state(), self._generators.preserved():
+        with self._generators.preserved():
             samples = []
             for index in indices:
-                self._seed_all(index_seed(self.seed, batch.epoch, index))
+                self._generators.seed(index_seed(self.seed, batch.epoch, index))
                 samples.append(self.dataset[index])
-            self._seed_all(derive_seed(self.seed, batch.epoch, batch.stop, -1))
+            self._generators.seed(derive_seed(self.seed, batch.epoch, batch.stop, -1))
             return self.collate_fn(samples)
-
-    def _seed_all(self, seed: int) -> None:
-        seed_all(seed)
-        self._generators.seed(seed)
 
     def _ready_rows(self, batch: IndexBatch) -> LocalRows:
         index = batch.indices[0]
-        with preserve_rng_state(), self._generators.preserved():
-            self._seed_all(index_seed(self.seed, batch.epoch, index))
+        with self._generators.preserved():
+            self._generators.seed(index_seed(self.seed, batch.epoch, index))
             found = self.dataset[list(index) if isinstance(index, tuple) else index]
             return self._shared(batch, self.collate_fn(found))
 

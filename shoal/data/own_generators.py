@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.seeds import python_words
+from shoal.data.seeds import preserve_rng_state, python_words, seed_all
 
 GENERATOR_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 6
@@ -29,7 +29,8 @@ _ITEMS = 64
 
 
 class OwnGenerators:
-    """The generators in attributes, closures and module variables of a data set's own code.
+    """The generators of the process, and those of a data set's own code: in attributes, closures
+    and module variables.
 
     Args: owners: the data set, and functions that work on its samples.
     """
@@ -39,6 +40,7 @@ class OwnGenerators:
 
     def seed(self, seed: int) -> None:
         """Seed all of them."""
+        seed_all(seed)
         for each in self._found:
             if isinstance(each, torch.Generator):
                 each.manual_seed(seed)
@@ -52,7 +54,8 @@ class OwnGenerators:
         """Restore their states after the block: the loop may draw from them too."""
         saved = [generator_state(each) for each in self._found]
         try:
-            yield
+            with preserve_rng_state():
+                yield
         finally:
             for each, state in zip(self._found, saved, strict=True):
                 restore_generator(each, state)
