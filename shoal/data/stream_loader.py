@@ -144,7 +144,16 @@ class StreamLoader(ShardedLoader):
         if loader is None or not self.num_workers:
             return readers.read(0)
         if self._workers is None:
-            self._workers = _worker_processes(readers, loader, self._first)
+            settings = worker_settings(loader)
+            start = partial(readers.start, self._first, settings["worker_init_fn"])
+            self._workers = DataLoader(
+                readers,
+                batch_size=None,
+                collate_fn=identity_collate,
+                num_workers=self.num_workers,
+                pin_memory=loader.pin_memory and torch.cuda.is_available(),
+                **{**settings, "worker_init_fn": start},
+            )
         return self._read_workers()
 
     def _begin_next_epoch(self) -> None:
@@ -176,20 +185,6 @@ class StreamLoader(ShardedLoader):
                 "batch, so the order must not depend on the rank, the process or the time: seed "
                 "it. If each rank makes samples of its own, prepare without the loader."
             )
-
-
-def _worker_processes(readers: StreamReaders, loader: DataLoader, first: int) -> DataLoader:
-    """Return a DataLoader whose workers are the readers."""
-    settings = worker_settings(loader)
-    settings["worker_init_fn"] = partial(readers.start, first, settings["worker_init_fn"])
-    return DataLoader(
-        readers,
-        batch_size=None,
-        collate_fn=identity_collate,
-        num_workers=len(readers.states),
-        pin_memory=loader.pin_memory and torch.cuda.is_available(),
-        **settings,
-    )
 
 
 def _check_unsplit(source: Any) -> None:
