@@ -281,7 +281,13 @@ class ClusterLauncher:
         starters = mesh.all_gather_str("x" if self.is_starter else "")
         starter_ranks = [rank for rank, is_starter in enumerate(starters) if is_starter]
         listen_host = self._listen_host()
-        coordinator = self._start_coordinator(job, listen_host) if mesh.rank == 0 else None
+        coordinator = None
+        if mesh.rank == 0 and mesh.helper_spawner is not None:
+            coordinator = CoordinatorProcess(mesh.helper_spawner, job, listen_host)
+            if self._folder is not None:
+                address_of_job = coordinator.address, job.transport
+                admin_client.write_address_file(self._folder, *address_of_job)
+                self._public = None if read_secret() is None else address_of_job
         host, port = mesh.broadcast_json(coordinator and coordinator.address)
         address = (host, port)
         if server_hosts and mesh.rank == 0:
@@ -297,16 +303,6 @@ class ClusterLauncher:
                 server_hosts or len(starter_ranks),
             )
         return address
-
-    def _start_coordinator(self, job: ClusterConfig, host: str) -> CoordinatorProcess | None:
-        if self.mesh.helper_spawner is None:
-            return None
-        coordinator = CoordinatorProcess(self.mesh.helper_spawner, job, host)
-        if self._folder is not None:
-            address_of_job = coordinator.address, job.transport
-            admin_client.write_address_file(self._folder, *address_of_job)
-            self._public = None if read_secret() is None else address_of_job
-        return coordinator
 
     def announce(self, directory: Path) -> None:
         """Let `shoal servers` find the servers by the run directory."""

@@ -91,7 +91,12 @@ class WorkerRequests:
         shard, step, partition = self._shard, header.step, header.partition
         match header.op:
             case Op.PUSH:
-                return self._push(worker, header, payload, meta)
+                segments = shard.require_partition(partition).part.segments
+                gradient = self._node.buffers.pushed(worker, header, payload)
+                # The frame before it has the mask, unless every segment has a gradient.
+                grad_mask = meta or b"\1" * len(segments)
+                sparse = bool(header.flags & BLOCKS)
+                return shard.push(worker, step, partition, gradient, grad_mask, sparse)
             case Op.STEP:
                 messages = shard.request_step(worker, step, StepRequest(**unpack(payload)))
                 # Before its step request a worker has read all values.
@@ -107,16 +112,6 @@ class WorkerRequests:
                 return shard.load(worker, partition, values, list(state), step)
         self._handle_other(worker, peer, header, payload)
         return []
-
-    def _push(
-        self, worker: int, header: Header, payload: memoryview, meta: bytes
-    ) -> Iterable[Outgoing]:
-        part = self._shard.require_partition(header.partition).part
-        gradient = self._node.buffers.pushed(worker, header, payload)
-        # The frame before it has the mask, unless every segment has a gradient.
-        grad_mask = meta or b"\1" * len(part.segments)
-        sparse = bool(header.flags & BLOCKS)
-        return self._shard.push(worker, header.step, part.number, gradient, grad_mask, sparse)
 
     def _handle_other(
         self, worker: int, peer: Connection, header: Header, payload: memoryview

@@ -101,13 +101,14 @@ class FlatParams:
         """
         parameter = self.parameters[name]
         joined = dict[str, Any]()
-        for segment, state in _segments(self.parts, name, kept):
-            for key, value in state.items():
-                if not isinstance(value, Tensor) or value.dim() == 0:
-                    joined[key] = value
-                    continue
-                flat = joined.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
-                flat[segment.start : segment.start + segment.length] = value
+        for part in self.parts:
+            for segment, state in zip(part.segments, kept[part.number], strict=True):
+                for key, value in state.items() if segment.name == name else ():
+                    if not isinstance(value, Tensor) or value.dim() == 0:
+                        joined[key] = value
+                        continue
+                    flat = joined.setdefault(key, torch.empty(parameter.numel(), dtype=value.dtype))
+                    flat[segment.start : segment.start + segment.length] = value
         return {key: _shaped(value, parameter).contiguous() for key, value in joined.items()}
 
     def scatter(self, states: Callable[[str], Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -176,12 +177,3 @@ def _slice(state: Mapping[str, Any], segment: ParamSlice) -> dict[str, Any]:
         k: v[segment.start : end] if isinstance(v, Tensor) and v.dim() else v
         for k, v in state.items()
     }
-
-
-def _segments(
-    parts: Sequence[Partition], name: str, kept: Mapping[int, Sequence[Mapping[str, Any]]]
-) -> Iterable[tuple[ParamSlice, Mapping[str, Any]]]:
-    for part in parts:
-        for segment, state in zip(part.segments, kept[part.number], strict=True):
-            if segment.name == name:
-                yield segment, state

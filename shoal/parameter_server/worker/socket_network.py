@@ -218,7 +218,11 @@ class ShardConnection:
         if 0 in push.present:
             self._post(Op.GRAD_MASK, push.present, partition=partition)
         if self._is_lending:
-            at_bytes = self._write_to_shared_memory(push)
+            at_bytes = self._flat.lent_at[partition]
+            lent = self._flat.lent.tensor(at_bytes, gradient.numel(), gradient.dtype)
+            if lent.data_ptr() != gradient.data_ptr():  # it is not there yet
+                lent.copy_(gradient)
+                self._owner.session.replace_gradient(partition, lent)
             # The header has no field of 64 bits, so two fields hold the offset.
             high, low = at_bytes >> 32, at_bytes & 0xFFFFFFFF
             self._post(
@@ -231,18 +235,6 @@ class ShardConnection:
             self._post(Op.PUSH, packed, partition=partition, step=step, flags=BLOCKS)
         else:
             self._post(Op.PUSH, gradient, partition=partition, step=step)
-
-    def _write_to_shared_memory(self, push: PushMessage) -> int:
-        """Copy a gradient to memory that the server reads, if it is not there. Return its
-        offset.
-        """
-        at_bytes = self._flat.lent_at[push.partition]
-        gradient = push.gradient
-        lent = self._flat.lent.tensor(at_bytes, gradient.numel(), gradient.dtype)
-        if lent.data_ptr() != gradient.data_ptr():
-            lent.copy_(gradient)
-            self._owner.session.replace_gradient(push.partition, lent)
-        return at_bytes
 
     # The thread of the connection
 
