@@ -32,24 +32,23 @@ WRAPPERS = {
 class ModelNames:
     """Names of all modules and parameters of the models that have been called.
 
-    Attributes: roots: the models, in the order of their first call.
+    Attributes: roots: the models, in the order of their first call -> what their names begin with.
     """
 
     def __init__(self) -> None:
-        self.roots: list[nn.Module] = []
-        self._prefixes: list[str] = []
+        self.roots: dict[nn.Module, str] = {}
         self._modules: dict[int, str] = {}
         self._strangers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def use(self, root: nn.Module) -> None:
         """Take the names of this module alone, which holds all models."""
-        self.roots, self._prefixes = [root], [""]
+        self.roots = {root: ""}
         self.refresh()
 
     def refresh(self) -> None:
         """Read the names of modules anew, after the model was changed."""
         self._modules = {}
-        for root, prefix in zip(self.roots, self._prefixes, strict=True):
+        for root, prefix in self.roots.items():
             self._add(root, prefix)
 
     def name_of(self, module: nn.Module) -> str | None:
@@ -60,12 +59,11 @@ class ModelNames:
         """Return the same as `name_of`; look for the model where the module is new."""
         if id(module) not in self._modules and module not in self._strangers:
             root = _root_of(module)
-            if any(root is known for known in self.roots):  # a layer that was added later
+            if root in self.roots:  # a layer that was added later
                 self.refresh()
             elif next(root.parameters(), None) is not None:
-                self._prefixes.append(self._new_prefix(root))
-                self.roots.append(root)
-                self._add(root, self._prefixes[-1])
+                self.roots[root] = self._new_prefix(root)
+                self._add(root, self.roots[root])
             else:
                 self._strangers.add(module)
         return self.name_of(module)
@@ -79,7 +77,7 @@ class ModelNames:
         return self._named(nn.Module.named_buffers)
 
     def _named(self, tensors_of: Callable[[nn.Module], Iterator[Any]]) -> Iterator[Any]:
-        for root, prefix in zip(self.roots, self._prefixes, strict=True):
+        for root, prefix in self.roots.items():
             for name, tensor in tensors_of(root):
                 yield _joined(prefix, plain_name(root, name)), tensor
 
@@ -92,7 +90,7 @@ class ModelNames:
             return ""
         kind = type(root).__name__
         prefix, number = kind, 2
-        while prefix in self._prefixes:
+        while prefix in self.roots.values():
             prefix, number = f"{kind}{number}", number + 1
         return prefix
 

@@ -140,7 +140,9 @@ class ModuleCalls:
         line = self._lines.pop() if self._lines else ""
         if not _is_wrapper(module):
             self._inside -= 1
-            self._count_collectives()
+            if self._inside == 0 and self.collectives >= 0:
+                sent = num_collectives()
+                self.collectives = -1 if sent < 0 else self.collectives + sent - self._sent_before
         is_training = module.training or torch.is_grad_enabled()
         if self.is_paused or not is_training or is_trial_running() or in_backward_pass():
             return
@@ -154,11 +156,6 @@ class ModuleCalls:
                 self._keep(f"{index}/{number}", tensor)
         kind = type(module).__name__
         self.calls.append(CallRecord(name, kind, line, len(outputs), self._draws.drew()))
-
-    def _count_collectives(self) -> None:
-        if self._inside == 0 and self.collectives >= 0:
-            sent = num_collectives()
-            self.collectives = -1 if sent < 0 else self.collectives + sent - self._sent_before
 
     def _keep(self, place: str, output: Tensor) -> None:
         value = local_part(output)
