@@ -57,12 +57,13 @@ class EvaluationBatches:
         loader = self._loader
         fetches = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
         yield from self._fetched(loader) if fetches else self._streamed(loader)
+        if not self.total:
+            raise UsageError("there is nothing to evaluate: the data set is empty.")
 
     def _fetched(self, loader: DataLoader) -> Iterator[EvaluationBatch]:
         """Yield this rank's batches of map-style data; the others are not fetched."""
         batches = _index_batches(loader)
         self.total = len(batches)
-        _check_any(self.total)
         own = batches[self._rank :: self._ranks]
         ready = IndexBatches(loader, 0).are_ready
         fetch = BatchFetcher(loader, 0, 0, 1, ready)
@@ -83,7 +84,6 @@ class EvaluationBatches:
             self.total = number + 1
             if number % self._ranks == self._rank:
                 yield item
-        _check_any(self.total)
         if self._joins_last and first is not None:
             yield first._replace(is_counted=False)
 
@@ -101,8 +101,3 @@ def _index_batches(loader: DataLoader) -> list[IndexBatch]:
     return [
         IndexBatch(0, stop, tuple(range(number * size, stop))) for number, stop in enumerate(stops)
     ]
-
-
-def _check_any(batches: int) -> None:
-    if not batches:
-        raise UsageError("there is nothing to evaluate: the data set is empty.")
