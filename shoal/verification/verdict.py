@@ -188,19 +188,13 @@ def _verdict(
     beyond = [name for name, (_, error) in errors.items() if _sort_key(error) > tolerance]
     if not beyond:
         return Verdict(*settings, "exact", worst[0][1], worst[:MAX_WORST], [])
-    reasons = _reasons(beyond, reports)
-    verdict: Literal["differs by design", "differs"] = "differs by design" if reasons else "differs"
-    return Verdict(*settings, verdict, worst[0][1], worst[:MAX_WORST], reasons)
-
-
-def _reasons(beyond: list[str], reports: list[RankReport]) -> list[str]:
-    """Return the reasons for all errors beyond the tolerance; empty where they have none."""
-    notes = [note for report in reports for note in report.notes]
+    reasons = [note for report in reports for note in report.notes]
     by_rank = [name for name in beyond if name in reports[0].by_rank]
     # Buffers that no training step reads explain only themselves, and no other error.
-    if by_rank and (reports[0].buffers_read or notes or len(by_rank) == len(beyond)):
-        notes.append(buffer_note(by_rank))
-    return notes
+    if by_rank and (reports[0].buffers_read or reasons or len(by_rank) == len(beyond)):
+        reasons.append(buffer_note(by_rank))
+    verdict: Literal["differs by design", "differs"] = "differs by design" if reasons else "differs"
+    return Verdict(*settings, verdict, worst[0][1], worst[:MAX_WORST], reasons)
 
 
 def buffer_note(names: list[str]) -> str:

@@ -34,8 +34,9 @@ def versions(groups: list[Pieces], like: Tensor, has_stand_ins: bool) -> list[Te
     Args: has_stand_ins: ranks without rows of their own have computed one of another rank.
     """
     for dim in range(min(2, like.dim())):
-        found = _joined_along(dim, groups)
-        if not found:
+        joined = [along(dim, [*chain.from_iterable(group)]) for group in groups]
+        found = [tensor for tensor in joined if tensor is not None]
+        if not found or len(found) < len(groups):  # the pieces of one do not fit
             continue
         cut = [_without_stand_ins(t, like, dim) for t in found] if has_stand_ins else found
         if all(tensor.shape == like.shape for tensor in cut):
@@ -77,13 +78,6 @@ def _nearest(
             order = torch.cat([*chain.from_iterable(blocks)], dim)
             orders += [order] if order.shape == like.shape else []
     return min(orders, key=lambda order: distance(order, like))
-
-
-def _joined_along(dim: int, groups: list[Pieces]) -> list[Tensor]:
-    """Return the pieces of each tensor rank joined; nothing if those of one do not fit."""
-    joined = [along(dim, [*chain.from_iterable(group)]) for group in groups]
-    found = [tensor for tensor in joined if tensor is not None]
-    return found if len(found) == len(groups) else []
 
 
 def along(dim: int, parts: list[Tensor]) -> Tensor | None:

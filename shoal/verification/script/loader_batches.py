@@ -31,13 +31,6 @@ from shoal.verification.script.run_record import RankRecord, RecordWriter, recor
 from shoal.verification.script.watched_calls import watch
 
 
-def _first_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[list[Any]]:
-    """Return for each rank the tensors of the first batch of each loader."""
-    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
-    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
-    return [[t for column in columns for t in column[rank] or ()] for rank in range(len(ranks))]
-
-
 def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str, Any]]:
     """Return for each rank its axes: ranks of the same batches are a tensor group.
 
@@ -45,7 +38,9 @@ def axes_of_batches(folder: Path, ranks: Sequence[RankRecord]) -> list[dict[str,
     that take batches from elsewhere. The stages of a pipeline are one group: they take one batch
     and call different modules, each on what another one has sent.
     """
-    taken = _first_batches(folder, ranks)
+    loops = list(dict.fromkeys(loop for record in ranks for loop in record.loaders))
+    columns = [batches_of_ranks(folder, ranks, f"{loop}-0") for loop in loops]
+    taken = [[t for column in columns for t in column[rank] or ()] for rank in range(len(ranks))]
     groups: list[list[int]] = []
     for rank, record in enumerate(ranks):
         for members in groups:
