@@ -310,7 +310,7 @@ class Simulation:
         if is_whole and (self.is_stopping or not self.epoch):
             self.epoch += 1
             message = {"epoch": self.epoch}
-            self.driver.start([(host, message) for host in hosts], self.driver_clock())
+            self.driver.start(dict.fromkeys(hosts, message), self.driver_clock())
             self.is_stopping = False
             self.starts_s.append(self.now_s)
 

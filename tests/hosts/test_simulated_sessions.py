@@ -51,7 +51,7 @@ def connected() -> tuple[DriverSession, AgentSession]:
     exchange(driver, agent, 0.0)
     agent.hello({"torch": "2.13.0"}, 0.0)
     exchange(driver, agent, 0.0)
-    driver.start([(0, {})], 0.0)
+    driver.start({0: {}}, 0.0)
     exchange(driver, agent, 0.0)
     return driver, agent
 

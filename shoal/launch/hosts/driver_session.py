@@ -11,7 +11,7 @@ no number of their start: a connection keeps their order, and a host starts afte
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -121,16 +121,12 @@ class DriverSession:
             return -inf
         return inf if state.is_connected else state.heard_s + self.times.lost_s
 
-    def start(self, starts: Sequence[tuple[int, dict[str, Any]]], now_s: float) -> None:
-        """Start ranks on hosts.
-
-        Args:
-            starts: each host with the rest of its message.
-        """
+    def start(self, starts: Mapping[int, Mapping[str, Any]], now_s: float) -> None:
+        """Start ranks on hosts. Args: starts: the rest of the message of each host."""
         for host, state in enumerate(self.states):
             assert self.clear_at_s(host) <= now_s, "ranks of an earlier start may live"
             state.may_run = False
-        for host, values in starts:
+        for host, values in starts.items():
             assert self.states[host].is_ready
             self.states[host].may_run = True
             self.send(host, "start", **values)

@@ -6,7 +6,6 @@ Every problem of every host comes in one list.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from shoal.errors import LaunchError
 from shoal.launch.hosts.addresses import candidate_addresses, choose_address
@@ -22,26 +21,15 @@ LOOPBACK = "127.0.0.1"
 Checked = Sequence[tuple[SshHost, HostFacts]]
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """The network of the ranks.
-
-    Args:
-        address: of the first host, at which all ranks meet.
-        port: of the socket there.
-        sources: the own address of each host on the way there, by number.
-    """
-
-    address: str
-    port: int
-    sources: dict[int, str]
-
-
-def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequence[int]) -> Meeting:
-    """Prepare hosts for ranks; return the address of the first at which all others reach it.
+def find_meeting(
+    connections: HostConnections, choice: str | None, hosts: Sequence[int]
+) -> tuple[dict[int, str], int]:
+    """Prepare hosts for ranks; find the address of the first at which all others reach it.
 
     Args: choice: the user's, of the first host of the list, which may be lost by now.
 
+    Returns: that address of the first host, and of each other its own on the way there, by number;
+        and the port of the socket at the first.
     Raises:
         LaunchError: there is none; the message says who cannot reach whom.
         UsageError: the user's choice is none of its addresses.
@@ -67,7 +55,7 @@ def find_meeting(connections: HostConnections, choice: str | None, hosts: Sequen
     reports = {connections.name(host): reaches for host, reaches in reached.items()}
     address = choose_address(connections.name(first), ports, reports)
     sources = {host: reaches[address][0] for host, reaches in reached.items()}
-    return Meeting(address, ports[address], {first: address, **sources})
+    return {first: address, **sources}, ports[address]
 
 
 def problems(hosts: Checked, request: FactsRequest, here: HostFacts) -> list[str]:

@@ -11,13 +11,12 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from socket import socket
-from typing import Any
 
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.environment import SERVER_HOSTS
 from shoal.launch.hosts.agent_protocol import clock_s
-from shoal.launch.hosts.host_checks import ANSWER_S, Meeting, find_meeting, problems
+from shoal.launch.hosts.host_checks import ANSWER_S, find_meeting, problems
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
@@ -152,36 +151,28 @@ class HostsJob(LocalJob):
                 "no host of --server-hosts is left. Start the same command again once one is there."
             )
         members = [*(share.host for share in placement), *serving]
-        meeting = find_meeting(self.connections, self.options.address, members)
+        addresses, port = find_meeting(self.connections, self.options.address, members)
         work = self.work
-        shares = [
-            (each, work.target, work.again if again else work.arguments) for each in placement
-        ]
-        shares += [
+        arguments = list(work.again if again else work.arguments)
+        calls = [(share, work.target, arguments) for share in placement]
+        for index, host in enumerate(serving):
             # Numbered after the ranks, which are all that there is in their world.
-            (
-                HostRanks(host, processes + index, 1),
-                "shoal.launch.rank:module",
-                [SERVER_HOST, [str(index), str(len(serving))]],
-            )
-            for index, host in enumerate(serving)
-        ]
-        starts: list[tuple[int, dict[str, Any]]] = [
-            (
-                share.host,
-                {
-                    "target": target,
-                    "arguments": list(arguments),
-                    "first": share.first,
-                    "count": share.count,
-                    "world": processes,
-                    "address": meeting.address,
-                    "port": meeting.port,
-                    "variables": self._variables(share.host, meeting),
-                },
-            )
-            for share, target, arguments in shares
-        ]
+            share = HostRanks(host, processes + index, 1)
+            program = [SERVER_HOST, [str(index), str(len(serving))]]
+            calls.append((share, "shoal.launch.rank:module", program))
+        starts = {
+            share.host: {
+                "target": target,
+                "arguments": arguments,
+                "first": share.first,
+                "count": share.count,
+                "world": processes,
+                "address": addresses[members[0]],
+                "port": port,
+                "variables": self._variables(share.host, addresses[share.host]),
+            }
+            for share, target, arguments in calls
+        }
         self.connections.session.start(starts, clock_s())
         limit_s = limit_of_ranks(work.environment)
         return RemoteRanks(self.connections, placement, limit_s, serving)
@@ -194,7 +185,11 @@ class HostsJob(LocalJob):
         wanted = self._wanted if processes == self._found else processes
         for wait_s in RETRIES_S:
             absent = self._missing()
-            problems = self._connect_again(absent, wait_s if absent else 0.0, signals)
+            begin_s = clock_s() + (wait_s if absent else 0.0)
+            while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
+                self.connections.pump(remaining_s, [signals])
+            # A host that came back with another torch cannot take part.
+            problems = [*self.connections.connect(absent, [signals]), *self._host_problems()]
             if is_readable([signals]):
                 return 0
             for problem in problems:
@@ -207,14 +202,6 @@ class HostsJob(LocalJob):
                 return found
         print_note("the lost hosts did not come back")
         return 0
-
-    def _connect_again(self, hosts: Sequence[int], wait_s: float, signals: socket) -> list[str]:
-        """Wait, then connect to hosts. Return the problems of those that cannot be used."""
-        begin_s = clock_s() + wait_s
-        while (remaining_s := begin_s - clock_s()) > 0 and not is_readable([signals]):
-            self.connections.pump(remaining_s, [signals])
-        # A host that came back with another torch cannot take part.
-        return [*self.connections.connect(hosts, [signals]), *self._host_problems()]
 
     def _host_problems(self) -> list[str]:
         return problems(self.connections.checked, self.request, collect_facts(self.request))
@@ -247,9 +234,8 @@ class HostsJob(LocalJob):
         print_note(f"the run goes on without {left}")
         return True
 
-    def _variables(self, host: int, meeting: Meeting) -> dict[str, str]:
-        """Return the variables by which ranks of a host find their network."""
-        address = meeting.sources[host]
+    def _variables(self, host: int, address: str) -> dict[str, str]:
+        """Return the variables by which ranks of a host, at its address, find their network."""
         own = {one.address: one.interface for one in self.connections.facts[host].addresses}
         variables = {"SHOAL_ADDRESS": address, SERVER_HOSTS: str(len(self._serving()))}
         interface = own.get(address, "lo" if address.startswith("127.") else None)
