@@ -94,25 +94,22 @@ def candidate_addresses(
     Raises:
         UsageError: the host has no such address.
     """
-    if address is not None:
-        return [_chosen_address(addresses, address)]
-    # Hosts without a network are one machine in a test, and meet on its loopback interface.
-    own = [one.address for one in addresses] or ["127.0.0.1"]
-    return sorted(own, key=lambda one: one != ssh_address)
-
-
-def _chosen_address(addresses: Sequence[HostAddress], text: str) -> str:
-    try:
-        chosen = ipaddress.ip_address(text)
-    except ValueError:
-        raise UsageError(f"--address {text}: give an IPv4 or IPv6 address, not a name.") from None
     own = [one.address for one in addresses]
+    if address is None:
+        # Hosts without a network are one machine in a test, and meet on its loopback interface.
+        return sorted(own or ["127.0.0.1"], key=lambda one: one != ssh_address)
+    try:
+        chosen = ipaddress.ip_address(address)
+    except ValueError:
+        raise UsageError(
+            f"--address {address}: give an IPv4 or IPv6 address, not a name."
+        ) from None
     if str(chosen) not in own and not chosen.is_loopback:
         raise UsageError(
-            f"--address {text}: the first host has {', '.join(own) or 'no address'}. "
+            f"--address {address}: the first host has {', '.join(own) or 'no address'}. "
             "Give one of these, or leave it out."
         )
-    return str(chosen)
+    return [str(chosen)]
 
 
 def choose_address(

@@ -32,7 +32,6 @@ from shoal.launch.hosts.addresses import listeners, try_reach
 from shoal.launch.hosts.agent_protocol import MARKER, PROTOCOL, Message, clock_s, shortened
 from shoal.launch.hosts.agent_session import AgentSession, Order
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
-from shoal.launch.output import StreamName
 from shoal.launch.private_memory import SECRET, PrivateMemory
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, HostShare, RankEvent, RankExited
 from shoal.launch.ranks import Ranks
@@ -167,7 +166,9 @@ class AgentProcess:
                 case {"do": "start"}:
                     self._start(order)
                 case {"do": "signal", "rank": rank, "signal": signal}:
-                    self._signal(rank, signal)
+                    for process in self.ranks.alive if self.ranks is not None else ():
+                        if process.number == rank:
+                            process.signal(signal)
                 case {"do": "kill"}:
                     self._kill_ranks()
                     self.session.stopped()
@@ -188,8 +189,7 @@ class AgentProcess:
         match question["question"]:
             case "prepare":  # imports what ranks need in the fork server
                 context = prepare(self._work["preload"])
-                ports = self._listen(question["addresses"])
-                return partial(_prepared, context, ports)
+                return partial(_prepared, context, self._listen(question["addresses"]))
             case "reach":
                 return lambda: {"reached": try_reach(question["ports"])}
             case "stacks":
@@ -235,7 +235,7 @@ class AgentProcess:
             port=int(message["port"]),
             listener=listener,
             variables=message["variables"],
-            emit=self._emit,
+            emit=lambda rank, name, lines: self.session.output(rank, name, "".join(lines)),
         )
         try:
             self.ranks = start(
@@ -264,9 +264,6 @@ class AgentProcess:
                 self._tell_s = now_s + TELL_S
                 self.session.tell("look", look=sent_look(self.ranks))
 
-    def _emit(self, rank: int, stream: StreamName, lines: list[str]) -> None:
-        self.session.output(rank, stream, "".join(lines))
-
     def _on_event(self, event: RankEvent) -> None:
         match event:
             case RankExited(rank, code):
@@ -275,11 +272,6 @@ class AgentProcess:
                 told = {**vars(event), "age_s": time.monotonic() - event.time_s}
                 texts = {name: shortened(told[name]) for name in ("headline", "text")}
                 self.session.tell("failed", **told | texts)
-
-    def _signal(self, rank: int, number: int) -> None:
-        for process in self.ranks.alive if self.ranks is not None else ():
-            if process.number == rank:
-                process.signal(number)
 
     def _kill_ranks(self) -> None:
         if self.ranks is not None:

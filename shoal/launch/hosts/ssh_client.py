@@ -83,7 +83,9 @@ class SshClient:
         self._before_marker = b""
         self._unsent = b""
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
-        self._streams = [_pipe(stream) for stream in pipes]
+        self._streams = [stream for stream in pipes if stream is not None]
+        for stream in self._streams:
+            os.set_blocking(stream.fileno(), False)
 
     @property
     def sources(self) -> list[IO[bytes]]:
@@ -158,12 +160,6 @@ class SshClient:
 
     def _keep_noise(self, data: bytes) -> None:
         self.noise.extend(data.decode(errors="replace").splitlines())
-
-
-def _pipe(stream: IO[bytes] | None) -> IO[bytes]:
-    assert stream is not None
-    os.set_blocking(stream.fileno(), False)
-    return stream
 
 
 def _read(stream: IO[bytes]) -> bytes | None:
