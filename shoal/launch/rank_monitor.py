@@ -7,12 +7,13 @@ which part of a step, and where its code stands.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from shoal.launch.failure import Failure
 from shoal.launch.output import print_line, print_note
 from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankSet
-from shoal.watchdog.hang_detector import Hang, HangDetector
+from shoal.watchdog.hang_detector import Hang, find_hang
 from shoal.watchdog.progress_word import (
     KINDS,
     PHASE_NAMES,
@@ -40,34 +41,34 @@ class RankMonitor:
 
     def __init__(self, source: RankSet[Any]) -> None:
         self._source = source
-        limit_s = source.hang_limit_s
-        self._hangs = HangDetector(limit_s) if limit_s > 0 else None
         self._stragglers = StragglerDetector()
         self._next_s = 0.0
 
     def poll(self) -> list[Failure]:
         """Return the failure of a rank that does not come; tell of it, and of slow ranks."""
-        if self._hangs is None or time.monotonic() < self._next_s:
+        limit_s = self._source.hang_limit_s
+        if limit_s == 0 or time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + SECONDS_BETWEEN_LOOKS
         look = self._source.look()
         for slow in self._stragglers.look(look.progress):
             print_note(slow.describe(len(self._source.all), self._source.host(slow.rank)))
-        hang = self._hangs.judge(look.progress, look.silent_s)
+        hang = find_hang(look.progress, look.silent_s, limit_s)
         if hang is None:
             return []
-        print_line(self._report(hang))
-        return [Failure(hang.late, self._headline(hang), code=EXIT_HANG, is_loss=True)]
+        headline = self._headline(hang, look.progress)
+        print_line(self._report(hang, headline, look.progress))
+        return [Failure(hang.late, headline, code=EXIT_HANG, is_loss=True)]
 
-    def _headline(self, hang: Hang) -> str:
+    def _headline(self, hang: Hang, progress: Mapping[int, RankProgress]) -> str:
         """Return the rest of a sentence that begins with the late rank. It has no times."""
-        late = hang.progress[hang.late]
+        late = progress[hang.late]
         if hang.is_deadlock:
             doing = f"waits in {describe_call(late)}, and no rank that it waits for comes"
             if late.word.kind == SERVERS:
                 doing = "waits for the parameter servers, which do not answer"
-            elif hang.waiter is not None and hang.progress[hang.waiter].word.waits:
-                other = describe_call(hang.progress[hang.waiter])
+            elif hang.waiter is not None and progress[hang.waiter].word.waits:
+                other = describe_call(progress[hang.waiter])
                 doing = (
                     f"waits in {describe_call(late)}, and rank {hang.waiter} in {other}, which are "
                     "not the same call. All ranks must make the same calls in the same order: none "
@@ -77,19 +78,18 @@ class RankMonitor:
         doing = PHASE_NAMES[Phase(late.word.phase)]
         if hang.waiter is None:
             return f"hangs in {doing}"
-        call = describe_call(hang.progress[hang.waiter])
+        call = describe_call(progress[hang.waiter])
         waiter = self._name(hang.waiter)
         return f"did not come: it is in {doing}, while {waiter} waits for it in {call}"
 
-    def _report(self, hang: Hang) -> str:
+    def _report(self, hang: Hang, headline: str, progress: Mapping[int, RankProgress]) -> str:
         """Return all that is known of a hang: progress of every rank, and two ranks' stacks."""
         lines = [
-            f"{self._name(hang.late, f' of {len(self._source.all)}')} {self._headline(hang)}",
+            f"{self._name(hang.late, f' of {len(self._source.all)}')} {headline}",
             f"No sign of it for {hang.silent_s:.0f} s; the limit is {hang.limit_s:.0f} s. {CURE}",
         ]
         lines += [
-            f"  {self._name(rank)}: {describe(each)}"
-            for rank, each in sorted(hang.progress.items())
+            f"  {self._name(rank)}: {describe(each)}" for rank, each in sorted(progress.items())
         ]
         chosen = [hang.late] if hang.waiter is None else [hang.late, hang.waiter]
         return "\n".join([*lines, *map(self._source.stacks, chosen)])
@@ -124,5 +124,5 @@ def describe_call(progress: RankProgress) -> str:
         return "no collective yet"
     kind = "a collective that Gloo makes" if KINDS[word.kind] == "gloo" else KINDS[word.kind]
     group = progress.groups.get(word.group)
-    ranks = f" of a group of ranks {list(group.ranks)}" if group else ""
+    ranks = f" of a group of ranks {list(group)}" if group else ""
     return f"{kind}{count} (call {word.call:,}{ranks})"

@@ -1,6 +1,6 @@
 """The watchdog of a run: what each rank does, read from outside, and who is late.
 
-    rank 0   ProgressWriter ──> word ─┐                    ┌─> HangDetector        a rank is late
+    rank 0   ProgressWriter ──> word ─┐                    ┌─> find_hang           a rank is late
     rank 1   ProgressWriter ──> word ─┼─> ProgressMemory ──┤
     rank 2   ProgressWriter ──> word ─┘   (the launcher)   └─> StragglerDetector   a rank is slow
 

@@ -29,6 +29,7 @@ from shoal.watchdog.progress_word import (
     THREAD_WAITS,
     WAITS,
     Phase,
+    ProgressWord,
     RankProgress,
 )
 
@@ -63,7 +64,6 @@ class Hang:
         silent_s: time for which the late rank's word has not changed.
         limit_s: the limit that it has passed.
         is_deadlock: the late rank waits too, in another call.
-        progress: of all ranks.
     """
 
     late: int
@@ -71,7 +71,6 @@ class Hang:
     silent_s: float
     limit_s: float
     is_deadlock: bool
-    progress: Mapping[int, RankProgress]
 
 
 class SilenceCounter:
@@ -103,67 +102,57 @@ class SilenceCounter:
         return {rank: self._silent_s[rank] for rank in progress}
 
 
-class HangDetector:
-    """Judges the words of all ranks of a run.
+def find_hang(
+    progress: Mapping[int, RankProgress], silent_s: Mapping[int, float], limit_s: float
+) -> Hang | None:
+    """Return the hang that the words of all ranks of a run show, if there is one.
 
-    Args: limit_s: the limit, greater than 0.
+    Args:
+        progress: of the ranks that live.
+        silent_s: since the word of each of these has changed, see `SilenceCounter`.
+        limit_s: the limit, greater than 0.
     """
-
-    def __init__(self, limit_s: float) -> None:
-        self.limit_s = limit_s
-
-    def judge(
-        self, progress: Mapping[int, RankProgress], silent_s: Mapping[int, float]
-    ) -> Hang | None:
-        """Return the hang that the words show, if there is one.
-
-        Args:
-            progress: of the ranks that live.
-            silent_s: since the word of each of these has changed, see `SilenceCounter`.
-        """
-        if cycle := self._cycle(progress, silent_s):
-            silence_s = silent_s[cycle[0]]
-            return Hang(cycle[0], cycle[1], silence_s, CYCLE_LIMIT_S, True, dict(progress))
-        longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
-        limits = {rank: self._limit_s(each, longest_s) for rank, each in progress.items()}
-        silent = {rank for rank in progress if silent_s[rank] >= limits[rank]}
-        if not silent:
-            return None
-        edges = {rank: waits_for(rank, progress) for rank in progress}
-        for rank in sorted(silent, key=lambda rank: (-silent_s[rank], rank)):
-            reached = _reached(rank, edges)
-            if not reached <= silent:
-                continue
-            late, is_deadlock = _late(reached, edges, progress)
-            waiters = [waiter for waiter in sorted(edges) if late in edges[waiter]]
-            is_needed = is_deadlock or not silent.isdisjoint(waiters)
-            if is_needed or progress[late].word.phase not in NEEDS_WAITER:
-                waiter = next(iter(waiters), None)
-                limit_s = limits[late]
-                return Hang(late, waiter, silent_s[late], limit_s, is_deadlock, dict(progress))
+    if cycle := _cycle(progress, silent_s, limit_s):
+        return Hang(cycle[0], cycle[1], silent_s[cycle[0]], CYCLE_LIMIT_S, is_deadlock=True)
+    longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
+    base_s = max(limit_s, STEP_FACTOR * longest_s)
+    limits = {rank: _limit_s(each.word, base_s) for rank, each in progress.items()}
+    silent = {rank for rank in progress if silent_s[rank] >= limits[rank]}
+    if not silent:
         return None
+    edges = {rank: waits_for(rank, progress) for rank in progress}
+    for rank in sorted(silent, key=lambda rank: (-silent_s[rank], rank)):
+        reached = _reached(rank, edges)
+        if not reached <= silent:
+            continue
+        late, is_deadlock = _late(reached, edges, progress)
+        waiters = [waiter for waiter in sorted(edges) if late in edges[waiter]]
+        is_needed = is_deadlock or not silent.isdisjoint(waiters)
+        if is_needed or progress[late].word.phase not in NEEDS_WAITER:
+            waiter = next(iter(waiters), None)
+            return Hang(late, waiter, silent_s[late], limits[late], is_deadlock)
+    return None
 
-    def _cycle(
-        self, progress: Mapping[int, RankProgress], silent_s: Mapping[int, float]
-    ) -> list[int]:
-        """Return ranks each of which waits in a collective that the next has not begun, or none."""
-        limit_s = min(self.limit_s, CYCLE_LIMIT_S)
-        silent = sorted(rank for rank in progress if silent_s[rank] >= limit_s)
-        for rank in silent:
-            path = [rank]
-            while behind := [r for r in silent if r in _has_not_begun(path[-1], progress)]:
-                if behind[0] in path:
-                    return path[path.index(behind[0]) :]
-                path.append(behind[0])
-        return []
 
-    def _limit_s(self, progress: RankProgress, longest_step_s: float) -> float:
-        word = progress.word
-        limit_s = max(self.limit_s, STEP_FACTOR * longest_step_s)
-        if word.waits and word.kind != SERVERS:
-            return limit_s + word.length * NUMBER_BYTES / SLOWEST_BYTES_PER_S
-        is_slow = word.flags & FIRST or word.phase in SLOW_PHASES
-        return limit_s * SLOW_FACTOR if is_slow else limit_s
+def _cycle(
+    progress: Mapping[int, RankProgress], silent_s: Mapping[int, float], limit_s: float
+) -> list[int]:
+    """Return ranks each of which waits in a collective that the next has not begun, or none."""
+    silent = sorted(rank for rank in progress if silent_s[rank] >= min(limit_s, CYCLE_LIMIT_S))
+    for rank in silent:
+        path = [rank]
+        while behind := [r for r in silent if r in _has_not_begun(path[-1], progress)]:
+            if behind[0] in path:
+                return path[path.index(behind[0]) :]
+            path.append(behind[0])
+    return []
+
+
+def _limit_s(word: ProgressWord, limit_s: float) -> float:
+    if word.waits and word.kind != SERVERS:
+        return limit_s + word.length * NUMBER_BYTES / SLOWEST_BYTES_PER_S
+    is_slow = word.flags & FIRST or word.phase in SLOW_PHASES
+    return limit_s * SLOW_FACTOR if is_slow else limit_s
 
 
 def longest_step_s(progress: RankProgress) -> float:
@@ -188,14 +177,10 @@ def waits_for(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
         if word.kind == SERVERS:
             return {other for other in others if not progress[other].word.waits}
         members = _members(own, word.group, progress)
-        behind = {m for m in members if progress[m].calls.get(word.group, 0) < word.call}
+        behind = _behind(own, word.group, word.call, progress)
         return behind or {m for m in members if not progress[m].word.waits}
-    return {
-        member
-        for group, calls in own.calls.items()
-        for member in _members(own, group, progress)
-        if progress[member].calls.get(group, 0) < calls
-    }
+    found = (_behind(own, group, calls, progress) for group, calls in own.calls.items())
+    return set().union(*found)
 
 
 def _has_not_begun(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
@@ -207,15 +192,20 @@ def _has_not_begun(rank: int, progress: Mapping[int, RankProgress]) -> set[int]:
     word = own.word
     if word.flags & (WAITS | THREAD_WAITS) != WAITS or word.kind in (SEND, RECV, SERVERS):
         return set()
-    members = _members(own, word.group, progress)
-    return {m for m in members if progress[m].calls.get(word.group, 0) < word.call}
+    return _behind(own, word.group, word.call, progress)
+
+
+def _behind(
+    own: RankProgress, group: int, calls: int, progress: Mapping[int, RankProgress]
+) -> set[int]:
+    """Return the other members of a group that have begun fewer calls of it."""
+    members = _members(own, group, progress)
+    return {member for member in members if progress[member].calls.get(group, 0) < calls}
 
 
 def _members(own: RankProgress, group: int, progress: Mapping[int, RankProgress]) -> set[int]:
     """Return the other members of a group that live."""
-    if group not in own.groups:
-        return set()
-    ranks = own.groups[group].ranks
+    ranks = own.groups.get(group, ())
     return {rank for rank in ranks if rank in progress and progress[rank] is not own}
 
 

@@ -133,13 +133,6 @@ class StepTimes(NamedTuple):
         return self.total_ns - self.waited_ns
 
 
-class GroupMembers(NamedTuple):
-    """The global ranks of a process group, and its label in traces."""
-
-    label: str
-    ranks: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class RankProgress:
     """All that the page of a rank says.
@@ -147,14 +140,14 @@ class RankProgress:
     Attributes:
         word: the word.
         calls: calls that the rank has begun, by `group_id`.
-        groups: the groups that the rank is in, by `group_id`.
+        groups: the global ranks of each group that the rank is in, by `group_id`.
         steps: the last steps, in their order.
         stage: of the pipeline.
     """
 
     word: ProgressWord
     calls: Mapping[int, int] = field(default_factory=dict)
-    groups: Mapping[int, GroupMembers] = field(default_factory=dict)
+    groups: Mapping[int, Sequence[int]] = field(default_factory=dict)
     steps: Sequence[StepTimes] = ()
     stage: int = 0
 
@@ -172,14 +165,10 @@ def decode_page(page: bytes) -> RankProgress | None:
     ring = [StepTimes(*STEP.unpack_from(page, RING_AT + STEP.size * i)) for i in range(STEPS)]
     counts = [COUNT.unpack_from(page, GROUPS_AT + COUNT.size * i) for i in range(MAX_GROUPS)]
     description = _description(page)
-    groups = {
-        int(number): GroupMembers(str(label), tuple(map(int, ranks)))
-        for number, (label, ranks) in description.get("groups", {}).items()
-    }
     return RankProgress(
         word,
         {group: calls for group, calls in counts if group},
-        groups,
+        {int(group): ranks for group, ranks in description.get("groups", {}).items()},
         sorted(times for times in ring if times.step),
         int(description.get("stage", 0)),
     )

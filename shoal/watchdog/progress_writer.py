@@ -67,7 +67,7 @@ class ProgressWriter:
         self._step = 0
         self._waited_ns = self._data_ns = 0
         self._step_started = (0, 0, 0)
-        self._groups: dict[int, tuple[str, list[int]]] = {}
+        self._groups: dict[int, list[int]] = {}
         self._slots: dict[int, int] = {}
         self._stage = 0
         self._shapes: set[object] = set()
@@ -188,7 +188,7 @@ class ProgressWriter:
         number = group_id(label, ranks)
         with self._lock:
             slot = self._slots.setdefault(number, len(self._slots))
-            self._groups[number] = (label, list(ranks))
+            self._groups[number] = list(ranks)
         if slot < MAX_GROUPS and self.memory is not None:
             COUNT.pack_into(self.memory, GROUPS_AT + COUNT.size * slot, number, 0)
         self._describe()

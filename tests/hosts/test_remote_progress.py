@@ -17,7 +17,7 @@ from shoal.launch.hosts.agent_protocol import MessageReader, encode
 from shoal.launch.hosts.driver_session import HostSpoke
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
 from shoal.launch.rank_set import Look
-from shoal.watchdog.hang_detector import Hang, HangDetector, SilenceCounter
+from shoal.watchdog.hang_detector import Hang, SilenceCounter, find_hang
 from shoal.watchdog.progress_word import (
     COUNT,
     GROUPS_AT,
@@ -30,7 +30,6 @@ from shoal.watchdog.progress_word import (
     TEXT_AT,
     WAITS,
     WORD,
-    GroupMembers,
     Phase,
     ProgressWord,
     RankProgress,
@@ -58,9 +57,7 @@ class Rank:
         since_ns = clock_ns + self.written
         place = (Phase.FORWARD, self.flags, 7, self.call, WORLD)
         word = ProgressWord(since_ns, *place, kind, -1, 10)
-        return RankProgress(
-            word, {WORLD: self.call}, {WORLD: GroupMembers("world", (0, 1, 2))}, list(self.steps)
-        )
+        return RankProgress(word, {WORLD: self.call}, {WORLD: [0, 1, 2]}, list(self.steps))
 
 
 def page_of(progress: RankProgress) -> bytes:
@@ -71,7 +68,7 @@ def page_of(progress: RankProgress) -> bytes:
         STEP.pack_into(page, RING_AT + STEP.size * (times.step % STEPS), *times)
     for place, (group, calls) in enumerate(progress.calls.items()):
         COUNT.pack_into(page, GROUPS_AT + COUNT.size * place, group, calls)
-    groups = {str(number): list(group) for number, group in progress.groups.items()}
+    groups = {str(number): list(ranks) for number, ranks in progress.groups.items()}
     text = json.dumps({"groups": groups}).encode()
     LENGTH.pack_into(page, TEXT_AT, len(text))
     page[TEXT_AT + LENGTH.size : TEXT_AT + LENGTH.size + len(text)] = text
@@ -113,7 +110,6 @@ class Hosts:
         self.session = None
         connections: Any = self
         self.driver = RemoteRanks(connections, [HostRanks(0, 0, 2), HostRanks(1, 2, 1)])
-        self.detector = HangDetector(LIMIT_S)
 
     def tell(self) -> None:
         """Let each host that is not silent tell its look."""
@@ -131,7 +127,7 @@ class Hosts:
             if second % TELL_S == 0:
                 self.tell()
             look = self.driver.look()
-            if (hang := self.detector.judge(look.progress, look.silent_s)) is not None:
+            if (hang := find_hang(look.progress, look.silent_s, LIMIT_S)) is not None:
                 return hang
         return None
 

@@ -11,8 +11,8 @@ from shoal.watchdog.hang_detector import (
     CYCLE_LIMIT_S,
     SLOW_FACTOR,
     Hang,
-    HangDetector,
     SilenceCounter,
+    find_hang,
 )
 from shoal.watchdog.progress_word import (
     FIRST,
@@ -21,7 +21,6 @@ from shoal.watchdog.progress_word import (
     SERVERS,
     THREAD_WAITS,
     WAITS,
-    GroupMembers,
     Phase,
     ProgressWord,
     RankProgress,
@@ -76,10 +75,7 @@ class SimulatedRank:
             self.peer,
             self.length,
         )
-        groups = {
-            WORLD: GroupMembers("world", self.ranks),
-            OTHER: GroupMembers("other", self.ranks),
-        }
+        groups = {WORLD: self.ranks, OTHER: self.ranks}
         return RankProgress(word, dict(self.calls), groups, self.steps)
 
 
@@ -88,7 +84,6 @@ class Simulation:
 
     def __init__(self, ranks: int = 3) -> None:
         self.ranks = [SimulatedRank(rank) for rank in range(ranks)]
-        self.detector = HangDetector(LIMIT_S)
         self.silence = SilenceCounter()
         self.now_s = 1000.0
 
@@ -99,7 +94,7 @@ class Simulation:
             self.now_s += look_s
             words = {each.rank: each.progress for each in self.ranks}
             silent_s = self.silence.look(words, self.now_s, paused)
-            if (hang := self.detector.judge(words, silent_s)) is not None:
+            if (hang := find_hang(words, silent_s, LIMIT_S)) is not None:
                 return hang
         return None
 

@@ -36,7 +36,7 @@ def test_the_launcher_reads_what_each_rank_writes() -> None:
     assert (word.phase, word.flags, word.call) == (Phase.FORWARD, FIRST, 3)
     assert (word.group, word.length) == (number, 1000)
     assert found.calls == {number: 3}
-    assert found.groups[number].ranks == (0, 1)
+    assert found.groups[number] == [0, 1]
     assert found.stage == 1
     with writer.message_wait(RECV, 0, 10):
         found = memory.read(1)
