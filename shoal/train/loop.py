@@ -12,11 +12,11 @@ import math
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.checkpoint import Saved, newest
+from shoal.checkpoint import AsyncSaver, Checkpoints, Saved, newest
 from shoal.config.fields import leaf_settings
 from shoal.config.job import Job
 from shoal.errors import CleanupFailed, RecordError, TrainingDiverged
@@ -29,7 +29,7 @@ from shoal.train.console import Progress
 from shoal.train.log import Log
 from shoal.train.record import Record
 from shoal.train.run_directory import check_shared, claim_for_all, make_again
-from shoal.train.run_saver import SaveInterval, State, load_newest, open_fast_saver, open_saver
+from shoal.train.run_saver import RunSaver, SaveInterval, State, load_newest, open_fast_saver
 from shoal.train.training_state import TrainingState
 
 
@@ -70,10 +70,14 @@ class Training:
         self.state = TrainingState(self.run, job.train.ema)
         self.directory = Path(job.directory)
         self._locks: list[IO[str]] = []
-        self.saver = open_saver(self)
-        self.checkpoints = self.saver.checkpoints
+        settings = job.checkpoint
+        # A thread that saves needs a group of its own: its messages must not mix with training.
+        group = self.run.mesh.new_group() if settings.asynchronous else None
+        self.checkpoints = Checkpoints(self.directory / "checkpoints", settings.keep, group)
+        in_background = AsyncSaver(self.checkpoints) if settings.asynchronous else None
+        self.saver = RunSaver(self, self.checkpoints, in_background, settings.last_save_wait_s)
         self.save_interval = SaveInterval(
-            job.checkpoint, self.run.mesh, self._announce, lambda: self.state.watch.seconds
+            settings, self.run.mesh, self._announce, lambda: self.state.watch.seconds
         )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
@@ -190,7 +194,8 @@ class Training:
     def _evaluate(self, epoch: int) -> bool:
         """Evaluate the model, or its moving average. Return True if it is the best so far."""
         self.state.synchronize()
-        with self.pause("evaluating"), self.state.evaluated_weights():
+        average = self.state.ema
+        with self.pause("evaluating"), nullcontext() if average is None else average.in_place():
             sums = self.run.evaluate(supervised(self.task.measures, self.model), self.validation)
         self.state.final = {"step": self.step, "epoch": epoch, **self.task.report(sums)}
         self.log.write("validation", {**self.state.final, "time_s": self.state.watch.seconds})
@@ -215,12 +220,18 @@ class Training:
         """Save everything. Collective. A failure is noted, and raised only if `must_succeed`."""
         self.save_interval.begin_save(self.step)
         self.saver.wait()
-        self._keep_directory()
+        if self.run.rank == 0:
+            lock = make_again(self.job, self.log)
+            self._locks += [] if lock is None else [lock]
         state = self._collect(must_succeed)
         if state is None:
             self.saver.skip()
             return
-        self._save_record()
+        try:
+            if self.record is not None:
+                self.record.save(self.step)
+        except RecordError as error:
+            self.log.note(f"{error}; training goes on")
         self.saver.save(self.step, state, best, must_succeed)
         if not must_succeed and self.step in (self.saver.saved_step, self.saver.in_flight):
             self.save_interval.end_save()
@@ -247,19 +258,6 @@ class Training:
                 raise
             self.log.note(f"{error} Nothing is saved at step {self.step}")
             return None
-
-    def _keep_directory(self) -> None:
-        """Make the run directory again, and tell, if somebody has removed it."""
-        if self.run.rank == 0:
-            lock = make_again(self.job, self.log)
-            self._locks += [] if lock is None else [lock]
-
-    def _save_record(self) -> None:
-        try:
-            if self.record is not None:
-                self.record.save(self.step)
-        except RecordError as error:
-            self.log.note(f"{error}; training goes on")
 
     def _open(self, notes: list[str]) -> None:
         """Open log and display, and print what kind of run this is."""
@@ -305,10 +303,6 @@ class Training:
         note = f"stopped at step {self.step}, and saved; the same command goes on from there"
         self.log.note(note)
         raise SystemExit(EXIT_RESTART)
-
-    def note(self, text: str) -> None:
-        """Print a note on rank 0."""
-        self.log.note(text)
 
     @contextmanager
     def pause(self, doing: str) -> Iterator[None]:

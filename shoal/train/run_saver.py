@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shoal.checkpoint import AsyncSaver, Checkpoints, Saved, tensor_files
 from shoal.comm.axis import Axis
-from shoal.config.job import CheckpointConfig, Job
+from shoal.config.job import CheckpointConfig
 from shoal.costs.cluster import read_time
 from shoal.costs.goodput import daly_steps
 from shoal.errors import CheckpointError, CleanupFailed, ConfigError
@@ -130,7 +130,7 @@ class RunSaver:
             except CheckpointError as error:
                 failure = error
             if attempt == 0 and attempts > 1:
-                self._training.note(
+                self._training.log.note(
                     f"{failure}; this is the last save: make room, it is tried again for "
                     f"{self._retry_s} s"
                 )
@@ -175,13 +175,13 @@ class RunSaver:
             with self._training.pause("saving"):
                 action()
         except CleanupFailed as error:
-            self._training.note(
+            self._training.log.note(
                 f"{error}; the next save, or the same command again, makes up for it"
             )
         except CheckpointError as error:
             if must_succeed:
                 raise
-            self._training.note(f"{error}; training goes on")
+            self._training.log.note(f"{error}; training goes on")
             self.best = self._best_saved
             return False
         return True
@@ -190,21 +190,11 @@ class RunSaver:
         """End the thread. If training ends by an error, note how the save in flight has ended."""
         error = None if self._async_saver is None else self._async_saver.close()
         if isinstance(error, CheckpointError):
-            self._training.note(str(error))
+            self._training.log.note(str(error))
         elif error is not None:  # for example because another rank is gone
-            self._training.note(
+            self._training.log.note(
                 f"the save of step {self.in_flight} did not end: {type(error).__name__}: {error}"
             )
-
-
-def open_saver(training: Training) -> RunSaver:
-    """Return the saver of a job's run directory. Collective."""
-    settings = training.job.checkpoint
-    # A thread that saves needs a group of its own: its messages must not mix with training.
-    group = training.run.mesh.new_group() if settings.asynchronous else None
-    checkpoints = Checkpoints(training.directory / "checkpoints", settings.keep, group)
-    saver = AsyncSaver(checkpoints) if settings.asynchronous else None
-    return RunSaver(training, checkpoints, saver, settings.last_save_wait_s)
 
 
 def open_fast_saver(training: Training) -> RunSaver | None:
@@ -219,8 +209,13 @@ def open_fast_saver(training: Training) -> RunSaver | None:
     path, problem = "", ""
     if mesh.rank == 0:
         try:
-            path = _make(job)
-            problem = untrusted_reason(Path(path)) or ""
+            name_fast_directory(job)
+            made = fast_directory(job.directory, job.checkpoint.fast_dir)
+            assert made is not None
+            if not job.checkpoint.resume:
+                shutil.rmtree(made, ignore_errors=True)
+            made.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path, problem = str(made), untrusted_reason(made) or ""
         except OSError as error:
             problem = f"{job.checkpoint.fast_dir} cannot be written: {error.strerror or error}"
     if problem := mesh.broadcast_str(problem):
@@ -265,17 +260,6 @@ def load_newest(
     for failure in failures.values():
         report(str(failure))
     return newest, is_fast
-
-
-def _make(job: Job) -> str:
-    """Make the fast directory of a run, and return it."""
-    name_fast_directory(job)
-    path = fast_directory(job.directory, job.checkpoint.fast_dir)
-    assert path is not None
-    if not job.checkpoint.resume:
-        shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return str(path)
 
 
 def _last_step(store: Checkpoints) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,10 +99,6 @@ class TrainingState:
         self.begin_interval()
         report = task.training_report(loss / count if count else math.nan, hits, predictions)
         return {**report, "samples_per_s": samples_per_s}
-
-    def evaluated_weights(self) -> AbstractContextManager[None]:
-        """Put the moving average in the place of the weights in this context, if there is one."""
-        return nullcontext() if self.ema is None else self.ema.in_place()
 
     def synchronize(self) -> None:
         """Give all ranks the same weights. Collective.
