@@ -90,7 +90,13 @@ def build(job: Job, device: torch.device) -> Components:
     """
     registered = load_imports(job.imports)
     source = data.load(job.data, job.seed, registered["data"])
-    _check_text(job, source)
+    dataset: Any = source.train
+    if job.train.mixup or job.train.cutmix:
+        if source.task == "language":
+            raise ConfigError(
+                f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."
+            )
+        dataset = Mixed(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
     task = Task(source.task, source.num_classes, job.evaluation.topk, job.train.label_smoothing)
     with empty_weights() if job.model.empty else nullcontext():
         model = build_model(job, source, registered)
@@ -99,9 +105,15 @@ def build(job: Job, device: torch.device) -> Components:
     notes = []
     if job.model.weights is not None:
         notes = load_weights(model, job.model.weights)
-    model = _to_device(job, model, device)
-    validation = DataLoader(source.validation, job.evaluation.batch_size, **_worker_arguments(job))
-    return Components(source, task, model, _train_loader(job, source), validation, notes)
+    if job.model.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model.register_forward_pre_hook(partial(_as_input, job))
+    workers = _worker_arguments(job)
+    train = DataLoader(
+        dataset, job.train.batch_size, shuffle=True, drop_last=job.train.drop_last, **workers
+    )
+    validation = DataLoader(source.validation, job.evaluation.batch_size, **workers)
+    return Components(source, task, model.to(device), train, validation, notes)
 
 
 def build_model(job: Job, source: Source, registered: Registered) -> nn.Module:
@@ -164,13 +176,6 @@ def take_step(
     return rate
 
 
-def _to_device(job: Job, model: nn.Module, device: torch.device) -> nn.Module:
-    if job.model.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.register_forward_pre_hook(partial(_as_input, job))
-    return model.to(device)
-
-
 def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Return inputs in the dtype and memory format of the model. Runs before each forward pass."""
     if job.train.precision == "fp64":
@@ -180,19 +185,6 @@ def _as_input(job: Job, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tenso
             x.to(memory_format=torch.channels_last) if x.dim() == 4 else x for x in inputs
         )
     return inputs
-
-
-def _train_loader(job: Job, source: Source) -> DataLoader:
-    dataset: Any = source.train
-    if job.train.mixup or job.train.cutmix:
-        dataset = Mixed(dataset, source.num_classes, job.train.mixup, job.train.cutmix)
-    return DataLoader(
-        dataset,
-        job.train.batch_size,
-        shuffle=True,
-        drop_last=job.train.drop_last,
-        **_worker_arguments(job),
-    )
 
 
 def _worker_arguments(job: Job) -> dict[str, Any]:
@@ -207,13 +199,6 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def _check_text(job: Job, source: Source) -> None:
-    if source.task == "language" and (job.train.mixup or job.train.cutmix):
-        raise ConfigError(
-            f"train.mixup, train.cutmix: {job.data.name} is text; only images can be mixed."
-        )
-
-
 def load_imports(files: Iterable[str]) -> Registered:
     """Run the files, which `job_precheck` has seen, and collect their `models` and `data`.
 
@@ -224,18 +209,13 @@ def load_imports(files: Iterable[str]) -> Registered:
     for name in files:
         if not Path(name).is_file():
             raise ConfigError(f"--import {name}: there is no such file")
-        module = _imported(Path(name))
+        # The prefix keeps a file from hiding a library's module of the same name.
+        spec = importlib.util.spec_from_file_location(f"shoal_import_{Path(name).stem}", name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
         for kind, found in registered.items():
             found.update(getattr(module, kind, {}))
     return registered
-
-
-def _imported(path: Path) -> Any:
-    # The prefix keeps a file from hiding a library's module of the same name.
-    spec = importlib.util.spec_from_file_location(f"shoal_import_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module

@@ -40,7 +40,12 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
     Raises:
         ConfigError: arguments that it does not take; all problems at once.
     """
-    kind = _optimizer_class(config.name)
+    if config.name == "AdamW8bit":
+        from shoal.optim import AdamW8bit  # imports torchao, an extra
+
+        kind: Any = AdamW8bit
+    else:
+        kind = getattr(torch.optim, config.name)  # `job_precheck` has seen the name
     known = set(inspect.signature(kind.__init__).parameters) - {"self", "params"}
     arguments: dict[str, Any] = {
         "lr": scaled_rate(config, batch_size),
@@ -66,36 +71,21 @@ def build(config: Config, model: nn.Module, batch_size: int) -> torch.optim.Opti
     return optimizer
 
 
-def _optimizer_class(name: str) -> Any:
-    """Return the class of a name that `job_precheck` has seen."""
-    if name == "AdamW8bit":
-        from shoal.optim import AdamW8bit  # imports torchao, an extra
-
-        return AdamW8bit
-    return getattr(torch.optim, name)
-
-
 def _groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
     """Return one group, or two if biases and norm layers get no weight decay."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if config.decay_norm_and_bias or not config.weight_decay:
         return [{"params": trainable}]
-    undecayed = _norms_and_biases(model)
+    norms = [module for module in model.modules() if isinstance(module, NORMS)]
+    undecayed = {id(p) for module in norms for p in module.parameters(recurse=False)}
+    undecayed |= {
+        id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")
+    }
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if id(p) not in undecayed]},
         {"params": [p for p in trainable if id(p) in undecayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
-
-
-def _norms_and_biases(model: nn.Module) -> set[int]:
-    """Return the `id` of each parameter of a norm layer, and of each bias."""
-    norms = [module for module in model.modules() if isinstance(module, NORMS)]
-    norm_params = {id(p) for module in norms for p in module.parameters(recurse=False)}
-    biases = {
-        id(p) for name, p in model.named_parameters() if name.rpartition(".")[2].startswith("bias")
-    }
-    return norm_params | biases
 
 
 def factor(schedule: ScheduleConfig, epochs: float, progress: float) -> float:

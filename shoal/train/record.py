@@ -148,8 +148,10 @@ class RunRecord:
         for rank in range(int(info["world"])):
             own = [name for name in tensors if name.startswith(f"rank{rank}/")]
             private.append({name.partition("/")[2]: tensors.pop(name) for name in own})
-        job, notes = read(path / CONFIG).job, _notes(path / EVENTS)
-        return cls(job, step, tensors, info, private, path, notes)
+        file = path / EVENTS
+        *lines, _ = file.read_text().split("\n")  # a kill may have left a part of one at the end
+        notes = [_note(file, number, line) for number, line in enumerate(lines, start=1)]
+        return cls(read(path / CONFIG).job, step, tensors, info, private, path, notes)
 
     @property
     def differing_circumstances(self) -> list[str]:
@@ -186,12 +188,6 @@ class RunRecord:
         """Return the events before the save of a step."""
         before = self.notes[: self.notes.index(saved)]
         return [note for note in before if isinstance(note, Event)]
-
-
-def _notes(path: Path) -> list[Event | int]:
-    """Return the complete lines. A kill may have left a part of one at the end."""
-    *lines, _ = path.read_text().split("\n")
-    return [_note(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
 def _note(path: Path, number: int, line: str) -> Event | int:

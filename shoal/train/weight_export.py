@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,9 @@ def export(run: Path, output: Path, which: Which = "latest") -> Exported:
             f"{run} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
     entries = stored(path)
-    names = _stored_names(entries)
+    own = sorted(name.removeprefix(MODEL) for name in entries if name.startswith(MODEL))
+    # Buffers have no moving average.
+    names = {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in own}
     metadata = {"format": "pt", "run": job.name, "step": str(step)}
     try:
         size_bytes = _write(output, names, entries, metadata)
@@ -85,13 +86,6 @@ def export(run: Path, output: Path, which: Which = "latest") -> Exported:
         raise CheckpointError(f"{reason}. Make room or permit it, or give another -o.") from error
     averaged = any(stored_name.startswith(AVERAGE) for stored_name in names.values())
     return Exported(step, len(names), size_bytes, averaged)
-
-
-def _stored_names(entries: Mapping[str, Any]) -> dict[str, str]:
-    """Return for each name of the model the name of its tensor in the checkpoint."""
-    names = sorted(name.removeprefix(MODEL) for name in entries if name.startswith(MODEL))
-    # Buffers have no moving average.
-    return {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in names}
 
 
 def _write(
