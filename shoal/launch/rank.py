@@ -55,11 +55,9 @@ class RankSpec:
     """All that a new rank needs to run.
 
     Args:
-        rank: the rank.
-        local_world: the number of ranks on this host, which divide its cores.
         payload: the pickled target and its arguments. They are unpickled where an error can be
             reported.
-        environment: all environment variables of the rank.
+        environment: all environment variables of the rank, RANK among them.
         report: the pipe for a Failure or a RankResult.
         stdout: the pipe or terminal for stdout; None drops it.
         stderr: the same for stderr.
@@ -67,8 +65,6 @@ class RankSpec:
         hang_limit_s: the launcher's limit after which a rank is late; 0 for none.
     """
 
-    rank: int
-    local_world: int
     payload: bytes
     environment: Mapping[str, str]
     report: Connection
@@ -89,18 +85,19 @@ def main(spec: RankSpec) -> None:
 
 def _run_target(spec: RankSpec) -> int:
     """Prepare the process, call the target, send its result or failure, return the exit code."""
+    rank = int(spec.environment["RANK"])
     reporter = own_reporter()
-    reporter.attach(spec.report, spec.rank)
+    reporter.attach(spec.report, rank)
     try:
         end_with_parent()
-        set_process_name(f"shoal rank {spec.rank}")
+        set_process_name(f"shoal rank {rank}")
         _redirect_output(spec.stdout, spec.stderr)
         _reset_signal_handlers()
-        _configure_process(spec)
-        _attach_progress(spec)
+        _configure_process(spec.environment)
+        _attach_progress(spec, rank)
         target, arguments = pickle.loads(spec.payload)
         value = target(*arguments)
-        reporter.send(RankResult(spec.rank, pickle.dumps(value)))
+        reporter.send(RankResult(rank, pickle.dumps(value)))
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -109,7 +106,7 @@ def _run_target(spec: RankSpec) -> int:
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.last_value = error  # as an interpreter does, for functions that run at its end
         sys.stdout.flush()
-        reporter.send(failure.from_exception(spec.rank, error))
+        reporter.send(failure.from_exception(rank, error))
         return 1
 
 
@@ -212,10 +209,10 @@ def _reset_signal_handlers() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _configure_process(spec: RankSpec) -> None:
+def _configure_process(environment: Mapping[str, str]) -> None:
     """Set the environment, the random seed, the threads and the garbage collector of the rank."""
     os.environ.clear()
-    os.environ.update(spec.environment)
+    os.environ.update(environment)
     # Data-loader workers start as in any script. With the parent's start method each rank would
     # start another fork server.
     multiprocessing.set_start_method(None, force=True)
@@ -223,22 +220,21 @@ def _configure_process(spec: RankSpec) -> None:
     import torch
 
     keep_process_groups_alive()
-    refuse_worlds_of_script(spec.environment)
+    refuse_worlds_of_script(environment)
     # Objects that the fork server imported stay for ever. Frozen, no collection visits them, which
     # would also copy their shared pages.
     gc.freeze()
     gc.enable()
     numpy.random.seed()  # all ranks are copies of one server and would draw the same numbers
-    threads = spec.environment.get("OMP_NUM_THREADS", "").split(",")[0]
-    torch.set_num_threads(
-        int(threads) if threads.isdigit() else max(1, usable_cores() // spec.local_world)
-    )
+    threads = environment.get("OMP_NUM_THREADS", "").split(",")[0]
+    own_share = max(1, usable_cores() // int(environment["LOCAL_WORLD_SIZE"]))
+    torch.set_num_threads(int(threads) if threads.isdigit() else own_share)
 
 
-def _attach_progress(spec: RankSpec) -> None:
+def _attach_progress(spec: RankSpec, rank: int) -> None:
     """Let the launcher see how far this rank is, and where its threads are."""
     words, stacks = spec.progress
-    own_progress().attach(words, spec.rank, spec.hang_limit_s)
+    own_progress().attach(words, rank, spec.hang_limit_s)
     with contextlib.suppress(OSError):
         descriptor = os.open(stacks, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         faulthandler.register(STACKS_SIGNAL, file=descriptor)

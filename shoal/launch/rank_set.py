@@ -32,12 +32,10 @@ class RankHandle(Protocol):
 
     Attributes:
         number: the rank.
-        pid: its process on this host; 0 where it is on another.
         is_alive: it has not ended.
     """
 
     number: int
-    pid: int
     is_alive: bool
 
     def signal(self, number: int) -> None:

@@ -144,7 +144,7 @@ class Ranks(RankSet[Rank]):
         store: BaseProcess | None,
         private: PrivateMemory | None,
         progress: ProgressMemory,
-        hang_limit_s: float = 0.0,
+        hang_limit_s: float,
     ) -> None:
         self.store = store
         self._private = private
@@ -197,10 +197,12 @@ class Ranks(RankSet[Rank]):
         return [Failure(rank, headline, is_loss=True, process=name, time_s=0.0)]
 
     def look(self) -> Look:
-        alive = self.alive
-        pages = {rank.number: self.progress.read(rank.number) for rank in alive}
+        pages = {rank.number: self.progress.read(rank.number) for rank in self.alive}
         progress = {rank: each for rank, each in pages.items() if each is not None}
-        return Look(progress, self._silence.look(progress, now_ns() * 1e-9, _are_halted(alive)))
+        states = [process_state(rank.pid) for rank in self.alive]
+        # One is in a debugger, or all are stopped by a signal.
+        is_paused = "t" in states or all(state == "T" for state in states)
+        return Look(progress, self._silence.look(progress, now_ns() * 1e-9, is_paused))
 
     def stacks(self, rank: int) -> str:
         """Return the stacks of a rank's threads.
@@ -208,25 +210,25 @@ class Ranks(RankSet[Rank]):
         Ranks write them into memory of this process when they get STACKS_SIGNAL, also while they
         sleep or are in C with the interpreter locked. A stopped process writes nothing.
         """
-        for handle in self.alive:
-            if handle.number == rank:
-                return self._stacks(handle)
-        return f"rank {rank} has ended."
-
-    def _stacks(self, rank: Rank) -> str:
+        handle = next((each for each in self.alive if each.number == rank), None)
+        if handle is None:
+            return f"rank {rank} has ended."
         self.progress.clear_stacks()
-        rank.signal(STACKS_SIGNAL)
+        handle.signal(STACKS_SIGNAL)
         text, limit_s = "", time.monotonic() + STACK_LIMIT_S
         while time.monotonic() < limit_s:
             time.sleep(0.05)
             before, text = text, self.progress.stacks()
             if text and text == before:
                 break
-        state = process_state(rank.pid)
-        where = f"process {rank.pid}, {STATES.get(state or '', 'alive')}{_kernel_place(rank.pid)}"
+        pid = handle.pid
+        state = STATES.get(process_state(pid) or "", "alive")
+        where = f"process {pid}, {state}{_kernel_place(pid)}"
         if not text:
-            return f"rank {rank.number} ({where}) has not written its stack."
-        return f"The stack of rank {rank.number} ({where}):\n{_own_frames(text)}"
+            return f"rank {rank} ({where}) has not written its stack."
+        lines = text.rstrip().splitlines()
+        own = [line for line in lines if not any(part in line for part in OUTER_FRAMES)]
+        return "\n".join([f"The stack of rank {rank} ({where}):", *own])
 
     def kill(self) -> None:
         for rank in self.alive:
@@ -239,18 +241,6 @@ class Ranks(RankSet[Rank]):
         if self._private is not None:
             self._private.close()
         self.progress.close()
-
-
-def _are_halted(ranks: Sequence[Rank]) -> bool:
-    """Return True if all ranks are stopped by a signal, or one of them is in a debugger."""
-    states = [process_state(rank.pid) for rank in ranks]
-    return "t" in states or all(state == "T" for state in states)
-
-
-def _own_frames(text: str) -> str:
-    """Return the stacks without the frames that have started the rank."""
-    lines = text.rstrip().splitlines()
-    return "\n".join(line for line in lines if not any(part in line for part in OUTER_FRAMES))
 
 
 def _kernel_place(pid: int) -> str:

@@ -28,6 +28,7 @@ from functools import cache, partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from shoal.errors import LaunchError
@@ -97,15 +98,21 @@ def start(
     if processes > RANKS_PER_CORE * (cores := usable_cores()):
         some = "1 core" if cores == 1 else f"{cores} cores"
         print_note(f"{processes} ranks take turns on {some}; -n {cores} is as fast")
-    payload = _pickled(target, arguments)
+    try:
+        payload = pickle.dumps((target, arguments))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise LaunchError(
+            f"{target!r} and its arguments cannot be sent to the ranks: {error}. "
+            "The target must be a function at the top of a module, its arguments plain data."
+        ) from error
     context = prepare(preload)
     # The address of this host's name may lead to another machine.
     share = share or HostShare(0, processes, LOOPBACK, 0, None, {"GLOO_SOCKET_IFNAME": "lo"}, None)
+    with _named_end_of_fork_server():
+        store, private, common = _start_stores(context, torch_store, share)
     # Words lie by rank, also where the first ones are on other hosts.
     words = ProgressMemory(share.first_rank + processes)
-    limit_s = limit_of_ranks(environment)
-    with _named_end_of_fork_server():
-        ranks, common = _start_stores(context, torch_store, share, words, limit_s)
+    ranks = Ranks(store, private, words, limit_of_ranks(environment))
     # Without the variables of an outer torchrun or run on several hosts. The network interface is
     # that of `share`, unless the user has chosen another.
     outer = ("TORCHELASTIC_", SERVER_HOSTS)
@@ -128,9 +135,7 @@ def start(
                 _stream(context, output, rank, "stderr", share),
             ]
             with _named_end_of_fork_server():
-                ranks.all.append(
-                    _start_rank(context, rank, processes, payload, variables, streams, ranks)
-                )
+                ranks.all.append(_start_rank(context, rank, payload, variables, streams, ranks))
     except BaseException:
         ranks.kill()
         raise
@@ -163,16 +168,6 @@ def wait_for_imports(context: ForkServerContext) -> None:
         process = context.Process(target=os.getpid)
         process.start()
         process.join()
-
-
-def _pickled(target: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
-    try:
-        return pickle.dumps((target, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"{target!r} and its arguments cannot be sent to the ranks: {error}. "
-            "The target must be a function at the top of a module, its arguments plain data."
-        ) from error
 
 
 def prepare(preload: Iterable[str] = ()) -> ForkServerContext:
@@ -234,13 +229,9 @@ def _end_servers() -> None:
 
 
 def _start_stores(
-    context: ForkServerContext,
-    torch_store: bool,
-    share: HostShare,
-    progress: ProgressMemory,
-    hang_limit_s: float,
-) -> tuple[Ranks, dict[str, str]]:
-    """Make the stores. Return a world without ranks yet, and the variables for the ranks."""
+    context: ForkServerContext, torch_store: bool, share: HostShare
+) -> tuple[BaseProcess | None, PrivateMemory | None, dict[str, str]]:
+    """Make the stores. Return them as `Ranks` takes them, and the variables for the ranks."""
     private, store = None, None
     variables: dict[str, str] = {}
     address, port, listener = share.address, share.port, share.listener
@@ -263,13 +254,12 @@ def _start_stores(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-    return Ranks(store, private, progress, hang_limit_s), variables
+    return store, private, variables
 
 
 def _start_rank(
     context: ForkServerContext,
     rank: int,
-    local_world: int,
     payload: bytes,
     environment: Mapping[str, str],
     streams: Sequence[StreamEnds],
@@ -278,8 +268,6 @@ def _start_rank(
     reader, report = context.Pipe(duplex=False)
     (stdout, stdout_lines), (stderr, stderr_lines) = streams
     spec = RankSpec(
-        rank,
-        local_world,
         payload,
         environment,
         report,

@@ -60,8 +60,6 @@ def placed(slots: Mapping[int, int], processes: int) -> list[HostRanks]:
 class RemoteRank:
     """One rank on another host."""
 
-    pid = 0
-
     def __init__(self, connections: HostConnections, host: int, number: int) -> None:
         self.number = number
         self.host = host
