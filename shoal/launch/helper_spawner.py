@@ -110,18 +110,14 @@ class HelperSpawner:
                         self.alive.discard(pid)
                     self.changed.notify_all()
         self._started.put(0)  # a `start` that waits must return
-        end = self._end_of_spawner()
+        end = "has ended"
+        with contextlib.suppress(ChildProcessError):
+            end = end_of_process(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
         if not self._is_closed:
             own_reporter().lost(
                 "lost the process from which its helpers, such as parameter servers, are forked "
                 f"(process {self._pid}): it {end}"
             )
-
-    def _end_of_spawner(self) -> str:
-        """Return how the spawner process has ended, whose socket is closed."""
-        with contextlib.suppress(ChildProcessError):
-            return end_of_process(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
-        return "has ended"
 
 
 def _run_spawner(control: socket.socket) -> NoReturn:

@@ -132,7 +132,11 @@ class Supervision:
         if time.monotonic() >= self._kill_at_s:
             self.ranks.kill()
         elif time.monotonic() >= self._end_at_s:
-            self._end_all()
+            self._ended_s = time.monotonic()
+            self._end_at_s = inf
+            self._kill_at_s = min(self._kill_at_s, self._ended_s + KILL_S)
+            for rank in self.ranks.alive:
+                rank.signal(signal.SIGTERM)
 
     def forward(self, number: int) -> None:
         """Act on SIGINT, SIGTERM or SIGTSTP to this process.
@@ -222,10 +226,3 @@ class Supervision:
         if self.ends_siblings:
             delay_s = SECONDARY_FAILURE_S if failure.is_secondary else 0.0
             self._end_at_s = min(self._end_at_s, time.monotonic() + delay_s)
-
-    def _end_all(self) -> None:
-        self._ended_s = time.monotonic()
-        self._end_at_s = inf
-        self._kill_at_s = min(self._kill_at_s, self._ended_s + KILL_S)
-        for rank in self.ranks.alive:
-            rank.signal(signal.SIGTERM)

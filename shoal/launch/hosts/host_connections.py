@@ -53,11 +53,11 @@ class HostConnections:
         hosts: Sequence[SshHost],
         python: str,
         specification: Mapping[str, Any],
-        printer: LinePrinter | None = None,
+        printer: LinePrinter,
     ) -> None:
         self.hosts = hosts
         self.session = DriverSession(len(hosts), lease_times())
-        self.printer = printer or LinePrinter()
+        self.printer = printer
         self.facts: dict[int, HostFacts] = {}
         self._python = python
         self._specification = specification
@@ -145,17 +145,10 @@ class HostConnections:
         Raises:
             LaunchError: a host does not answer in time, is lost, or answers with a problem.
         """
+        end_s = clock_s() + limit_s
         asked = {host: next(self._questions) for host in questions}
         for host, number in asked.items():
             self.session.send(host, "ask", number=number, **questions[host])
-        self._wait_for_answers(asked, clock_s() + limit_s)
-        answers = {host: self._answers.pop(number) for host, number in asked.items()}
-        for host, answer in answers.items():
-            if problem := answer.get("problem"):
-                raise LaunchError(f"host {self.name(host)}: {problem}")
-        return answers
-
-    def _wait_for_answers(self, asked: Mapping[int, int], end_s: float) -> None:
         came: list[DriverEvent] = []
         while missing := [host for host, number in asked.items() if number not in self._answers]:
             came += self.pump(max(0.0, end_s - clock_s()))
@@ -166,6 +159,11 @@ class HostConnections:
                 reason = f"is lost: {reasons[host]}" if host in reasons else "does not answer"
                 raise LaunchError(f"host {self.name(host)}: its agent {reason}.")
         self._events = came
+        answers = {host: self._answers.pop(number) for host, number in asked.items()}
+        for host, answer in answers.items():
+            if problem := answer.get("problem"):
+                raise LaunchError(f"host {self.name(host)}: {problem}")
+        return answers
 
     def drop(self, host: int) -> str:
         """Close the connection to a host. Return what its client had printed last."""

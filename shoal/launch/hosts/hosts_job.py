@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from socket import socket
 
@@ -68,7 +69,7 @@ class HostsOptions:
 
 
 class HostsJob(LocalJob):
-    """The work of ranks on several hosts. As a context, it ends all agents.
+    """The work of ranks on several hosts.
 
     Args:
         options: of the command.
@@ -95,12 +96,6 @@ class HostsJob(LocalJob):
         self.connections = HostConnections(options.hosts, options.python, told, printer)
         # The ranks that the user wants, and those that there are while hosts are missing.
         self._wanted = self._found = options.processes
-
-    def __enter__(self) -> HostsJob:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.connections.close()
 
     def connect(self) -> None:
         """Connect to all hosts and check them.
@@ -268,7 +263,8 @@ def run_on_hosts(
         UsageError: an option, the ssh client or the name of a host cannot be used.
     """
     try:
-        with HostsJob(options, work, request) as job:
+        job = HostsJob(options, work, request)
+        with closing(job.connections):
             job.connect()
             return RestartingRun(job, options.processes, control, restarts).run()
     except KeyboardInterrupt:  # before signals are caught
