@@ -188,7 +188,6 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         name=options.script.stem,
         words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
         environment=_environment(options, line) | servers,
-        needs_rank_variables=True,
         output=options.output,
         restarts=0,
     )

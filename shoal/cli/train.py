@@ -170,7 +170,6 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         name=settings.job.name,
         words=("-m", "shoal", *words),
         environment=environment,
-        needs_rank_variables=False,
         output=None,
         restarts=3 if options.restarts is None else options.restarts,
     )

@@ -145,7 +145,7 @@ def test_a_rank_that_was_killed_starts_all_again_in_the_same_job(slurm: Path) ->
         "    pathlib.Path('died').touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    work = ClusterWork("job", ("dies.py",), {}, False, None, 3)
+    work = ClusterWork("job", ("dies.py",), {}, None, 3)
     script = batch_script.render(
         SlurmOptions(1, 1, None, None, "job", (), 20),
         *(work, sys.executable, os.getcwd(), "shoal"),

@@ -127,7 +127,7 @@ def render(
         *(f"export {name}={shlex.quote(value)}" for name, value in work.environment.items()),
     ]
     parts = [FIRST_NODE]
-    if work.needs_rank_variables:
+    if work.output is not None:
         parts.append(WORLD.format(world=options.ranks, local_world=options.ranks_per_node))
     parts.append(BODY.format(srun=_srun(options, work, python)))
     if work.restarts:
@@ -158,7 +158,7 @@ def _srun(options: SlurmOptions, work: ClusterWork, python: str) -> str:
         words += ["--output=0", "--error=all"]
     elif work.output == "all":
         words.append("--label")
-    if work.needs_rank_variables:
+    if work.output is not None:
         words += ["bash", "-c", TASK, "task"]
     return f"{shlex.join(words)} \\\n    {shlex.join([python, *work.words])}"
 
@@ -259,16 +259,14 @@ class ClusterWork:
         name: the experiment's or the script's, from which the job's name is made.
         words: the words after the interpreter. They begin with a script or with `-m`.
         environment: further variables for the ranks; no secrets, for anybody may read a job.
-        needs_rank_variables: the program may be one that knows only RANK, WORLD_SIZE and the other
-            variables of `env://`.
-        output: the outputs that the user sees; None if the program prints on rank 0 alone.
+        output: the outputs that the user sees of a script, which may know only RANK, WORLD_SIZE and
+            the other variables of `env://`; None for Shoal's own, which prints on rank 0 alone.
         restarts: how often all ranks start again after one was killed.
     """
 
     name: str
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    needs_rank_variables: bool
     output: Output | None
     restarts: int
 
