@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shoal.checkpoint import Checkpoints
@@ -287,9 +286,6 @@ class _SingleRankAxis(Mesh):
 
     def all_gather_str(self, text: str, asked_by: str = "") -> list[str]:
         return [text] * self.size
-
-    def new_group(self) -> dist.ProcessGroup | None:
-        return None
 
     def barrier(self) -> None:
         pass

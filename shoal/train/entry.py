@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,9 +53,14 @@ def train_on_ranks(
             request = FactsRequest(working_directory(), run_directory=job.directory)
             work = _work(job, line, hang_limit_s)
             return run_on_hosts(where, work, request, control, restarts)
-        with _server_directory() as folder:
+        # For the key of parameter servers. A rank that is killed could not remove it.
+        parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
+        folder = str(make_private_directory("shoal-run-", parent))
+        try:
             work = _work(job, line, hang_limit_s, SHOAL_SERVER_DIRECTORY=folder)
             return RestartingRun(LocalJob(work), where, control, restarts).run()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _work(job: Job, line: StrategyLine, hang_limit_s: float, **environment: str) -> Work:
@@ -104,17 +107,3 @@ def evaluate(function: str, arguments: tuple[object, ...], as_json: bool) -> Non
     elif rank == 0:
         step = [f"step {report['step']}"] if "step" in report else []
         print("  ".join([*step, *measures(report), f"{report['samples']} samples"]))
-
-
-@contextmanager
-def _server_directory() -> Iterator[str]:
-    """Make a directory for the key of parameter servers.
-
-    This process removes it in the end: a rank that is killed could not.
-    """
-    parent = os.environ.get("SHOAL_SERVER_DIRECTORY")
-    directory = make_private_directory("shoal-run-", parent)
-    try:
-        yield str(directory)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)

@@ -112,7 +112,27 @@ class Training:
                 notes += [*self._load(saved, is_fast), f"resumed from {saved.path}"]
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
-        self._open(notes)
+        is_first = self.run.rank == 0
+        self.log = Log(
+            self.directory,
+            active=is_first,
+            tensorboard=self.job.log.tensorboard,
+            resume_step=self.step,
+            loggers=self.job.log.loggers,
+            settings=leaf_settings(self.job),
+        )
+        self.log.header(self.lines)
+        self._lines_before_log = None
+        if is_first and self.run.remote is not None:
+            self.run.remote.publish_address(self.directory)
+        for note in notes:
+            self.log.note(note)
+        self.progress = Progress(
+            active=is_first,
+            epochs=self.job.train.epochs,
+            total_steps=self.total_steps,
+            done_steps=self.step,
+        )
         self.state.begin_interval()
 
     def _load(self, saved: Saved, is_fast: bool) -> list[str]:
@@ -258,31 +278,6 @@ class Training:
                 raise
             self.log.note(f"{error} Nothing is saved at step {self.step}")
             return None
-
-    def _open(self, notes: list[str]) -> None:
-        """Open log and display, and print what kind of run this is."""
-        is_first = self.run.rank == 0
-        step = self.step
-        self.log = Log(
-            self.directory,
-            active=is_first,
-            tensorboard=self.job.log.tensorboard,
-            resume_step=step,
-            loggers=self.job.log.loggers,
-            settings=leaf_settings(self.job),
-        )
-        self.log.header(self.lines)
-        self._lines_before_log = None
-        if is_first and self.run.remote is not None:
-            self.run.remote.publish_address(self.directory)
-        for note in notes:
-            self.log.note(note)
-        self.progress = Progress(
-            active=is_first,
-            epochs=self.job.train.epochs,
-            total_steps=self.total_steps,
-            done_steps=step,
-        )
 
     def _stop_requested(self) -> bool:
         """Return True if a rank was asked to stop: the same answer on all ranks.
