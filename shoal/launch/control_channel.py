@@ -13,12 +13,11 @@ launcher does. The launcher reads JSON only, one line of at most `MAX_LINE_BYTES
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class ControlConnection:
 
     def send(self, **message: Any) -> None:
         """Send one line. A command that has closed the connection gets none."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class ControlServer:
     def __exit__(self, *_: object) -> None:
         if self._listener is not None:
             self._listener.close()
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if self.path.lstat().st_ino == self._inode:  # otherwise it is another launcher's
                 self.path.unlink()
 
@@ -157,7 +156,14 @@ class ControlServer:
         The socket is bound under another name first. Once it has its own name, every connect is
         answered.
         """
-        self._check_is_free()
+        if os.path.lexists(self.path):
+            if not self.path.is_socket():
+                raise OSError(f"{self.path} is in the way")
+            # The socket of a killed launcher refuses the connection, and does not count.
+            with socket.socket(socket.AF_UNIX) as probe, suppress(ConnectionRefusedError):
+                with short_name(self.path) as name:
+                    probe.connect(name)
+                raise OSError("another launcher listens there")
         temporary = self.path.with_name(f"{NAME}.new")
         temporary.unlink(missing_ok=True)
         previous_mask = os.umask(0o177)
@@ -170,17 +176,6 @@ class ControlServer:
         listener.setblocking(False)
         temporary.replace(self.path)
         return self.path.lstat().st_ino
-
-    def _check_is_free(self) -> None:
-        """Raise OSError where the name is taken. The socket of a killed launcher does not count."""
-        if not os.path.lexists(self.path):
-            return
-        if not self.path.is_socket():
-            raise OSError(f"{self.path} is in the way")
-        with socket.socket(socket.AF_UNIX) as probe, contextlib.suppress(ConnectionRefusedError):
-            with short_name(self.path) as name:
-                probe.connect(name)
-            raise OSError("another launcher listens there")
 
 
 def request(directory: Path, **request: Any) -> Iterator[dict[str, Any]]:

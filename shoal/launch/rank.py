@@ -101,21 +101,16 @@ def _run_target(spec: RankSpec) -> int:
         return 0
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except SystemExit as stop:
-        return _exit_code(stop)
+    except SystemExit as stop:  # the exit code is as the interpreter defines it
+        if stop.code is None or isinstance(stop.code, int):
+            return (stop.code or 0) & 0xFF
+        print(stop.code, file=sys.stderr)
+        return 1
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
         sys.last_value = error  # as an interpreter does, for functions that run at its end
         sys.stdout.flush()
         reporter.send(failure.from_exception(rank, error))
         return 1
-
-
-def _exit_code(stop: SystemExit) -> int:
-    """Return the exit code of `sys.exit(code)`, as the interpreter defines it."""
-    if stop.code is None or isinstance(stop.code, int):
-        return (stop.code or 0) & 0xFF
-    print(stop.code, file=sys.stderr)
-    return 1
 
 
 def script(path: str, arguments: list[str]) -> None:

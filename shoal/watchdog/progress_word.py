@@ -18,7 +18,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 PAGE_BYTES = 8192
 SINCE_AT, STEP_AT, CALL_AT, RING_AT = 0, 16, 24, 64
@@ -164,7 +164,12 @@ def decode_page(page: bytes) -> RankProgress | None:
         return None
     ring = [StepTimes(*STEP.unpack_from(page, RING_AT + STEP.size * i)) for i in range(STEPS)]
     counts = [COUNT.unpack_from(page, GROUPS_AT + COUNT.size * i) for i in range(MAX_GROUPS)]
-    description = _description(page)
+    length = LENGTH.unpack_from(page, TEXT_AT)[0]
+    text = page[TEXT_AT + LENGTH.size :][: min(length, MAX_TEXT_BYTES)]
+    try:
+        description = json.loads(text) if text else {}
+    except ValueError:  # the rank writes it just now
+        description = {}
     return RankProgress(
         word,
         {group: calls for group, calls in counts if group},
@@ -172,16 +177,6 @@ def decode_page(page: bytes) -> RankProgress | None:
         sorted(times for times in ring if times.step),
         int(description.get("stage", 0)),
     )
-
-
-def _description(page: bytes) -> dict[str, Any]:
-    length = LENGTH.unpack_from(page, TEXT_AT)[0]
-    text = page[TEXT_AT + LENGTH.size :][: min(length, MAX_TEXT_BYTES)]
-    try:
-        found = json.loads(text) if text else {}
-    except ValueError:  # the rank writes it just now
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 class ProgressMemory:
