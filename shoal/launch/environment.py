@@ -25,8 +25,7 @@ from dataclasses import replace
 from shoal.errors import EnvironmentConflict, did_you_mean
 from shoal.launch.private_memory import STORE
 from shoal.launch.rank_info import LOOPBACK, Launcher, RankInfo, Variables, rendezvous_address
-from shoal.launch.slurm import variables as slurm_variables
-from shoal.launch.slurm.variables import is_in_step, step_tasks
+from shoal.launch.slurm.variables import is_in_step, mpirun_is_here, slurm, step_tasks
 
 __all__ = ["RankInfo", "own_place", "read"]
 
@@ -93,7 +92,7 @@ def own_place() -> RankInfo:
 
 def _innermost(variables: Variables) -> RankInfo:
     """Return the rank info that the innermost launcher defines."""
-    info = from_torchrun(variables) or from_mpi(variables) or slurm_variables.slurm(variables)
+    info = from_torchrun(variables) or from_mpi(variables) or slurm(variables)
     if info is None:
         info = from_rank_variables(variables)
         if info is None and variables.has("TF_CONFIG"):
@@ -105,12 +104,12 @@ def _innermost(variables: Variables) -> RankInfo:
     if info.launcher == "torchrun":
         # Without GROUP_WORLD_SIZE the number of agents is unknown, and the check does nothing.
         agents = variables.number("GROUP_WORLD_SIZE") or info.world
-        for outer_tasks in (mpi_tasks(variables), slurm_variables.step_tasks(variables)):
+        for outer_tasks in (mpi_tasks(variables), step_tasks(variables)):
             _check_outer_tasks(variables, info, agents, outer_tasks)
         return info
     if info.launcher == "mpi":
-        agents = 1 if slurm_variables.mpirun_is_here(variables) else info.world
-        _check_outer_tasks(variables, info, agents, slurm_variables.step_tasks(variables))
+        agents = 1 if mpirun_is_here(variables) else info.world
+        _check_outer_tasks(variables, info, agents, step_tasks(variables))
     if info.world == 1 and not variables.problems:
         # The one task may be a shell in which somebody has set RANK and WORLD_SIZE.
         return from_rank_variables(variables) or single_process(variables)
@@ -285,7 +284,7 @@ READERS: Mapping[str, Callable[[Variables], RankInfo | None]] = {
     "local": from_shoal_env,
     "torchrun": from_torchrun,
     "mpi": from_mpi,
-    "slurm": slurm_variables.slurm,
+    "slurm": slurm,
     "environment": from_rank_variables,
     "single": single_process,
 }

@@ -12,11 +12,11 @@ from shoal.launch.hosts.addresses import candidate_addresses, choose_address
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.hosts.host_facts import FactsRequest, HostFacts
 from shoal.launch.hosts.ssh_hosts import SshHost
+from shoal.launch.rank_info import LOOPBACK
 
 ANSWER_S = 15.0
 PREPARE_S = 300.0
 """For the import of torch on the slowest host."""
-LOOPBACK = "127.0.0.1"
 
 Checked = Sequence[tuple[SshHost, HostFacts]]
 
@@ -116,16 +116,10 @@ def _own(host: SshHost, facts: HostFacts, request: FactsRequest) -> Iterator[str
 
 def _versions(facts: HostFacts, first: SshHost, wanted: HostFacts) -> Iterator[str]:
     """Yield versions in which a host differs from the first one."""
-    if _minor(facts.python) != _minor(wanted.python):
+    if facts.python.split(".")[:2] != wanted.python.split(".")[:2]:
         yield f"has Python {facts.python}, {first.name} has {wanted.python}. Give --python"
-    if facts.torch and wanted.torch and _release(facts.torch) != _release(wanted.torch):
-        yield f"has torch {facts.torch}, {first.name} has {wanted.torch}"
-
-
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
-def _release(version: str) -> str:
-    """Return a version without the label of its build: 2.13.0 of 2.13.0+cu130."""
-    return version.partition("+")[0]
+    if facts.torch and wanted.torch:
+        # Without the label of the build: 2.13.0 of 2.13.0+cu130.
+        releases = {version.partition("+")[0] for version in (facts.torch, wanted.torch)}
+        if len(releases) > 1:
+            yield f"has torch {facts.torch}, {first.name} has {wanted.torch}"

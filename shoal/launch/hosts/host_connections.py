@@ -75,11 +75,6 @@ class HostConnections:
         """Return the hosts whose agents have told their facts, in the order of their ranks."""
         return [host for host in sorted(self.facts) if self.session.states[host].is_connected]
 
-    @property
-    def checked(self) -> list[tuple[SshHost, HostFacts]]:
-        """Return the same hosts with their facts."""
-        return [(self.hosts[host], self.facts[host]) for host in self.connected]
-
     def pump(self, timeout_s: float, sources: Sequence[Any] = ()) -> list[DriverEvent]:
         """Send and receive for at most `timeout_s`; return events of ranks and lost hosts.
 

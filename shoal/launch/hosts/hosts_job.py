@@ -21,7 +21,7 @@ from shoal.launch.hosts.host_checks import ANSWER_S, find_meeting, problems
 from shoal.launch.hosts.host_connections import HostConnections, is_readable
 from shoal.launch.hosts.host_facts import FactsRequest, collect_facts
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks, placed
-from shoal.launch.hosts.ssh_client import is_unknown_name
+from shoal.launch.hosts.ssh_client import UNRESOLVED
 from shoal.launch.hosts.ssh_hosts import SshHost
 from shoal.launch.output import LinePrinter, print_note
 from shoal.launch.rank import EXIT_INTERRUPTED
@@ -108,7 +108,8 @@ class HostsJob(LocalJob):
         failed = self.connections.connect(hosts)
         if found := [*failed, *self._host_problems()]:
             # A name that stands for no host is a wrong word in the command; a host may come back.
-            kind = UsageError if any(map(is_unknown_name, failed)) else LaunchError
+            is_unknown = any(UNRESOLVED in problem.lower() for problem in failed)
+            kind = UsageError if is_unknown else LaunchError
             raise kind("\n  ".join(["The run cannot start on these hosts:", *found]))
 
     def problems(self, processes: int) -> Sequence[str]:
@@ -199,7 +200,9 @@ class HostsJob(LocalJob):
         return 0
 
     def _host_problems(self) -> list[str]:
-        return problems(self.connections.checked, self.request, collect_facts(self.request))
+        there = self.connections
+        checked = [(there.hosts[host], there.facts[host]) for host in there.connected]
+        return problems(checked, self.request, collect_facts(self.request))
 
     def _missing(self) -> list[int]:
         connected = self.connections.connected

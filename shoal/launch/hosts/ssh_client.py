@@ -253,11 +253,6 @@ def _remote_line(python: str) -> str:
     return f"cd / && exec {shlex.quote(python)} -X utf8 -u -m shoal agent"
 
 
-def is_unknown_name(problem: str) -> bool:
-    """Return True for a problem of `describe_ssh_failure` with a name that has no address."""
-    return UNRESOLVED in problem.lower()
-
-
 def describe_ssh_failure(
     host: str,
     exit_code: int | None,
