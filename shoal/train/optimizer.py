@@ -95,22 +95,18 @@ def factor(schedule: ScheduleConfig, epochs: float, progress: float) -> float:
         epochs: epochs before this step, with the fraction of the present epoch.
         progress: steps before this step, as a fraction of all steps of the run.
     """
-    shape = _shape(schedule, epochs, progress)
+    shape = 1.0
+    if schedule.name == "cosine":
+        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))  # from 1 to 0
+        shape = schedule.final_factor + (1 - schedule.final_factor) * cosine
+    elif schedule.name == "step":
+        passed = sum(epochs >= milestone for milestone in schedule.milestones)
+        shape = float(schedule.gamma**passed)
     if epochs >= schedule.warmup_epochs:
         return shape
     # Linear from `warmup_factor` to 1 (Goyal et al., 2017).
     start = schedule.warmup_factor
     return (start + (1 - start) * epochs / schedule.warmup_epochs) * shape
-
-
-def _shape(schedule: ScheduleConfig, epochs: float, progress: float) -> float:
-    if schedule.name == "cosine":
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))  # from 1 to 0
-        return schedule.final_factor + (1 - schedule.final_factor) * cosine
-    if schedule.name == "step":
-        passed = sum(epochs >= milestone for milestone in schedule.milestones)
-        return float(schedule.gamma**passed)
-    return 1.0
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> float:

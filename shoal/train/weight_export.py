@@ -14,7 +14,6 @@ header can be written first, because the checkpoint's index has shapes and dtype
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,38 +77,22 @@ def export(run: Path, output: Path, which: Which = "latest") -> Exported:
     own = sorted(name.removeprefix(MODEL) for name in entries if name.startswith(MODEL))
     # Buffers have no moving average.
     names = {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in own}
+    shapes = {name: (entries[key].dtype, entries[key].shape) for name, key in names.items()}
+    for name, (dtype, _) in shapes.items():
+        if dtype not in shard_format.NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
     metadata = {"format": "pt", "run": job.name, "step": str(step)}
+    head, starts, size_bytes = shard_format.header(shapes, metadata)
     try:
-        size_bytes = _write(output, names, entries, metadata)
+        with atomic_write(output, survives="rename", mode=0o644) as stream:
+            stream.write(head)
+            for name in starts:
+                stream.write(_whole(names[name], entries[names[name]]).numpy().data)
     except OSError as error:
         reason = f"{output} was not written: {error.strerror or error}"
         raise CheckpointError(f"{reason}. Make room or permit it, or give another -o.") from error
     averaged = any(stored_name.startswith(AVERAGE) for stored_name in names.values())
     return Exported(step, len(names), size_bytes, averaged)
-
-
-def _write(
-    output: Path,
-    names: Mapping[str, str],
-    entries: Mapping[str, TensorEntry],
-    metadata: dict[str, str],
-) -> int:
-    """Write the file. Return its size in bytes.
-
-    Args:
-        names: of tensors in the checkpoint, by those in the file.
-        entries: the checkpoint's tensors by name.
-    """
-    shapes = {name: (entries[key].dtype, entries[key].shape) for name, key in names.items()}
-    for name, (dtype, _) in shapes.items():
-        if dtype not in shard_format.NAMES:
-            raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not know.")
-    head, starts, end = shard_format.header(shapes, metadata)
-    with atomic_write(output, survives="rename", mode=0o644) as stream:
-        stream.write(head)
-        for name in starts:
-            stream.write(_whole(names[name], entries[names[name]]).numpy().data)
-    return end
 
 
 def _whole(name: str, entry: TensorEntry) -> Tensor:
