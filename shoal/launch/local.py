@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from shoal.launch import preload as preloads
@@ -12,14 +11,12 @@ from shoal.launch.output import Output
 from shoal.launch.start import start
 from shoal.launch.supervise import Supervision, caught
 
-NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
-
 
 def run(
     target: Callable[..., Any],
     args: tuple[Any, ...],
     processes: int,
-    environment: Mapping[str, str] = NO_VARIABLES,
+    environment: Mapping[str, str] | None = None,
     output: Output = "first",
     preload: Sequence[str] = preloads.TRAINING,
     torch_store: bool = True,
@@ -61,7 +58,7 @@ def run(
                 target,
                 args,
                 processes,
-                environment,
+                environment or {},
                 output,
                 preload=modules,
                 torch_store=torch_store,
@@ -76,7 +73,7 @@ def run_script(
     path: str,
     argv: list[str],
     processes: int,
-    environment: Mapping[str, str] = NO_VARIABLES,
+    environment: Mapping[str, str] | None = None,
     output: Output = "first",
     module: str | None = None,
 ) -> int:

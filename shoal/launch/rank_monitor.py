@@ -29,7 +29,6 @@ from shoal.watchdog.straggler_detector import StragglerDetector
 EXIT_HANG = 124
 """Exit code of a launcher whose run has ended because of a hang; that of `timeout`."""
 CURE = "A rank that is right and only slow needs a longer limit: --hang-limit SECONDS, 0 for none."
-POLL_S = 1.0
 
 
 class RankMonitor:

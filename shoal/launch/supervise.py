@@ -17,8 +17,8 @@ from typing import Any
 
 from shoal.launch.failure import Failure, from_exit_code, root_cause
 from shoal.launch.rank import EXIT_INTERRUPTED, EXIT_RESTART, RankResult
-from shoal.launch.rank_monitor import POLL_S, RankMonitor
-from shoal.launch.rank_set import RankEvent, RankExited, RankSet
+from shoal.launch.rank_monitor import RankMonitor
+from shoal.launch.rank_set import SECONDS_BETWEEN_LOOKS, RankEvent, RankExited, RankSet
 
 # After a lost connection, wait so long for the failure from which it follows.
 SECONDARY_FAILURE_S = 1.0
@@ -121,7 +121,7 @@ class Supervision:
             sources: other objects with a `fileno`; return when one of them can be read.
         """
         due_s = min(self._end_at_s, self._kill_at_s) - time.monotonic()
-        wait_s = min(timeout_s, POLL_S, due_s)
+        wait_s = min(timeout_s, SECONDS_BETWEEN_LOOKS, due_s)
         for event in self.ranks.watch(max(0.0, wait_s), sources):
             self._on_event(event)
         for failure in self._monitor.poll():

@@ -203,8 +203,6 @@ class ProgressMemory:
 
     def page(self, rank: int) -> bytes:
         """Return the page of a rank, counted on this machine."""
-        if self._words < 0:
-            return bytes(PAGE_BYTES)
         return os.pread(self._words, PAGE_BYTES, PAGE_BYTES * rank)
 
     def read(self, rank: int) -> RankProgress | None:
