@@ -120,7 +120,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
     )
     problems += settings.problems()
     if not options.dry_run:
-        problems += batch_script.missing_command() or batch_script.missing_nodes(settings)
+        problems += batch_script.missing(settings)
     if problems or work is None:
         raise UsageError("\n  ".join(problems))
     command = batch_script.remark(["shoal", *options.words])

@@ -271,18 +271,16 @@ class ClusterWork:
     restarts: int
 
 
-def missing_command() -> list[str]:
-    """Return a line if Slurm is not there."""
-    if shutil.which("sbatch") is not None:
-        return []
-    return [
-        "--slurm: there is no sbatch on the PATH. Use a login node of the cluster, or --dry-run to "
-        "see the batch script"
-    ]
+def missing(options: SlurmOptions) -> list[str]:
+    """Return a line if Slurm is not there, or no partition of the job has its nodes.
 
-
-def missing_nodes(options: SlurmOptions) -> list[str]:
-    """Return a line if no partition of the job has its nodes: sbatch may let it wait for ever."""
+    sbatch may let a job without nodes wait for ever.
+    """
+    if shutil.which("sbatch") is None:
+        return [
+            "--slurm: there is no sbatch on the PATH. Use a login node of the cluster, or "
+            "--dry-run to see the batch script"
+        ]
     named = options.partition or os.environ.get("SBATCH_PARTITION", "")
     command = ["sinfo", "--noheader", "--format=%P:%D"]
     try:
