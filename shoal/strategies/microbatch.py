@@ -60,5 +60,7 @@ def samples_of(batch: LocalBatch, window: slice) -> tuple[tuple[Any, ...], dict[
     def taken(value: Any) -> Any:
         return take_rows(value, window, batch.num_samples, mismatch)
 
+    if 0 < batch.num_samples <= window.stop - window.start:
+        return batch.args, dict(batch.kwargs)  # all, whatever their shapes
     # `args` itself is no list of samples, though it may be as long as one.
     return tuple(map(taken, batch.args)), taken(dict(batch.kwargs))

@@ -43,3 +43,5 @@ def test_a_batch_whose_first_dimension_is_not_the_batch_is_refused() -> None:
         UsageError, match=r"6 samples and a tensor of shape \(13,\).*batch dimension first"
     ):
         list(split_microbatches(batch(6, tensor_rows=13), 2))
+    (whole,) = split_microbatches(batch(6, tensor_rows=13), 1)  # the cure that it names
+    assert len(whole.args[0]["x"]) == 13
