@@ -272,8 +272,8 @@ class Run(StatefulRun):
         Returns: the norm before, a scalar tensor.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        trained = self._local_model().trainable_params.values()
-        if {id(parameter) for parameter in trained} <= {id(parameter) for parameter in given}:
+        shown = [p for model in self._prepared.models for p in model.parameters()]
+        if {id(p) for p in shown if p.requires_grad} <= {id(parameter) for parameter in given}:
             return self.clip_gradients(max_norm, norm_type)
         checks.check_norm(max_norm, norm_type)
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)

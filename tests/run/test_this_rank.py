@@ -79,6 +79,7 @@ def clipped(
         (2, [("tensor=2", 2.0), ("pipeline=2", 2.0), ("ddp", math.inf)]),
         (2, [("server=2,part_mb=0.0001", math.inf)]),
         pytest.param(2, [("tensor=2", math.inf)], marks=pytest.mark.slow),
+        (4, [("pipeline=2,zero1", 2.0)]),
         pytest.param(4, [("pipeline=2", math.inf)], marks=pytest.mark.slow),
     ],
 )
