@@ -13,6 +13,7 @@ import torch
 
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
+_COMPILER = (f"{_TORCH}_dynamo/", f"{_TORCH}_compile.py")
 _SHARDING = f"{_TORCH}distributed/"
 _SHOAL = f"{Path(__file__).parents[1]}/"
 _GUARDS = f"{_SHOAL}run/guards/"
@@ -66,6 +67,15 @@ def is_called_by_script(frame: FrameType | None) -> bool:
                 return False
             if not file.startswith((_PYTHON, "<")):
                 return True
+        frame = frame.f_back
+    return False
+
+
+def is_in_compiled_call(frame: FrameType | None) -> bool:
+    """Return True if torch.compile's own functions have called, as they do at a graph break."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_COMPILER):
+            return True
         frame = frame.f_back
     return False
 

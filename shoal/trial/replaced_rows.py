@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.draws import DrawCall, draws_numbers
-from shoal.platform.script_line import caller, calling_line
+from shoal.platform.script_line import caller, calling_line, is_in_compiled_call
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DispatchMode,
@@ -88,6 +88,7 @@ class ReplacedRows(DispatchMode):
         self.own_draws: dict[str, tuple[int, ...]] = {}
         self.mixed_place = ""
         self._thread: int | None = None
+        self._is_off = False
         self._operators = 0
         self.forget()
 
@@ -115,6 +116,7 @@ class ReplacedRows(DispatchMode):
 
     def start(self) -> None:
         """Follow the operators of this thread, unless a mode of the script does."""
+        self._is_off = False
         if self._thread is None and not has_dispatch_modes() and self._known:
             self._thread = threading.get_ident()
             push_dispatch_mode(self)
@@ -123,6 +125,10 @@ class ReplacedRows(DispatchMode):
         """Follow no longer; return True if that was done. In another thread nothing is stopped."""
         if self._thread != threading.get_ident():
             return False
+        # A call of what is compiled puts back that there is a mode, though it has gone.
+        self._is_off = is_in_compiled_call(caller())
+        if self._is_off:
+            return True
         self._thread = None
         remove_dispatch_mode(self)
         return True
@@ -148,6 +154,8 @@ class ReplacedRows(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_off:
+            return func(*args, **kwargs)
         frame = caller()
         self._note_draw(func, args, kwargs, frame)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
