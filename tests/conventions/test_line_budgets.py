@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 6_960,
     "shoal/planner": 2_710,
-    "shoal/platform": 2_020,
+    "shoal/platform": 2_030,
     "shoal/plotting": 470,
     "shoal/run": 9_210,
     "shoal/shm_backend": 2_740,
@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
-    "shoal/trial": 2_900,
+    "shoal/trial": 2_910,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 67_980,
+    "tests": 68_000,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
