@@ -235,8 +235,9 @@ class Walk(TorchFunctionMode):
         if stage < self.at:
             raise WalkRefusal(
                 f"pipeline: {name} of stage {stage} is called after units of stage {self.at}, "
-                "unlike in the first step. What the function does must not follow from values. To "
-                "generate text, save by run.save_pretrained or run.save, and do it in one process."
+                "unlike in the first step. What the function does must not follow from values, and "
+                "in an evaluation it calls each model as often. To generate text, or average over "
+                "flipped images, save by run.save_pretrained or run.save, and do it in one process."
             )
         self._turns[name] += 1
         self.pass_to(stage, name)
