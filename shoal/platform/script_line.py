@@ -13,7 +13,8 @@ import torch
 
 _PYTHON = f"{Path(contextlib.__file__).parent}/"
 _TORCH = f"{Path(torch.__file__).parent}/"
-_COMPILER = (f"{_TORCH}_dynamo/", f"{_TORCH}_compile.py")
+COMPILER = (f"{_TORCH}_dynamo/", f"{_TORCH}_compile.py")
+"""Files of torch.compile, whose functions call others at a graph break."""
 _SHARDING = f"{_TORCH}distributed/"
 _SHOAL = f"{Path(__file__).parents[1]}/"
 _GUARDS = f"{_SHOAL}run/guards/"
@@ -71,10 +72,10 @@ def is_called_by_script(frame: FrameType | None) -> bool:
     return False
 
 
-def is_in_compiled_call(frame: FrameType | None) -> bool:
-    """Return True if torch.compile's own functions have called, as they do at a graph break."""
+def is_called_from(files: str | tuple[str, ...], frame: FrameType | None) -> bool:
+    """Return True if a frame, from `frame` on, is of a file whose path begins with one of these."""
     while frame is not None:
-        if frame.f_code.co_filename.startswith(_COMPILER):
+        if frame.f_code.co_filename.startswith(files):
             return True
         frame = frame.f_back
     return False

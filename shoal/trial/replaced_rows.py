@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.draws import DrawCall, draws_numbers
-from shoal.platform.script_line import caller, calling_line, is_in_compiled_call
+from shoal.platform.script_line import COMPILER, caller, calling_line, is_called_from
 from shoal.platform.torch_private.pytree import tree_leaves, tree_map
 from shoal.platform.torch_private.subclasses import (
     DispatchMode,
@@ -126,7 +126,7 @@ class ReplacedRows(DispatchMode):
         if self._thread != threading.get_ident():
             return False
         # A call of what is compiled puts back that there is a mode, though it has gone.
-        self._is_off = is_in_compiled_call(caller())
+        self._is_off = is_called_from(COMPILER, caller())
         if self._is_off:
             return True
         self._thread = None
@@ -162,7 +162,7 @@ class ReplacedRows(DispatchMode):
         known = [memory for memory in map(self._memory, given) if memory is not None]
         if not known:
             return func(*args, **kwargs)
-        if _is_inside(_COLLECTIVES, frame):  # what comes of them is of all ranks
+        if is_called_from(_COLLECTIVES, frame):  # what comes of them is of all ranks
             self._drop(_written(func, args, kwargs))
             return func(*args, **kwargs)
         self._operators += 1
@@ -251,7 +251,7 @@ class ReplacedRows(DispatchMode):
 
         A loop that fetches ahead runs its data set meanwhile, whose numbers follow from the sample.
         """
-        if not draws_numbers(func, args, kwargs) or _is_inside(_LOADERS, frame):
+        if not draws_numbers(func, args, kwargs) or is_called_from(_LOADERS, frame):
             return
         line = calling_line(frame)
         operator = schema_of(func).name.partition("::")[2].removesuffix("_")
@@ -415,14 +415,6 @@ def _most_bytes(device: torch.device) -> int:
 
 _LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
 _COLLECTIVES = f"{Path(__file__).parents[1] / 'comm'}/"
-
-
-def _is_inside(folder: str, frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(folder):
-            return True
-        frame = frame.f_back
-    return False
 
 
 _MOST_LAYOUTS = 16
