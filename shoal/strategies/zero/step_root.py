@@ -14,7 +14,7 @@ first call of a model begins the forward pass that ends with that loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ class StepRoot(nn.Module):
         self.begin_loss: Callable[[], None] | None = None
         self._held = False
         self._opened_by: nn.Module | None = None
+        self._normal_mode = ExitStack()
 
     def run(self, function: Callable[..., Any], work: Callable[[], Output]) -> Output:
         """Call `work` as one forward pass of the root, and return what it returns. Collective.
@@ -142,6 +143,11 @@ class StepRoot(nn.Module):
     def _open(self, name: str) -> None:
         """Gather the root's parameters, and begin to follow the order of units. Collective."""
         self.is_open = True
+        if torch.is_inference_mode_enabled():
+            # Memory for a gathered unit is kept, and a later step could not write into tensors that
+            # were made in inference mode.
+            self._normal_mode.enter_context(torch.inference_mode(False))
+            self._normal_mode.enter_context(torch.no_grad())
         if self.lockstep is None:
             pre_forward(self, {})
             return
@@ -153,6 +159,7 @@ class StepRoot(nn.Module):
     def _close(self, output: Any) -> Any:
         """End the forward pass, when no rank needs a further unit. Collective."""
         self.is_open = False
+        self._normal_mode.close()
         if self.lockstep is None:
             return post_forward(self, output)
         # The token goes through the root in place of the loss, to which it is added later.
@@ -165,6 +172,7 @@ class StepRoot(nn.Module):
         """End a forward pass that has failed."""
         self.is_open = self._held = False
         self._opened_by = None
+        self._normal_mode.close()
         if self.lockstep is not None:
             self.lockstep.abandon()
         reset_after_error(self)

@@ -124,6 +124,25 @@ def test_an_evaluation_with_fewer_batches_on_a_rank_is_exact() -> None:
     assert world.run(3, in_turn, evaluated, *calls) == [expected] * 3
 
 
+def trained_after_inference(strategy: str) -> dict[str, Tensor]:
+    run, model, optimizer, loader = prepared(strategy, Scaled)
+    for x, y in loader:
+        with torch.inference_mode():
+            model(x)
+        run.forward_backward(supervised(F.cross_entropy, model), x, y)
+        optimizer.step()
+    with pytest.raises(RuntimeError), torch.inference_mode():
+        model(torch.ones(2, 3))
+    assert torch.is_grad_enabled()
+    return run.weights()
+
+
+def test_a_model_may_first_be_called_in_inference_mode() -> None:
+    expected = trained_after_inference("single")
+    for found in world.run(2, trained_after_inference, "zero3"):
+        assert_same(found, expected)
+
+
 def saves(strategy: str, file: Path) -> dict[str, Tensor]:
     run, model, optimizer, loader = prepared(strategy, Scaled)
     for x, y in loader:
