@@ -11,6 +11,7 @@ in this process, and what can be found is put back (`untouched.py`).
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import select
@@ -25,6 +26,8 @@ from shoal.trial.loss_verdict import LossKind, LossVerdict
 
 CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
+M_MMAP_THRESHOLD = -3
+"""Of glibc's mallopt: larger blocks are returned to the system as soon as they are freed."""
 
 
 def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
@@ -62,6 +65,10 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
             signal.signal(each, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, 2 * CHILD_S)
         torch.set_num_threads(1)  # the parent's pool of threads is not here
+        # The heap does not reuse the block of an aligned tensor for another one of its size, so
+        # each pass would take new memory.
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         try:
             verdict = judge()
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it

@@ -24,8 +24,9 @@ from shoal.strategies.loss_terms import Term, split_result
 from shoal.trial.loss_verdict import CannotTry
 
 SKETCH_SIZE = 4096
-"""Numbers that stand for the gradient of a parameter with more than 2**20 of them."""
-
+"""Numbers of a piece of a gradient. Sums of pieces stand for a large one."""
+SKETCHES, SKETCHED_FROM = 4, 16
+"""Sums, in place of more pieces. A single one of a gradient of low rank may be 0 by chance."""
 
 LOSS_WEIGHT = 0.1
 """Weight of a difference of losses. A loss may cancel out where its gradient does not, as the
@@ -65,6 +66,9 @@ class LossOnRows:
         self._compute = compute
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self.counts: tuple[float, ...] = ()
+        pieces = max((leaf.numel() // SKETCH_SIZE for leaf in self._leaves), default=0)
+        generator = torch.Generator().manual_seed(0)
+        self._signs = torch.randint(0, 2, (SKETCHES, pieces), generator=generator) * 2 - 1
 
     def whole(self, rows: Tensor) -> Measured:
         """Measure the whole. Must come first.
@@ -91,7 +95,7 @@ class LossOnRows:
 
         So they are where a student begins as a copy of its teacher: nothing can be compared.
         """
-        gradients = math.sqrt(sum(float(g.square().sum()) for g in measured.gradients))
+        gradients = math.sqrt(sum(float(g.double().square().sum()) for g in measured.gradients))
         leaves = math.sqrt(
             sum(float(leaf.detach().double().square().sum()) for leaf in self._leaves)
         )
@@ -110,27 +114,30 @@ class LossOnRows:
             raise CannotTry("a loss that no parameter has a part in")
         gradients = torch.autograd.grad(total, self._leaves, allow_unused=True)
         sketches = [
-            _sketch(torch.zeros_like(leaf) if gradient is None else gradient, index)
-            for index, (leaf, gradient) in enumerate(zip(self._leaves, gradients, strict=True))
+            _sketch(torch.zeros_like(leaf) if gradient is None else gradient, self._signs)
+            for leaf, gradient in zip(self._leaves, gradients, strict=True)
         ]
         return Measured(len(rows), float(total.detach().double()), sketches, counts)
 
 
-def _sketch(gradient: Tensor, index: int) -> Tensor:
-    """Return a gradient, or random sums of a large one: linear, and as long on the average."""
+def _sketch(gradient: Tensor, signs: Tensor) -> Tensor:
+    """Return a gradient, or random sums of a large one: linear, and as long on the average.
+
+    Those of three passes are held at once, so a large model has no memory for whole gradients.
+
+    Args: signs: 1 and -1 in a few rows, as long as the largest gradient has pieces.
+    """
     gradient = gradient.detach()
     if gradient.is_sparse:
         gradient = gradient.coalesce().to_dense()
     flat = gradient.flatten()
-    if flat.numel() <= 1 << 20:
-        return flat.double()
-    generator = torch.Generator().manual_seed(index)
-    sums = flat.new_zeros(SKETCH_SIZE, dtype=torch.float64)
-    for piece in flat.split(SKETCH_SIZE << 8):
-        rows = torch.nn.functional.pad(piece, (0, -piece.numel() % SKETCH_SIZE))
-        signs = torch.randint(0, 2, rows.shape, generator=generator, dtype=torch.int8) * 2 - 1
-        sums += (rows.double() * signs.to(rows.device)).view(-1, SKETCH_SIZE).sum(0)
-    return sums
+    pieces = flat.numel() // SKETCH_SIZE
+    if pieces <= SKETCHED_FROM:
+        return flat
+    flat = flat.float() if flat.dtype.itemsize < 4 else flat
+    whole, rest = flat.split([pieces * SKETCH_SIZE, flat.numel() % SKETCH_SIZE])
+    sums = signs[:, :pieces].to(flat) @ whole.view(pieces, SKETCH_SIZE)
+    return torch.cat((sums.flatten() / math.sqrt(len(signs)), rest))
 
 
 def distance(whole: Measured, parts: Sequence[Measured]) -> SplitError:
@@ -163,9 +170,9 @@ def _error(whole: Measured, parts: Sequence[Measured], factors: Sequence[float])
     )
     squares, lengths = 0.0, [0.0] * len(parts)
     for index, of_whole in enumerate(whole.gradients):
-        rest = of_whole.clone()
+        rest = of_whole.to(torch.float64, copy=True)
         for number, (part, factor) in enumerate(pairs):
-            scaled = part.gradients[index] * factor
+            scaled = part.gradients[index].double() * factor
             rest -= scaled
             lengths[number] += float(scaled.square().sum())
         squares += float(rest.square().sum())

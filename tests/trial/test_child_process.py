@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import nn
 
+from shoal.testing import world
 from shoal.trial import LossKind, LossVerdict, child_process
 from shoal.trial.child_process import judged_in_child
+from shoal.trial.judge_loss import try_loss
 
 
 class Calls:
@@ -57,3 +62,24 @@ def test_a_trial_without_a_verdict_counts_as_not_tried_and_says_why(
         monkeypatch.setattr(child_process, "CHILD_S", 0.2)
     verdict = judged_in_child(judge)
     assert (verdict.kind, verdict.reason) == (LossKind.NOT_JUDGED, reason)
+
+
+def resident_kib() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
+
+def memory_of_a_trial() -> float:
+    """Return the memory that a trial takes beside its parent's, in sizes of the model."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(16)))
+    x = torch.randn(8, 1024)
+    before = resident_kib()
+    verdict = judged_in_child(lambda: try_loss(lambda x: model(x).mean(), (x,), {}, 8, [model]))
+    assert verdict.kind is LossKind.MEAN
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    return (peak - before) * 1024 / sum(p.nbytes for p in model.parameters())
+
+
+def test_a_trial_takes_about_the_memory_of_a_step() -> None:
+    (sizes,) = world.run(1, memory_of_a_trial)
+    assert 1.0 < sizes < 4.0  # a copy of the weights, gradients of one pass, and sums of the others
