@@ -76,6 +76,7 @@ class TrainState:
         info: dict[str, Any] = {
             "optimizer": gather_named_values(local_model.pipeline.axis, scalars),
             "groups": [g for o in self.optimizers for g in optimizer_binding.group_settings(o)],
+            "model_ranks": self._model_ranks(),
         }
         positions = [loader.state_dict() for loader in self.loaders]
         if positions:
@@ -108,8 +109,13 @@ class TrainState:
             loader.load_state_dict(position)
         if self.loss_scale is not None and "loss_scale" in info:
             self.loss_scale.load(info["loss_scale"])
-        notes = load_random_state(private, self.mesh.device) if private else []
+        # Those that compute one model together draw alike, and others do not.
+        is_own = private and info.get("model_ranks") == self._model_ranks()
+        notes = load_random_state(private, self.mesh.device) if is_own else []
         return notes + strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
+
+    def _model_ranks(self) -> list[int]:
+        return [self.mesh.tensor.size, self.mesh.pipeline.size]
 
     def check_info(self, info: Mapping[str, Any]) -> str:
         """Return in which way the data sets differ from the saved ones; empty if they do not.

@@ -1,6 +1,7 @@
 """`run.checkpoint`: two lines that let a script go on where it was, with its own objects."""
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,17 @@ from tests.harness.in_turn import in_turn
 
 
 def steps(
-    strategy: str, directory: Path, until: int, every: int, told: list[str] | None = None
+    strategy: str,
+    directory: Path,
+    until: int,
+    every: int,
+    told: list[str] | None = None,
+    middle: Callable[[], nn.Module] = lambda: nn.Dropout(0.2),
 ) -> list[tuple[int, float, float]]:
     """Return (step, loss, learning rate) of each step of a script that goes on where it was."""
     announce = (told if told is not None else []).append
     run = shoal.init(strategy, announce=announce)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(4, 8), middle(), nn.Linear(8, 8), nn.Linear(8, 3))
     model = model.double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = MultiStepLR(optimizer, [2, 4, 6])
@@ -64,6 +70,20 @@ def test_a_script_goes_on_bit_for_bit_in_the_middle_of_an_epoch(
     whole, first = world.run(2, in_turn, steps, *calls)[0]
     rest = world.run(2, steps, strategy, tmp_path / "parts", 7, 100)[0]
     assert [first[:4], rest] == [whole[:4], whole[4:]]
+
+
+def attention() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (1, 8)), layer, nn.Flatten())
+
+
+def test_ranks_of_a_model_draw_alike_after_a_checkpoint_of_ranks_that_did_not(
+    tmp_path: Path,
+) -> None:
+    calls = ("zero3", tmp_path, 4, 4, [], attention), ("tensor=2", tmp_path, 7, 9, [], attention)
+    (before, after), other = world.run(2, in_turn, steps, *calls)
+    assert [step for step, *_ in before + after] == [*range(1, 8)]
+    assert other == [before, after]
 
 
 def epochs(directory: Path, saved_at: int, until: int) -> list[tuple[int, float]]:
