@@ -224,11 +224,14 @@ def test_dropout_of_a_loss_of_the_loop_is_off_in_both_runs() -> None:
 
 
 @pytest.mark.slow
-def test_layers_of_three_matrices_are_joined_matrix_by_matrix() -> None:
+def test_layers_of_three_matrices_are_joined_matrix_by_matrix(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     report = shoal.verify_script(LOOP, ["attention"], ranks=2, strategy="tensor=2", steps=3)
     assert report.verdict == "exact", str(report)
     compared = {name for name, error, _ in report.layers if error is not None}
-    assert "blocks.0.qkv" in compared
+    assert "blocks.0.attention.qkv" in compared
+    assert "gathers and computes all of it" not in capfd.readouterr().err  # nor would the run
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ Each rank draws for all heads, so that the random generators of all ranks stay e
 
 from __future__ import annotations
 
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class GlobalDropout(TorchFunctionMode):
         options = kwargs or {}
         if func is F.dropout:
             return self._dropout(*args, **options)
-        if func is F.scaled_dot_product_attention:
+        # `shoal verify` puts a function around it, which is not what torch names here.
+        if func is unwrap(F.scaled_dot_product_attention):
             rate = args[4] if len(args) > 4 else options.get("dropout_p", 0.0)
             if rate > 0:
                 return self._attention(*args, **options)

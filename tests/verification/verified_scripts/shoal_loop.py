@@ -30,25 +30,34 @@ class Block(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(8)
+        self.n_head = 2
         self.qkv = nn.Linear(8, 24)
         self.proj = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, width = x.shape
         heads = [
-            each.view(rows, length, 2, width // 2).transpose(1, 2)
-            for each in self.qkv(self.norm(x)).split(width, dim=2)
+            each.unflatten(2, (self.n_head, 4)).transpose(1, 2)
+            for each in self.qkv(x).chunk(3, dim=2)
         ]
-        y = F.scaled_dot_product_attention(*heads, None, 0.0, True)
-        return x + self.proj(y.transpose(1, 2).contiguous().view(rows, length, width))
+        rate = 0.1 if self.training else 0.0
+        y = F.scaled_dot_product_attention(*heads, None, rate, True)
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+
+class AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(8), Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(self.norm(x))
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(10, 8)
-        kind = Attention if "attention" in sys.argv else Block
+        kind = AttentionBlock if "attention" in sys.argv else Block
         self.blocks = nn.ModuleList([kind(), kind()])
         self.head = nn.Linear(8, 10)
 
