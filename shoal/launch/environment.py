@@ -90,6 +90,11 @@ def own_place() -> RankInfo:
     return info
 
 
+def is_place_taken() -> bool:
+    """Return True if this process, or one above it, has asked for its place: `shoal.init` does."""
+    return _RANK_PROCESS in os.environ
+
+
 def _innermost(variables: Variables) -> RankInfo:
     """Return the rank info that the innermost launcher defines."""
     info = from_torchrun(variables) or from_mpi(variables) or slurm(variables)

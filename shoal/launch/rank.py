@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 from shoal.errors import UsageError
 from shoal.launch import failure
+from shoal.launch.environment import is_place_taken
 from shoal.launch.failure import own_reporter
 from shoal.platform.cgroups import usable_cores
 from shoal.platform.processes import set_process_name
@@ -114,10 +115,13 @@ def _run_target(spec: RankSpec) -> int:
 
 
 def script(path: str, arguments: list[str]) -> None:
-    """Run the Python file `path` as `python path` would. A target for `start`.
+    """Run the Python file `path` as `python path` would. A target for `start`."""
+    _refuse_unused_strategy()
+    run_file(path, arguments)
 
-    `sys.argv` and `sys.path[0]` are as for `python path`.
-    """
+
+def run_file(path: str, arguments: list[str]) -> None:
+    """Run the Python file `path`, with `sys.argv` and `sys.path[0]` as for `python path`."""
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.path.dirname(os.path.realpath(path))
@@ -126,10 +130,33 @@ def script(path: str, arguments: list[str]) -> None:
 
 def module(name: str, arguments: list[str]) -> None:
     """Run the module `name` as `python -m name` would. A target for `start`."""
+    _refuse_unused_strategy()
     sys.argv = [name, *arguments]
     if not sys.flags.safe_path:
         sys.path[0] = os.getcwd()
     runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _refuse_unused_strategy() -> None:
+    """Let the first step of an optimizer fail if --strategy was given and nothing has read it.
+
+    Else each rank would train a copy of its own.
+    """
+    strategy = os.environ.get("SHOAL_STRATEGY")
+    if strategy is None or os.environ["WORLD_SIZE"] == "1":
+        return
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def check(*_: Any) -> None:
+        handle.remove()
+        if not is_place_taken():
+            raise UsageError(
+                f"--strategy {strategy}: the script steps an optimizer and has not called "
+                "shoal.init(), which uses it; each process would train a copy of its own. Call it "
+                "first (docs/start.md), or launch the script without --strategy."
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
 
 
 def serve_store(listener: socket.socket) -> None:

@@ -30,7 +30,7 @@ from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import ShoalError, UsageError
 from shoal.launch import preload
-from shoal.launch.rank import script
+from shoal.launch.rank import run_file
 from shoal.launch.start import start
 from shoal.planner.strategy_search import Workload
 from shoal.planner.trace_model import (
@@ -95,7 +95,7 @@ def script_workload(
         stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         follower.start(stack)
         try:
-            script(path, list(arguments))
+            run_file(path, list(arguments))
         except BaseException as error:  # the script's own `finally` may have failed since
             if follower.found is None and not isinstance(error, SystemExit):
                 raise _refusal(path, error) from error

@@ -134,6 +134,25 @@ def test_an_error_of_shoal_names_the_line_of_the_script(tmp_path, capfd):
     assert capfd.readouterr().err.endswith(" and loaders. (script.py:4)\n")
 
 
+STEPS = """
+    import torch
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_strategy_that_the_script_never_reads_is_refused_on_several_ranks(
+    ranks, tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setenv("SHOAL_STRATEGY", "zero3")
+    status = local.run_script(written(tmp_path, STEPS), [], ranks)
+    assert status == (2 if ranks > 1 else 0)
+    assert ("--strategy zero3: the script steps" in capfd.readouterr().err) == (ranks > 1)
+
+
 def test_a_script_that_is_no_python_is_shown_with_its_line(tmp_path, capfd):
     path = written(tmp_path, "x = 1\nif x\n")
     assert local.run_script(path, [], 1) == 1

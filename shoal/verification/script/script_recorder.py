@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 
 from shoal.data.tree_map import tensors_in
 from shoal.errors import StrategyRefused, UsageError
-from shoal.launch.rank import script
+from shoal.launch.rank import run_file
 from shoal.run import Run
 from shoal.run.loop_watch import LoopWatch
 from shoal.run.optimizer_binding import group_settings, params_of
@@ -306,7 +306,7 @@ def record_script(plan: RecordingPlan) -> None:
         recorder.start()
         stack.callback(recorder.stop)
         try:
-            script(plan.script, [*plan.arguments])
+            run_file(plan.script, [*plan.arguments])
         except EnoughSteps:
             pass
         except (StrategyRefused, UsageError) as refusal:
