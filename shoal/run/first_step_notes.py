@@ -160,8 +160,10 @@ def _noting_draws(prepared: Prepared) -> Iterator[None]:
         more = f" and {len(others)} more" if others else ""
         sentences.append(
             f"the first step draws random numbers ({first}{more}): a stream of its own on every "
-            'rank, so same distribution, other numbers. draws="global" draws those of one device.'
+            "rank, so same distribution, other numbers."
         )
+        if not prepared.local_model().is_partial:  # stages draw at the same time
+            sentences.append('draws="global" draws those of one device.')
     if before.has_moved():
         sentences.append(HOST_DRAWS)
     if sentences:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -80,7 +81,7 @@ class StepTrials:
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[LossKind] = set()
         self._tried_models: set[nn.Module] = set()
-        self.before_passes: tuple[LocalBatch, dict[str, str]] | None = None
+        self.before_passes: tuple[LocalBatch, dict[str, Any]] | None = None
 
     def first_step(self, batch: LocalBatch) -> None:
         """Try the loss of a batch. Collective.
@@ -108,8 +109,12 @@ class StepTrials:
         """
         assert self.before_passes is not None
         (batch, before), self.before_passes = self.before_passes, None
-        after = self._countable(batch)
-        own = [name for name, number in after.items() if before.get(name, number) != number]
+        ranks = self._prepared.mesh.tensor.size  # a pipeline's stages divide their heads meanwhile
+        own = [
+            name
+            for name, number in self._countable(batch).items()
+            if repr(before.get(name, number)) not in (repr(number), repr(ranks * number))
+        ]
         stages = self._prepared.mesh.pipeline.all_gather_json(own)
         names = [*dict.fromkeys(name for stage in stages for name in stage)]
         if names:
@@ -168,10 +173,12 @@ class StepTrials:
         # A tensor may have as many rows as the samples of some rank, which leaves it out.
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
 
-    def _countable(self, batch: LocalBatch) -> dict[str, str]:
+    def _countable(self, batch: LocalBatch) -> dict[str, Any]:
         """Return the numbers with which the loss or a model here may count its calls, by name."""
         reached = self._reached(batch).items()
-        numbers = {name: n.digest() for name, n in reached if not isinstance(n.value, Tensor)}
+        numbers: dict[str, Any] = {
+            name: n.digest() for name, n in reached if not isinstance(n.value, Tensor)
+        }
         modules = [pair for model in self._prepared.models for pair in model.named_modules()]
         for name, module in modules:
             if isinstance(module, BatchNormBase):
@@ -180,7 +187,8 @@ class StepTrials:
             for key, value in values.items():
                 is_whole = isinstance(value, Tensor) and not value.dtype.is_floating_point
                 if type(value) in (int, float) or (is_whole and value.numel() == 1):
-                    numbers[f"{name}.{key}".removeprefix(".")] = repr(value)
+                    number = repr(value) if is_whole else value
+                    numbers[f"{name}.{key}".removeprefix(".")] = number
         return numbers
 
     def _reached(self, batch: LocalBatch) -> dict[str, Place]:

@@ -326,6 +326,35 @@ def counts_its_calls(strategy: str, accumulate: int, in_model: bool) -> list[Any
     return [*(note.partition(". It")[0] for note in told), *counts]
 
 
+class Heads(nn.Module):
+    """Attention of two heads, whose number is divided between the ranks of a tensor group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [y.unflatten(1, (self.num_heads, 1, 4)) for y in self.qkv(x).chunk(3, dim=1)]
+        return self.proj(F.scaled_dot_product_attention(*heads).flatten(1))
+
+
+def notes_of_heads(strategy: str) -> list[str]:
+    """Return the words of the notes that tell of heads, and of counts."""
+    notes: list[str] = []
+    run = shoal.init(strategy, announce=notes.append)
+    model = nn.Sequential(nn.Linear(6, 8), Heads(), nn.Linear(8, 8), Heads()).double()
+    x = run.share(torch.randn(16, 6).double())
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    run.forward_backward(lambda x: model(x).square().mean(), x)
+    words = "column, by heads", "Count steps in the loop"
+    return [word for word in words if any(word in note for note in notes)]
+
+
+def test_heads_that_stages_divide_are_no_counts() -> None:
+    assert world.run(4, notes_of_heads, "tensor=2,pipeline=2")[0] == ["column, by heads"]
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
