@@ -19,10 +19,14 @@ import signal
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from shoal.trial.loss_verdict import LossKind, LossVerdict
+
+Value = TypeVar("Value")
 
 CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
@@ -31,22 +35,29 @@ M_MMAP_THRESHOLD = -3
 
 
 def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
-    """Return the verdict of `judge`, called in a copy of this process. Not collective.
+    """Return the verdict of `judge`, called in a copy of this process; NOT_JUDGED if that fails."""
+    return computed_in_child(judge, partial(LossVerdict, LossKind.NOT_JUDGED, 0.0, ()))
 
-    It is NOT_JUDGED with its reason if the child does not end in time or is killed. Where a child
-    could not compute what this process does, `judge` is called here.
+
+def computed_in_child(compute: Callable[[], Value], failed: Callable[[str], Value]) -> Value:
+    """Return what `compute` returns, called in a copy of this process. Not collective.
+
+    Where a child could not compute what this process does, `compute` is called here.
+
+    Args: failed: gives the value for a reason, if the child fails, is killed, or does not end in
+        time.
     """
     if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return judge()
+        return compute()
     receiving, sending = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads
         pid = os.fork()
     if pid == 0:
-        _compute_and_exit(judge, sending)
+        _compute_and_exit(compute, failed, sending)
     os.close(sending)
     try:
-        return _received(receiving)
+        return _received(receiving, failed)
     finally:
         os.close(receiving)
         with suppress(ProcessLookupError):
@@ -55,8 +66,10 @@ def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
             os.waitpid(pid, 0)
 
 
-def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
-    """Judge, write the verdict, and end this child without any cleaning up of its parent's."""
+def _compute_and_exit(
+    compute: Callable[[], Value], failed: Callable[[str], Value], sending: int
+) -> None:
+    """Compute, write the value, and end this child without any cleaning up of its parent's."""
     status = 1
     try:
         # Handlers of the parent would stop a run. The parent ends the child; if that has died, a
@@ -70,19 +83,19 @@ def _compute_and_exit(judge: Callable[[], LossVerdict], sending: int) -> None:
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
         try:
-            verdict = judge()
+            value = compute()
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
-            verdict = LossVerdict(LossKind.NOT_JUDGED, reason=text)
-        data = memoryview(pickle.dumps(verdict))
+            value = failed(text)
+        data = memoryview(pickle.dumps(value))
         while data:
             data = data[os.write(sending, data) :]
         status = 0
     finally:
-        os._exit(status)  # without a verdict the parent says that there is none
+        os._exit(status)  # without a value the parent says that there is none
 
 
-def _received(receiving: int) -> LossVerdict:
+def _received(receiving: int, failed: Callable[[str], Value]) -> Value:
     data, ready = b"", [receiving]
     while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
@@ -91,9 +104,8 @@ def _received(receiving: int) -> LossVerdict:
             break
         data += part
     try:
-        verdict: LossVerdict = pickle.loads(data)
+        value: Value = pickle.loads(data)
     except (EOFError, pickle.UnpicklingError):
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
-        reason = f"its trial in a process of its own {what}"
-        return LossVerdict(LossKind.NOT_JUDGED, reason=reason)
-    return verdict
+        return failed(f"its trial in a process of its own {what}")
+    return value

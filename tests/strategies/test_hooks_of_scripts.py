@@ -21,8 +21,19 @@ def halve(parameter: Tensor) -> None:
     parameter.grad.mul_(0.5)
 
 
+class RestFor:
+    """A hook that lets a parameter rest in the first steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.calls = steps, 0
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        self.calls += 1
+        return gradient * (self.calls > self.steps)
+
+
 def trained(strategy: str) -> list[float]:
-    """Train with a mask, and with a hook that only looks."""
+    """Train with a mask, with a hook that only looks, and with one that counts."""
     run = shoal.init(strategy, precision="fp64", announce=lambda _: None)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).double()
@@ -30,10 +41,11 @@ def trained(strategy: str) -> list[float]:
     seen: list[Tensor] = []
     model[0].weight.register_hook(lambda gradient: gradient * mask)
     model[2].bias.register_hook(seen.append)
+    model[1].weight.register_hook(RestFor(2))
     x, y = run.share(batch)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
     losses = []
-    for _ in range(3):
+    for _ in range(5):
         loss = run.forward_backward(lambda x, y: F.cross_entropy(model(x), y), x, y)
         losses.append(loss.item())
         optimizer.step()
