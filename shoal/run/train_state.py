@@ -120,12 +120,22 @@ class TrainState:
     def check_info(self, info: Mapping[str, Any]) -> str:
         """Return in which way the data sets differ from the saved ones; empty if they do not.
 
-        Raises: CheckpointError: `info` is not what `state` returns.
+        Raises: CheckpointError: `info` is not what `state` returns, or of other groups.
         """
         missing = [name for name in ("optimizer", "groups") if name not in info]
         if missing:
             raise CheckpointError(
                 f"the checkpoint lacks {' and '.join(missing)}: another version of Shoal wrote it."
+            )
+        saved_groups, groups = (
+            len(info["groups"]),
+            sum(len(o.param_groups) for o in self.optimizers),
+        )
+        if saved_groups != groups:
+            raise CheckpointError(
+                f"the checkpoint has the settings of {saved_groups} parameter groups, and there "
+                f"are {groups} here. Make the groups of the saved run first, those of "
+                "add_param_group too; or load the weights alone, and start afresh."
             )
         saved = info.get("data_fingerprints", [])
         pairs = zip(saved, self.loaders, strict=False)

@@ -240,6 +240,26 @@ def test_an_optimizer_with_state_that_would_be_lost_is_refused(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_other_parameter_groups_than_the_saved_ones_are_refused(tmp_path: Path) -> None:
+    def with_groups(separate: int) -> shoal.Run:
+        run, model = quiet(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
+        first, *others = model.parameters()
+        groups = [{"params": [p]} for p in others[:separate]]
+        rest = {"params": [first, *others[separate:]]}
+        run.prepare(model, torch.optim.SGD([*groups, rest], lr=0.1))
+        return run
+
+    with_groups(1).checkpoint(tmp_path).save(1)
+    assert with_groups(1).checkpoint(tmp_path).resume() == 1
+    for separate in (0, 2):
+        run = with_groups(separate)
+        before = run.weights()
+        words = rf"settings of 2 parameter groups, and there are {separate + 1} here"
+        with pytest.raises(CheckpointError, match=words):
+            run.checkpoint(tmp_path).resume()
+        assert all(torch.equal(value, before[name]) for name, value in run.weights().items())
+
+
 def test_nothing_saved_begins_at_zero_and_nothing_good_is_an_error(tmp_path: Path) -> None:
     run = prepared()
     assert run.checkpoint(tmp_path / "new").resume() == 0
