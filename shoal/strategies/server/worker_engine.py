@@ -169,6 +169,12 @@ class WorkerEngine(StrategyState):
         optimizer.zero_grad = zero_and_drop  # type: ignore[method-assign]
 
     def _read_settings(self) -> list[Settings]:
+        if _members(self.optimizer) != self._groups:
+            raise UsageError(
+                "the optimizer's groups have other parameters than in run.prepare, and a server "
+                "steps each parameter with the settings of its group of then. Give those that will "
+                "have settings of their own a group before run.prepare, or use ddp or zero3."
+            )
         return [settings_of(group) for group in self.optimizer.param_groups]
 
     def _before_update(self) -> None:
@@ -194,6 +200,7 @@ class WorkerEngine(StrategyState):
     def attach(self, optimizer: Optimizer) -> None:
         """Start the servers, and send them the parameters. Collective."""
         self.optimizer = optimizer
+        self._groups = _members(optimizer)
         self._watch_zero_grad(optimizer)
         call_before_update(optimizer, self._before_update)
         recipe = recipe_of(optimizer)
@@ -340,3 +347,8 @@ class WorkerEngine(StrategyState):
                 f"{call}: with staleness={self.options.staleness} each push is a step of its own: "
                 "there is no gradient of all workers. Use staleness=0, or leave it out."
             )
+
+
+def _members(optimizer: Optimizer) -> list[list[int]]:
+    """Return the ids of the parameters of each group."""
+    return [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import shoal
-from shoal.errors import ConfigError, StrategyRefused
+from shoal.errors import ConfigError, StrategyRefused, UsageError
 from shoal.run.supervised import supervised
 from shoal.strategies import build_strategies, parse_line
 from shoal.strategies.server import strategy as strategy_of_servers
@@ -96,6 +96,25 @@ def test_servers_step_as_the_optimizer_itself_does_and_give_back_its_state(name:
     expected = trained("single", name)
     for found in world.run(2, trained, "server=2,part_mb=0.001", name):
         agree(found, expected)
+
+
+def moves_a_parameter(strategy: str) -> str:
+    """Return the error of a step after a parameter has come to another group."""
+    run, model = shoal.init(strategy, announce=lambda _: None), Scaled().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(images(), batch_size=10))
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.add_param_group({"params": [moved], "lr": 0.01})
+    x, y = next(iter(loader))
+    run.forward_backward(supervised(F.cross_entropy, model), x, y)
+    with pytest.raises(UsageError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_parameter_that_comes_to_another_group_is_refused() -> None:
+    for text in world.run(2, moves_a_parameter, "server=1"):
+        assert text.startswith("the optimizer's groups have other parameters than in run.prepare")
 
 
 def test_clipping_sees_the_norm_over_all_servers() -> None:
