@@ -203,7 +203,7 @@ def load_imports(files: Iterable[str]) -> Registered:
     """Run the files, which `job_precheck` has seen, and collect their `models` and `data`.
 
     Raises:
-        ConfigError: a file does not exist.
+        ConfigError: a file does not exist, or imports what is not installed.
     """
     registered: Registered = {"models": {}, "data": {}}
     for name in files:
@@ -215,7 +215,10 @@ def load_imports(files: Iterable[str]) -> Registered:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise ConfigError(f"--import {name}: {error}") from error
         for kind, found in registered.items():
             found.update(getattr(module, kind, {}))
     return registered
