@@ -31,7 +31,7 @@ Value = TypeVar("Value")
 CHILD_S = 30.0
 """Seconds after which a child is given up: a thread of the parent may have held a lock."""
 M_MMAP_THRESHOLD = -3
-"""Of glibc's mallopt: larger blocks are returned to the system as soon as they are freed."""
+"""Option of glibc's mallopt: larger blocks are returned to the system as soon as they are freed."""
 
 
 def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:

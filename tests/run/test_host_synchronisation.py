@@ -25,7 +25,7 @@ from shoal.testing import world
 
 OVER_THE_CPU = {
     "axis.py:sum_of_host_numbers",
-    "lockstep.py:_is_same_on_all_ranks",
+    "lockstep.py:is_same_on_all_ranks",
     "lockstep.py:unused",
     "executor.py:_common_seed",
     "random_streams.py:draw_seed",

@@ -95,7 +95,9 @@ def train_all(strategy: str) -> dict[str, tuple[list[float], dict[str, Tensor], 
         losses, weights, model = train(strategy, make, words(), loss_of)
         regions = {n: getattr(m, "forward", None) for n, m in model.named_modules()}
         whole = [
-            n for n, region in regions.items() if getattr(region, "chosen", {}).get(True, 1) is None
+            name
+            for name, region in regions.items()
+            if getattr(region, "chosen", {}).get(True, (1, 1))[0] is None
         ]
         found[name] = (losses, weights, whole)
     return found
