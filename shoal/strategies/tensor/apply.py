@@ -138,6 +138,11 @@ class _TensorParallelizer:
         for name in pair.columns:
             self.shard_column(name).region = region
         self.shard_row(pair.row).region = region
+        columns, called = (
+            [self.modules[name] for name in names]
+            for names in (pair.columns, {*pair.between, *pair.called})
+        )
+        region.guard(columns, called, row)
         for name in pair.between:
             module: Any = self.modules[name]
             if type(module) not in BETWEEN_CLASSES:  # pooling: the same on fewer channels
@@ -158,6 +163,7 @@ class _TensorParallelizer:
         region = HeadsRegion(module, owner, self.mesh.tensor, layers, attention)
         for layer in layers:
             layer.region = region
+        region.guard(columns, {*module.modules()} - {module, owner, *layers}, layers[-1])
         module.forward = region
 
     def shard_multihead(self, name: str) -> None:

@@ -12,7 +12,7 @@ take this shard for the full tensor. So a layer is no candidate
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -154,22 +154,13 @@ def find_hooks_inside(module: nn.Module) -> str | None:
     return next((name for name, m in inner_modules if name and has_module_hooks(m)), None)
 
 
-def find_hooks_on_border(
-    nodes: Iterable[fx.Node], prefix: str, by_name: Mapping[str, nn.Module]
-) -> str | None:
-    """Return the name of a module with hooks that contains some of the nodes, but not all.
-
-    A shard crosses the border of such a module.
-
-    Args: prefix: what precedes the names of the graph in `by_name`.
+def modules_on_border(nodes: Iterable[fx.Node]) -> set[str]:
+    """Return the modules that contain some of the nodes, but not all: a shard crosses the border of
+    each.
     """
     containers = [_containers(node) for node in nodes]
-    partial = {
-        path
-        for path in set[str]().union(*containers)
-        if not all(path in others for others in containers)
-    }
-    return next((p for p in sorted(partial) if has_module_hooks(by_name[prefix + p])), None)
+    paths = set[str]().union(*containers)
+    return {path for path in paths if not all(path in others for others in containers)}
 
 
 def _containers(node: fx.Node) -> set[str]:

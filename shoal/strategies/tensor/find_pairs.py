@@ -28,7 +28,8 @@ from shoal.strategies.tensor.candidates import (
     LINEAR,
     Candidates,
     callers_of,
-    find_hooks_on_border,
+    has_module_hooks,
+    modules_on_border,
     width_in,
     width_out,
 )
@@ -74,12 +75,14 @@ class ColumnRowPair:
         row: the row parallel layer.
         caller: the innermost module whose forward function calls them all, as a trace has seen it;
             None where no trace has: then the innermost module that contains them all.
+        called: all modules that a shard goes through, or out of, as a trace has seen.
     """
 
     columns: tuple[str, ...]
     between: tuple[str, ...]
     row: str
     caller: str | None = None
+    called: tuple[str, ...] = ()
 
     @property
     def region(self) -> str:
@@ -142,7 +145,9 @@ class PairMatcher:
         columns = sorted({self._name(node) for node in self.columns})
         between = sorted(set(self.between))
         caller = self._innermost_caller((*self.inside, row))
-        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), caller)
+        calls = {self._name(node) for node in self.inside if node.op == "call_module"}
+        called = sorted((calls | self._border(row)) - {*columns, self._name(row)})
+        return ColumnRowPair(tuple(columns), tuple(between), self._name(row), caller, tuple(called))
 
     def _is_used_once(self, node: fx.Node) -> bool:
         """Return True if the graph calls the node's module once and reads no tensor of it."""
@@ -250,10 +255,13 @@ class PairMatcher:
         return True
 
     def _no_hook_sees(self, row: fx.Node) -> bool:
-        hooked = find_hooks_on_border((*self.inside, row), self.prefix, self.candidates.by_name)
-        if hooked is None:
-            return True
-        return self._reject(row, f"hooks of {hooked} would see a slice of what goes by")
+        for name in sorted(self._border(row)):
+            if has_module_hooks(self.candidates.by_name[name]):
+                return self._reject(row, f"hooks of {name} would see a slice of what goes by")
+        return True
+
+    def _border(self, row: fx.Node) -> set[str]:
+        return {self.prefix + path for path in modules_on_border((*self.inside, row))}
 
     def _reject(self, node: fx.Node, reason: str) -> bool:
         """Note why the node's module stays replicated, and return False."""

@@ -65,7 +65,6 @@ class _ColumnParallel:
     is_transposed: ClassVar[bool] = False
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        self.region.check_hooks(self)
         weight, bias = _oriented(self), local_shard(self.bias)
         if self.parts > 1:
             weight = regroup_qkv(weight, self.region.axis, self.parts)
@@ -210,7 +209,6 @@ class _ColumnParallelConv:
     region: Region
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        self.region.check_hooks(self)
         y: Tensor = self._conv_forward(
             self.region.enter(x).full, local_shard(self.weight), local_shard(self.bias)
         )

@@ -17,6 +17,7 @@ Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +55,7 @@ class Region:
     Attributes:
         depth: forward passes of the module that run now; 0 outside.
         entered: the last inputs of column layers: tensor, its state, and what was made of it.
+        slice_hooks: (module, kinds, columns): hooks of a module that would see slices of columns.
     """
 
     def __init__(self, module: nn.Module, name: str, axis: Axis) -> None:
@@ -62,13 +64,21 @@ class Region:
         self.axis = axis
         self.depth = 0
         self.entered: list[tuple[Tensor, tuple[int, bool], ColumnInput]] = []
+        self.slice_hooks: list[tuple[nn.Module, tuple[str, ...], list[nn.Module]]] = []
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         with self:
             return type(self.module).forward(self.module, *inputs, **options)
 
     def __enter__(self) -> None:
-        """Begin a forward pass of the module."""
+        """Begin a forward pass of the module.
+
+        Raises: UsageError: a hook that would see slices was registered after they were made.
+        """
+        if not self.depth:
+            for module, kinds, columns in self.slice_hooks:
+                if any(map(_is_of_script, hooks_of(module, *kinds))):
+                    self._refuse_hook(module, columns)
         self.depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -89,19 +99,22 @@ class Region:
                 "strategy's option `whole`."
             )
 
-    def check_hooks(self, column: nn.Module) -> None:
-        """Check that no hook of the script is given the slice that a column layer returns.
+    def guard(self, columns: list[nn.Module], between: Iterable[nn.Module], row: nn.Module) -> None:
+        """Refuse hooks from now on that would take a slice for the whole."""
+        kinds = ("forward", "backward", "backward_pre")  # of a column, whose input is whole
+        self.slice_hooks += [(column, kinds, columns) for column in columns]
+        self.slice_hooks += [(module, (*kinds, "forward_pre"), columns) for module in between]
+        self.slice_hooks.append((row, ("forward_pre", "backward"), columns))
 
-        Raises: UsageError: a hook was registered on the layer after it was divided.
-        """
-        if any(map(_is_of_script, hooks_of(column, "forward", "backward"))):
-            names = {id(m): name for name, m in self.module.named_modules(prefix=self.name)}
-            raise UsageError(
-                f"a hook was registered on {names[id(column)]} after run.prepare. Each rank has a "
-                "slice of its output along the tensor axis, which the hook would take for the "
-                "whole. Register it before run.prepare, which leaves such a layer whole, or keep "
-                f"it whole: tensor={self.axis.size},whole={names[id(column)]}."
-            )
+    def _refuse_hook(self, module: nn.Module, columns: list[nn.Module]) -> None:
+        names = {id(m): name for name, m in self.module.named_modules(prefix=self.name)}
+        whole = "+".join(names[id(column)] for column in columns)
+        raise UsageError(
+            f"a hook was registered on {names[id(module)]} after run.prepare. Each rank has a "
+            "slice of what goes by there along the tensor axis, which the hook would take for the "
+            "whole. Register it before run.prepare, which leaves what it sees whole, or keep the "
+            f"layer whole: tensor={self.axis.size},whole={whole}."
+        )
 
     def enter(self, x: Tensor) -> ColumnInput:
         """Return `x` as the input of a column layer.

@@ -71,7 +71,8 @@ def late_hook(seen: str, strategy: str = "tensor=2") -> str:
     torch.manual_seed(0)
     model = Pairs()
     model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    model.get_submodule(seen).register_forward_hook(no_op)
+    name, _, hook = seen.partition(" ")
+    getattr(model.get_submodule(name), hook or "register_forward_hook")(no_op)
     x = run.share(torch.randn(4, 8))
     try:
         run.forward_backward(lambda x: model(x).square().mean(), x)
@@ -80,16 +81,28 @@ def late_hook(seen: str, strategy: str = "tensor=2") -> str:
     return ""
 
 
-def test_a_hook_that_comes_later_on_a_layer_in_slices_is_refused() -> None:
-    calls = ("one.0",), ("one.0", "tensor=2,whole=one.0")
-    for text, by_the_cure in world.run(2, in_turn, late_hook, *calls):
-        assert text.startswith("a hook was registered on one.0 after run.prepare")
-        assert text.endswith("tensor=2,whole=one.0.")
-        assert by_the_cure == ""
+def test_a_hook_that_comes_later_where_a_slice_goes_by_is_refused() -> None:
+    cures = {
+        "one.0": "one.0",
+        "one": "one.0",
+        "act": "three",
+        "five.1 register_full_backward_hook": "five.0",
+        "four register_forward_pre_hook": "three",
+    }
+    calls = [(seen, f"tensor=2{c}") for seen, cure in cures.items() for c in ("", f",whole={cure}")]
+    for found in world.run(2, in_turn, late_hook, *calls):
+        for (seen, cure), text, by_the_cure in zip(
+            cures.items(), found[::2], found[1::2], strict=True
+        ):
+            name = seen.partition(" ")[0]
+            assert text.startswith(f"a hook was registered on {name} after run.prepare")
+            assert text.endswith(f"tensor=2,whole={cure}.")
+            assert by_the_cure == ""
 
 
 def test_a_hook_that_comes_later_where_outputs_are_whole_is_not() -> None:
-    assert world.run(2, in_turn, late_hook, ("four",), ("norm",)) == [["", ""]] * 2
+    calls = ("four",), ("norm",), ("five.0 register_forward_pre_hook",)
+    assert world.run(2, in_turn, late_hook, *calls) == [["", "", ""]] * 2
 
 
 class KeepsActivations(nn.Module):
