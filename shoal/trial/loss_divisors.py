@@ -39,10 +39,14 @@ MEAN, SUM = 1, 2
 POINTWISE = {
     *("Abs", "Add", "Alias", "Cat", "Clamp", "ClampMin", "Clone", "Div", "Exp", "Expand", "Index"),
     *("Log", "MaskedFill", "MaskedSelect", "Mean", "Mul", "Neg", "Permute", "Pow", "Reshape"),
-    *("ReshapeAlias", "Select", "Slice", "Squeeze", "Stack", "Sub", "Sum", "T", "ToCopy"),
+    *("ReshapeAlias", "Select", "Slice", "Squeeze", "Stack", "Sub", "T", "ToCopy"),
     *("Transpose", "UnsafeView", "Unsqueeze", "View", "Where"),
 }
 """Nodes behind which a divisor may stand; a path ends at any other."""
+SUMS = {"Sum", "Nansum", "Dot"}
+"""Nodes that add up samples."""
+PRODUCTS = {"Mv", "Mm", "Bmm", "Addmm", "Addmv", "Baddbmm"}
+"""Nodes that add up what may be samples, and divide by nothing."""
 BENDS = {"Abs", "Clamp", "ClampMin", "Hardtanh", "Maximum", "Minimum", "Relu", "Where"}
 """Nodes that multiply a gradient by the slope at their input."""
 CHOICES = {"Topk", "Sort", "Kthvalue", "Median", "Max", "Min"}
@@ -83,6 +87,10 @@ WEIGHTED = (
     "and divided by those of all, {samples}. It takes the mean over this rank's samples, and "
     "weights the ranks by theirs: run.backward(loss) without the two numbers."
 )
+UNSEEN = (
+    "note: run.backward does not see whether this loss is the mean over the samples of all ranks: "
+    "{reason}. shoal verify tells."
+)
 DIVIDED = (
     "note: the loss is divided by {parts}, as many as the micro-batches of a step. "
     "run.microbatches weights each by its samples already: where the division is for that, leave "
@@ -101,6 +109,7 @@ class Divisor(NamedTuple):
         factor: product of the single numbers that the reduction is multiplied by.
         elements: numbers that the reduction adds up; 0 where it takes a mean.
         outer: product of the numbers that the reduction is divided by.
+        is_seen: False for an operation that may divide inside.
     """
 
     operation: str = ""
@@ -110,6 +119,7 @@ class Divisor(NamedTuple):
     factor: float = 1.0
     elements: int = 0
     outer: float = 1.0
+    is_seen: bool = True
 
     @property
     def is_sum(self) -> bool:
@@ -135,10 +145,13 @@ def divisors_of(loss: Tensor | Counted, rows: int, outputs: Collection[Any]) -> 
         node, way = paths.pop()
         if _leads_on(node, outputs):
             paths += _next(node, way, rows)
-        elif way.operation and not is_of_all_ranks(node):
+        elif not is_of_all_ranks(node):
             used = islice(nodes_behind([node], is_of_all_ranks), MOST_NODES)
-            is_own = way.adds and any(node in outputs for node in used)
-            found.append(way if is_own else way._replace(adds=False, elements=0))
+            of_models = any(node in outputs for node in used)
+            if not way.operation and of_models and node not in outputs:
+                way = way._replace(operation=_kind(node), is_seen=_kind(node) in PRODUCTS)
+            if way.operation:
+                found.append(way if of_models else way._replace(adds=False, elements=0))
     return found
 
 
@@ -149,7 +162,7 @@ def _leads_on(node: Any, outputs: Collection[Any]) -> bool:
     if _kind(node) in BENDS - POINTWISE:
         bent = _bent(node)
         return bent is not None and not bent.dim()
-    return _kind(node) in POINTWISE or saved_value(node, "reduction") is not None
+    return _kind(node) in POINTWISE | SUMS or saved_value(node, "reduction") is not None
 
 
 def chooses_rows(node: Any, samples: int) -> bool:
@@ -169,9 +182,13 @@ def chooses_rows(node: Any, samples: int) -> bool:
 def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
     """Return the ways behind a node that has one or several inputs, each with its next node."""
     name, reduction = _kind(node), saved_value(node, "reduction")
-    adds = name == "Sum" or reduction == SUM
-    divisor, begun, of_classes = _divisor(node, name), bool(way.operation), _class_weights(node)
-    if name in ("Sum", "Mean") or reduction in (MEAN, SUM):
+    adds = name in SUMS or reduction == SUM
+    divisor, begun, of_classes = (
+        _divisor(node, name, rows),
+        bool(way.operation),
+        _class_weights(node),
+    )
+    if adds or name == "Mean" or reduction == MEAN:
         elements = way.elements if begun or not adds else _elements(node)
         way = way._replace(operation=way.operation or WORDS.get(name, name), elements=elements)
     behind = []
@@ -196,8 +213,10 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
     return behind
 
 
-def _divisor(node: Any, name: str) -> float:
-    """Return what a node divides by: 1 if by nothing, or by different numbers."""
+def _divisor(node: Any, name: str, rows: int) -> float:
+    """Return what a node divides by: 1 if by nothing, or by numbers of samples; a mean of others,
+    such as counts of classes.
+    """
     if (reduction := saved_value(node, "reduction")) is not None:
         if reduction != MEAN:
             return 1.0
@@ -207,7 +226,9 @@ def _divisor(node: Any, name: str) -> float:
         sizes = saved_value(node, "self_sym_sizes")
         return float(math.prod(sizes[dim] for dim in _reduced_dims(node, sizes)))
     if name == "Div":
-        return _number(saved_value(node, "other"))
+        other = saved_value(node, "other")
+        is_of_classes = isinstance(other, Tensor) and 1 < other.numel() < rows
+        return (_in_one_number(other) or 1.0) if is_of_classes else _number(other)
     return 1.0
 
 
@@ -286,13 +307,21 @@ def _reduced_dims(node: Any, sizes: Sequence[int]) -> set[int]:
     return {_signed(dim) % len(sizes) for dim in saved_value(node, "dim") or range(len(sizes))}
 
 
+def _is_mean(node: Any, samples: int) -> bool:
+    """Return True for a mean of numbers of which each sample has as many."""
+    if saved_value(node, "reduction") != MEAN:
+        return _kind(node) == "Mean" and _reduces_samples(node, samples)
+    given = saved_value(node, "self")
+    return isinstance(given, Tensor) and given.shape[:1] == (samples,)
+
+
 def is_mean_over(samples: int, number: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Return True for a mean over samples of what models have returned."""
     if number.dim() or samples < 2:
         return False
     makers = {output.grad_fn for output in outputs}
     nodes = islice(nodes_behind([number.grad_fn], makers.__contains__), MOST_NODES)
-    return any(_kind(node) == "Mean" and _reduces_samples(node, samples) for node in nodes)
+    return any(_is_mean(node, samples) for node in nodes)
 
 
 def _number(value: Any) -> float:
@@ -323,9 +352,23 @@ def objection(parts: Sequence[LossPart]) -> str:
     """Return what is wrong with the losses of parts of a global batch; "" if nothing is seen."""
     parts = [part for part in parts if part.rows]
     if len({tuple(one.operation for one in part.divisors) for part in parts}) != 1:
-        return ""  # some have taken a branch of the loss that others have not
+        return ""  # they have different terms: see `doubt`
     terms = zip(*(part.divisors for part in parts), strict=True)
     return next(filter(None, (_objection_to(term, parts) for term in terms)), "")
+
+
+def doubt(parts: Sequence[LossPart]) -> str:
+    """Return why it cannot be seen that the losses of parts are right; "" if nothing tells."""
+    parts = [part for part in parts if part.rows]
+    unseen = [one.operation for part in parts for one in part.divisors if not one.is_seen]
+    if unseen:
+        return f"it does not look into {unseen[0]}"
+    terms = [len(part.divisors) for part in parts]
+    if not terms or _are_equal([n / part.rows for n, part in zip(terms, parts, strict=True)]):
+        return ""  # perhaps one term for each sample
+    kinds = {tuple(one.operation for one in part.divisors) for part in parts}
+    told = ", ".join(f"{part.place} of {n}" for n, part in zip(terms, parts, strict=True))
+    return f"ranks add up other terms, {told}" if len(kinds) > 1 else ""
 
 
 def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:

@@ -31,10 +31,12 @@ from shoal.platform.autograd_graph import nodes_behind
 from shoal.strategies.loss_terms import Counted
 from shoal.trial.loss_divisors import (
     DIVIDED,
+    UNSEEN,
     Divisor,
     LossPart,
     chooses_rows,
     divisors_of,
+    doubt,
     is_mean_over,
     objection,
 )
@@ -218,12 +220,14 @@ class LossGraphCheck:
 
         Raises: UsageError: on all ranks, if the loss is no mean over samples.
         """
-        if self._is_due():
-            self._compare(loss, [*self._outputs], rows, samples)
-        self._outputs.clear()  # also what the comparison itself has differentiated
-        self._differentiated.clear()
-        if not self._in_parts:
-            self.begin_step()
+        try:
+            if self._is_due():
+                self._compare(loss, [*self._outputs], rows, samples)
+        finally:
+            self._outputs.clear()  # also what the comparison itself has differentiated
+            self._differentiated.clear()
+            if not self._in_parts:
+                self.begin_step()
 
     def _compare(
         self, loss: Tensor | Counted, outputs: list[Tensor], rows: int, samples: int
@@ -250,6 +254,8 @@ class LossGraphCheck:
                 parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
         if text := objection(parts):
             raise UsageError(text)
+        if reason := doubt(parts):
+            self._note(UNSEEN, reason=reason)
         is_one_mean = len(own) == 1 and not own[0].is_sum
         if self._in_parts and is_one_mean and own[0].outer == self._accumulate:
             self._note(DIVIDED, parts=self._accumulate)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.trial.loss_divisors import LossPart, divisors_of, objection
+from shoal.trial.loss_divisors import LossPart, divisors_of, doubt, objection
 
 ROWS, LENGTH, CLASSES = 6, 4, 5
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -82,6 +82,20 @@ COUNTS: dict[str, Loss] = {
     "a choice": lambda s, t: masked(s, t)[0][t >= 0].mean(),
     "a term of several": lambda s, t: s.square().mean() + 0.1 * token_mean(s, t),
     "divided inside": lambda s, t: (masked(s, t)[0] / masked(s, t)[1].sum()).sum(),
+    "a product of vectors": lambda s, t: (
+        torch.dot(*(each.flatten() for each in masked(s, t))) / masked(s, t)[1].sum()
+    ),
+    "a sum in Einstein's notation": lambda s, t: (
+        torch.einsum("ij,ij->", *masked(s, t)) / masked(s, t)[1].sum()
+    ),
+    "numbers that are not NaN": lambda s, t: s[..., 0].masked_fill(t < 0, torch.nan).nanmean(),
+    "the last of running sums": lambda s, t: (
+        (masked(s, t)[0] * masked(s, t)[1]).flatten().cumsum(0)[-1] / masked(s, t)[1].sum()
+    ),
+    "samples of each class": lambda s, t: (
+        torch.zeros(2).index_add(0, (t[:, 0] > 1).long(), s[:, 0, 0])
+        / torch.bincount((t[:, 0] > 1).long(), minlength=2).clamp(min=1)
+    ).mean(),
 }
 SUMS: dict[str, Loss] = {
     "squares": lambda s, t: s.square().sum(),
@@ -245,6 +259,38 @@ def test_parts_without_samples_are_not_compared() -> None:
 
 def test_losses_of_other_forms_are_not_compared() -> None:
     assert objection([part(token_mean, 1), part(MEANS["mean squares"], 2)]) == ""
+
+
+class MaskedMean(torch.autograd.Function):
+    """A function of a script that divides inside."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(mask)
+        return (values * mask).sum() / mask.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        (mask,) = ctx.saved_tensors
+        return gradient * mask / mask.sum(), None
+
+
+def test_what_a_graph_does_not_tell_is_a_doubt() -> None:
+    def own(s: Tensor, t: Tensor) -> Tensor:
+        return MaskedMean.apply(*masked(s, t)) * 2
+
+    def chosen(s: Tensor, t: Tensor) -> Tensor:
+        return torch.stack([one.square().mean() for one, y in zip(s, t, strict=True) if y[1] >= 0])
+
+    unseen = doubt([part(own, 1), part(own, 2)])
+    assert unseen == "it does not look into MaskedMean"
+    parts = [part(lambda s, t: chosen(s, t).mean(), number) for number in (1, 2)]
+    assert doubt(parts) == "ranks add up other terms, rank 1 of 5, rank 2 of 6"
+
+
+def test_means_and_terms_of_each_sample_are_no_doubt() -> None:
+    for loss in MEANS.values():
+        assert doubt([part(loss, 1), part(loss, 2), part(loss, 2, rows=5)]) == ""
 
 
 def test_a_loss_of_very_many_terms_ends() -> None:
