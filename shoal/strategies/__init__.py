@@ -310,6 +310,8 @@ def _instantiate(
     for key, text in given:
         if key not in types:
             hint = did_you_mean(key, types) if types else f"{spec.name} has no options"
+            owners = [name for name, e in STRATEGIES.items() if key in _option_types(e.options)]
+            hint = f"it belongs to {', '.join(owners)}" if owners else hint
             problems.append(f"option '{key}' is not known; {hint}")
             continue
         values[key] = _parse_value(text, types[key])

@@ -44,8 +44,7 @@ def computed_in_child(compute: Callable[[], Value], failed: Callable[[str], Valu
 
     Where a child could not compute what this process does, `compute` is called here.
 
-    Args: failed: gives the value for a reason, if the child fails, is killed, or does not end in
-        time.
+    Args: failed: gives the value for the reason why a child has given none, such as its time.
     """
     if not hasattr(os, "fork") or torch.cuda.is_initialized():
         return compute()

@@ -65,8 +65,9 @@ COUNTED = (
     "run.backward was given a loss that divides by what each rank has counted among its own "
     "samples ({operation}): {counts}. One device divides by the count of the whole batch. Return "
     'sum and count: run.backward(shoal.counted(F.cross_entropy(..., reduction="sum"), (y != '
-    "-100).sum())), or run.backward(shoal.counted((losses * mask).sum(), mask.sum())). Or, to "
-    'train the mean of the ranks\' means, say so: run.backward(loss, reduction="ranks").'
+    "-100).sum())), or run.backward(shoal.counted((losses * mask).sum(), mask.sum())); of a mean "
+    "that a model returns, mean * count and count. Or, to train the mean of the ranks' means, say "
+    'so: run.backward(loss, reduction="ranks").'
 )
 MULTIPLIED = (
     "run.backward was given a loss in which each rank multiplies a term ({operation}) by another "
@@ -360,8 +361,7 @@ def objection(parts: Sequence[LossPart]) -> str:
 def doubt(parts: Sequence[LossPart]) -> str:
     """Return why it cannot be seen that the losses of parts are right; "" if nothing tells."""
     parts = [part for part in parts if part.rows]
-    unseen = [one.operation for part in parts for one in part.divisors if not one.is_seen]
-    if unseen:
+    if unseen := [one.operation for part in parts for one in part.divisors if not one.is_seen]:
         return f"it does not look into {unseen[0]}"
     terms = [len(part.divisors) for part in parts]
     if not terms or _are_equal([n / part.rows for n, part in zip(terms, parts, strict=True)]):

@@ -32,9 +32,10 @@ OBJECTIONS = frozenset({LossKind.SUM, LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
 
 CURES = (
     "Where it divides by what it counts in the batch (targets that are not ignored, weights of "
-    "classes), return shoal.counted(sum, count). Where it compares or mixes samples, compute it "
-    "from the samples of all ranks with run.gather(tensor). Or, to train each rank's own loss and "
-    'take the mean over ranks, say so: run.forward_backward(..., reduction="ranks").'
+    "classes), return shoal.counted(sum, count); of a mean that a model returns, mean * count and "
+    "count. Where it compares or mixes samples, compute it from the samples of all ranks with "
+    "run.gather(tensor). Or, to train each rank's own loss and take the mean over ranks, say so: "
+    'run.forward_backward(..., reduction="ranks").'
 )
 
 

@@ -20,7 +20,12 @@ from torch import nn
 
 from shoal.platform.torch_private.module_state import has_one_width
 from shoal.strategies.full_model import FullModel, enclosing
-from shoal.strategies.tensor.candidates import CONVOLUTIONS, Candidates, has_module_hooks
+from shoal.strategies.tensor.candidates import (
+    CONVOLUTIONS,
+    Candidates,
+    has_module_hooks,
+    is_gpt2_conv1d,
+)
 from shoal.strategies.tensor.find_attention import AttentionPlan, find_attention
 from shoal.strategies.tensor.find_pairs import ColumnRowPair, find_pairs
 from shoal.strategies.tensor.find_vocabulary import find_vocabulary
@@ -213,6 +218,6 @@ def _replication_reason(
         return "its parameters, or itself, are used in several places"
     if isinstance(module, nn.Embedding):
         return "no layer gives a number for each of its rows"
-    if isinstance(module, (nn.Linear, *CONVOLUTIONS)):
+    if isinstance(module, (nn.Linear, *CONVOLUTIONS)) or is_gpt2_conv1d(module):
         return NO_PAIR
     return f"{type(module).__name__} is not known here"
