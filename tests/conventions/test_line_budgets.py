@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_710,
     "shoal/platform": 2_030,
     "shoal/plotting": 470,
-    "shoal/run": 9_250,
+    "shoal/run": 9_260,
     "shoal/shm_backend": 2_740,
     "shoal/strategies": 16_050,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_250,
+    "tests": 68_300,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
