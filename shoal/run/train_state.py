@@ -205,11 +205,17 @@ def layout_of(local_model: LocalModel) -> Callable[[str], Tensor | None]:
 
 def full_state_dict(local_model: LocalModel) -> dict[str, Tensor]:
     """Return the full model's `state_dict`. Collective; all ranks must hold the same weights."""
+    axis = local_model.pipeline.axis
     gathered = gather_named_tensors(
-        local_model.pipeline.axis,
+        axis,
         {name: full_tensor(value) for name, value in tensors_of(local_model.module).items()},
     )
     state = {name: value for name, value in gathered.items() if value is not None}
+    # Stages that share a tied weight have a copy each.
+    for tied in () if axis is None else axis.all_gather_json(dict(local_model.pipeline.tied_names)):
+        state |= {
+            name: state[first] for name, first in tied.items() if {name, first} <= state.keys()
+        }
     if (full_model := local_model.pipeline.full_model) is not None:
         # Stages hold a module that stands at several places under one of its names.
         for name, first_name in full_model.second_names.items():

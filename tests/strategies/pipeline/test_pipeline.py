@@ -2,10 +2,13 @@
 every rank.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from pipeline_ranks import alike, half, refusal, train
 
+import shoal
 from shoal.strategies import parse_line
 from shoal.testing import world
 from shoal.testing.check_strategy import check_strategy
@@ -51,6 +54,24 @@ def test_copies_of_a_tied_weight_stay_equal_and_the_header_says_where_the_cuts_a
         "1f1b, 10 rows in 5 micro-batches (chosen): stages of equal time would be idle for 17 % of "
         "a step" in said
     )
+
+
+def places_of_tied_weights(strategy: str, file: Path) -> bool:
+    """Return True if a saved file has one tensor for a weight that stands at two places."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    embedding, head = torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8, bias=False)
+    head.weight = embedding.weight
+    model = torch.nn.Sequential(embedding, torch.nn.Linear(4, 4), head)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = run.share(torch.arange(8))
+    run.forward_backward(lambda x: torch.nn.functional.cross_entropy(model(x), x), x)
+    run.save(file)
+    state = torch.load(file, weights_only=True)
+    return bool(state["0.weight"].data_ptr() == state["2.weight"].data_ptr())
+
+
+def test_a_tied_weight_of_two_stages_is_saved_once(tmp_path: Path) -> None:
+    assert world.run(2, places_of_tied_weights, "pipeline=2", tmp_path / "model.pt") == [True, True]
 
 
 def test_a_user_can_name_the_cuts() -> None:
