@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 470,
     "shoal/run": 9_260,
     "shoal/shm_backend": 2_740,
-    "shoal/strategies": 16_050,
+    "shoal/strategies": 16_060,
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_300,
+    "tests": 68_350,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
