@@ -24,6 +24,7 @@ class HeldBytes:
     Attributes:
         activations: what autograd keeps, and what operations need for a moment.
         gathered: weights and messages that the strategy holds meanwhile, and the model's buffers.
+        servers: a rank's share of what parameter servers on the hosts of ranks hold.
     """
 
     parameters: float
@@ -31,6 +32,7 @@ class HeldBytes:
     optimizer: float
     activations: float
     gathered: float
+    servers: float = 0.0
 
     @property
     def total(self) -> float:
@@ -81,7 +83,8 @@ def rank_peak(step: StepCost, rank: int) -> HeldBytes:
         *_moments(step, rank, all_gradients),
     ]
     gradients, activations, gathered = max(moments, key=sum)
-    return HeldBytes(parameters, gradients, optimizer, activations, constant + gathered)
+    servers = step.server_bytes / step.layout.world
+    return HeldBytes(parameters, gradients, optimizer, activations, constant + gathered, servers)
 
 
 def _moments(step: StepCost, rank: int, all_gradients: float) -> Iterable[tuple[float, ...]]:

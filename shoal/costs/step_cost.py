@@ -100,6 +100,7 @@ class RankLayout(NamedTuple):
     world: int
     tensor: int = 1
     pipeline: int = 1
+    hosts: int = 1
 
     @property
     def data(self) -> int:
@@ -128,6 +129,7 @@ class StepCost:
         optimizer_share: share of the model's numbers that the fullest rank steps.
         shard_ranks: ranks that shard together, if these are not all of the data axis; else 0.
         servers: parameter servers.
+        server_bytes: that all servers hold together, beside the ranks on their hosts.
         after_held: further bytes of each rank between its passes and its step.
         is_exact: the numbers are those of one device.
         band: share by which nine of ten predicted times of this kind were off at most, on an idle
@@ -155,6 +157,7 @@ class StepCost:
     optimizer_share: float = 1.0
     shard_ranks: int = 0
     servers: int = 0
+    server_bytes: float = 0.0
     after_held: Mapping[int, float] = field(default_factory=dict)
     is_exact: bool = True
     band: float = 0.36

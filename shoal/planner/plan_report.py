@@ -21,6 +21,7 @@ from shoal.platform.quantity_text import bytes_text, seconds_text
 from shoal.strategies import parse_line
 
 WIDTH = 100
+KINDS = {"gathered": "gathered weights, messages, buffers", "servers": "its share of the servers"}
 ROWS = 12
 """Plans in the table; --json has all."""
 
@@ -229,10 +230,12 @@ def explain(planner: Planner, plan: Plan, command: Command) -> str:
     held = plan.memory
     lines = [*_head(planner), "", f"{plan.strategy}", ""]
     lines.append("memory of the fullest rank at its fullest moment")
-    for kind in ("parameters", "gradients", "optimizer", "activations", "gathered"):
+    for kind in ("parameters", "gradients", "optimizer", "activations", "gathered", "servers"):
         size = getattr(held, kind)
+        if kind == "servers" and not size:
+            continue
         share = size / held.total if held.total else 0
-        name = {"gathered": "gathered weights, messages, buffers"}.get(kind, kind)
+        name = KINDS.get(kind, kind)
         lines.append(f"  {name:36} {bytes_text(size):>11}  {'█' * round(40 * share)}")
     verdict = "fits"
     if plan.missing_bytes > 0:
@@ -313,5 +316,6 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "optimizer": held.optimizer,
             "activations": held.activations,
             "gathered": held.gathered,
+            "servers": held.servers,
         },
     }

@@ -230,7 +230,8 @@ class Planner:
             raise ConfigError(*problems)
         strategies = build_strategies(line)
         sizes = mesh_sizes(strategies)
-        layout = RankLayout(ranks, sizes.get("tensor", 1), sizes.get("pipeline", 1))
+        axes = sizes.get("tensor", 1), sizes.get("pipeline", 1)
+        layout = RankLayout(ranks, *axes, hosts=len(self.cluster.hosts))
         work = self.workload
         if layout.data * work.accumulate > work.global_batch:
             raise StrategyRefused(

@@ -103,7 +103,8 @@ class Server(ServerOptions, Strategy):
         """Return the step of a worker.
 
         A worker holds parameters and gradients, and no optimizer's state. A server receives the
-        gradients of all workers, so each partition costs it workers x bytes.
+        gradients of all workers, so each partition costs it workers x bytes. It holds values,
+        their optimizer's state, a sum, and a gradient of each worker on another host.
 
         Raises: StrategyRefused: replicas, and stale or compressed pushes, whose time is not
             modelled; micro-batches of a loop that computes the loss.
@@ -119,7 +120,14 @@ class Server(ServerOptions, Strategy):
         for index, (pulls, pushes) in parts.items():
             segments[index] = segments[index]._replace(prefetched=pulls, beside=pushes)
         step = replace(step, segments=tuple(segments), servers=self.servers, optimizer_share=0.0)
-        step = replace(step, band=max(step.band, BAND))
+        elsewhere = step.layout.world * (1 - 1 / step.layout.hosts)
+        held = sum(
+            p.parameter_bytes + p.optimizer_bytes + p.gradient_bytes * (1 + elsewhere)
+            for segment in segments
+            for p in segment.parameters
+            if p.gradient_bytes
+        )
+        step = replace(step, band=max(step.band, BAND), server_bytes=held)
         return step.map_parameters(lambda parameter: parameter._replace(optimizer_bytes=0.0))
 
     def _parts_by_segment(self, step: StepCost) -> dict[int, list[tuple[SentMessage, ...]]]:
