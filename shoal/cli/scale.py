@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli import answers, argument_types
-from shoal.errors import LaunchError
+from shoal.errors import LaunchError, UsageError
 
 HELP = "change the number of processes of a run while it trains"
 EXAMPLES = """\
@@ -39,7 +39,12 @@ def run(options: argparse.Namespace) -> int:
     from shoal.launch.control_channel import request
     from shoal.train.run_directory import job_of
 
-    job_of(options.run)  # reports a directory without a run
+    batch = job_of(options.run).train.batch_size  # or an error, of a directory without a run
+    if options.processes > batch:
+        raise UsageError(
+            f"{options.run}: {options.processes} processes and a batch of {batch}: some would have "
+            f"no sample. Up to {batch} have one each."
+        )
     for answer in request(options.run, scale=options.processes):
         if "stopping" not in answer:
             step = answer["step"]

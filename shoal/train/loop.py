@@ -110,6 +110,11 @@ class Training:
             saved, is_fast = load_newest(self.checkpoints, self.fast_saver, notes.append, layout)
             if saved is not None:
                 notes += [*self._load(saved, is_fast), f"resumed from {saved.path}"]
+                if self.step >= self.total_steps:
+                    notes.append(
+                        f"all {self.total_steps:,} steps were trained before, with the settings of "
+                        "then: --out DIR begins a run of its own, more train.epochs goes on"
+                    )
         if self.job.train.record:
             self.record = Record(self.job, self.run, self.step)
         is_first = self.run.rank == 0

@@ -37,6 +37,7 @@ def test_a_finished_run_shows_its_results_again_and_changes_nothing(
     assert closing_table(said.out) == table
     assert len(table) == 6
     assert f"resumed from {tmp_path / 'run/checkpoints/step-00000012'}" in said.err
+    assert "all 12 steps were trained before, with the settings of then: --out DIR" in said.err
 
 
 def test_another_experiment_in_a_directory_is_refused_with_its_differences(

@@ -123,7 +123,8 @@ def test_a_directory_without_a_run_or_a_launcher_is_named(
     tiny_jobs.trains(tiny(tmp_path / "run", MLP))
     with pytest.raises(SystemExit, match="1"):
         cli.main(["scale", str(tmp_path / "run"), "2"])
-    assert (
-        f"no launcher on this machine has {tmp_path / 'run'}: nobody trains in it"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["scale", str(tmp_path / "run"), "9"])
+    assert "9 processes and a batch of 8: some would have no sample" in capsys.readouterr().err
+    assert f"no launcher on this machine has {tmp_path / 'run'}: nobody trains in it" in said
