@@ -145,6 +145,8 @@ def _parse_specs(text: str) -> list[StrategySpec]:
         elif specs and value is not None:  # an option of the strategy before it
             last = specs.pop()
             specs.append(StrategySpec(last.name, last.value, (*last.words, (name, value))))
+        elif owners := _owners(name):
+            problems.append(f"'{name}' is an option, with a value: {owners[0]},{name}=...")
         else:
             problems.append(f"'{name}' is not known; {did_you_mean(name, STRATEGIES)}")
     names = [spec.name for spec in specs]
@@ -310,8 +312,8 @@ def _instantiate(
     for key, text in given:
         if key not in types:
             hint = did_you_mean(key, types) if types else f"{spec.name} has no options"
-            owners = [name for name, e in STRATEGIES.items() if key in _option_types(e.options)]
-            hint = f"it belongs to {', '.join(owners)}" if owners else hint
+            if owners := _owners(key):
+                hint = f"it belongs to {', '.join(owners)}"
             problems.append(f"option '{key}' is not known; {hint}")
             continue
         values[key] = _parse_value(text, types[key])
@@ -326,6 +328,11 @@ def _instantiate(
     except ConfigError as error:
         problems += error.problems
         return None
+
+
+def _owners(option: str) -> list[str]:
+    """Return the strategies that have an option of this name."""
+    return [name for name, e in STRATEGIES.items() if option in _option_types(e.options)]
 
 
 def _option_types(options_class: type) -> dict[str, type]:

@@ -36,6 +36,7 @@ INSTEAD = {
     "deepspeed": _DEEPSPEED,
     "ds": _DEEPSPEED,
     "horovod": "Horovod's all-reduce is ddp,allreduce=ring here; ddp alone chooses one",
+    "ring": "a ring is an option of ddp: ddp,allreduce=ring",
     "cp": f"there is no context parallelism; {_SEQUENCE}",
     "context_parallel": f"there is no context parallelism; {_SEQUENCE}",
     "sp": _SEQUENCE,

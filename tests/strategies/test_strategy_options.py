@@ -37,6 +37,8 @@ BAD = [
     ("ddp,unused=maybe", "unused must be true or false; it is 'maybe'"),
     ("zero1,hybrid=-2", "hybrid=-2: must not be negative"),
     ("zero3,allreduce=ring", "option 'allreduce' is not known; it belongs to ddp"),
+    ("server=2,staleness", "'staleness' is an option, with a value: server,staleness=..."),
+    ("ring", "a ring is an option of ddp: ddp,allreduce=ring"),
     ("pipeline=2,hybrid=2", "option 'hybrid' is not known; it belongs to zero1, zero2, zero3"),
     ("server=0", "at least one server"),
     ("server=2,replicas=0", "at least one of each shard"),
