@@ -47,8 +47,8 @@ def _servers_lines(planner: Planner, command: Command) -> Iterator[str]:
         )
 
     yield (
-        f"{planner.workload.model.name}: {bytes_text(size)} of gradients, {workers} workers that "
-        f"compute {seconds_text(compute_s)} a step"
+        f"{planner.workload.model.name}: {bytes_text(size)} of gradients, workers: {workers}, each "
+        f"computes {seconds_text(compute_s)} a step"
     )
     enough = server_count.saturation(workers, worker, server)
     ring_s = server_count.ring_beside(size, link, workers, parts, compute_s)
