@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 470,
     "shoal/run": 9_260,
     "shoal/shm_backend": 2_740,
-    "shoal/strategies": 16_060,
+    "shoal/strategies": 16_070,
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
