@@ -234,6 +234,9 @@ class ServerPool:
         self._seen |= set(view.members)
         for pid in removed:
             del self.servers[pid]
+            if pid in self.spawner.alive and not view.retired:
+                silent = f"the server of shard {view.shard} (process {pid}) does not answer"
+                print_note(f"{silent}; another has taken over, or takes its place")
         # With one replica, a new server cannot have what the old one held.
         is_unreplaceable = view.epoch and self.job.replicas == 1
         if view.lost or view.retired or is_unreplaceable:
