@@ -283,7 +283,8 @@ class BatchSizes:
                 f"forward_backward was given a batch of shape {tuple(tensors[0].shape)}; the "
                 f"loader's last share has {num_samples} samples. Give it what the loader yields or "
                 "run.to_device makes of that, call it on each batch before the next one is "
-                "fetched, or prepare without the loader for batches of your own."
+                "fetched, say how many samples are left, rows=len(x), or prepare without the "
+                "loader for batches of your own."
             )
         self._layouts[len(tensors)] = [
             now or then for now, then in zip(common, before, strict=True)

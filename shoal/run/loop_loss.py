@@ -130,6 +130,9 @@ class LoopLoss:
         self._prepared.local_model().outside_step.hold(True)
         for model in self._prepared.models:
             if model not in self._hooks and any(p.requires_grad for p in model.parameters()):
+                # Perhaps that of another fold: its first losses are looked at too.
+                self._losses = 0
+                self._graph_check.restart()
                 self._hooks[model] = [
                     model.register_forward_pre_hook(ModuleHook(self._before), with_kwargs=True),
                     model.register_forward_hook(

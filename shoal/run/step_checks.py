@@ -22,7 +22,7 @@ from shoal.run.first_step_notes import noting_first_step
 from shoal.run.loop_loss import LoopLoss
 from shoal.run.prepared import Prepared
 from shoal.run.row_gathering import RowGathering
-from shoal.run.step import StepOutput, code_of
+from shoal.run.step import StepOutput
 from shoal.run.step_trials import StepTrials
 from shoal.strategies import extras
 from shoal.strategies.base import ComputedLoss, ComputeLoss, LocalBatch
@@ -77,7 +77,7 @@ class StepChecks:
         self._prepared.watch.judge(batch)
         if self._gathering.gathers_before(loss):
             return  # it says itself that it couples samples
-        if code_of(loss) in self._trials.tried:
+        if self._trials.has_tried(loss):
             self._trials.later_step(batch)
         else:
             self._trials.first_step(batch)

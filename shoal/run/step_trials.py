@@ -26,7 +26,7 @@ from shoal.platform.torch_private.module_state import BatchNormBase
 from shoal.run.optimizer_binding import listed
 from shoal.run.prepared import Prepared
 from shoal.run.step import code_of
-from shoal.strategies.base import LocalBatch, LocalModel
+from shoal.strategies.base import ComputeLoss, LocalBatch, LocalModel
 from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
@@ -66,7 +66,7 @@ class StepTrials:
     """Tries each loss of a run in its first step.
 
     Attributes:
-        tried: steps of each function that was tried, by its `code_of`.
+        tried: steps of each function that was tried, by its `_key`.
         before_passes: the batch of a first step whose passes call its function several times, and
             what the numbers of the function and of the models were before them.
     """
@@ -83,6 +83,13 @@ class StepTrials:
         self._tried_models: set[nn.Module] = set()
         self.before_passes: tuple[LocalBatch, dict[str, Any]] | None = None
 
+    def has_tried(self, function: ComputeLoss) -> bool:
+        """Return True if a function was tried with the models that are prepared now."""
+        return self._key(function) in self.tried
+
+    def _key(self, function: ComputeLoss) -> tuple[object, int]:
+        return code_of(function), len(self._prepared.models)
+
     def first_step(self, batch: LocalBatch) -> None:
         """Try the loss of a batch. Collective.
 
@@ -93,7 +100,7 @@ class StepTrials:
             sizes.check_shared()
             if not batch.step.sizes_known:
                 sizes.note_same_rows([batch.args, batch.kwargs], self._prepared.announce)
-        code = code_of(batch.step.compute_loss)
+        code = self._key(batch.step.compute_loss)
         self.tried[code] = 1
         if mesh.data.size > 1:
             self._first_digests[code] = _digests(self._reached(batch))
@@ -130,7 +137,7 @@ class StepTrials:
         prepared = self._prepared
         if not self._has_parts:
             return
-        code = code_of(batch.step.compute_loss)
+        code = self._key(batch.step.compute_loss)
         self.tried[code] += 1
         step = self.tried[code]
         is_power = step & (step - 1) == 0
@@ -194,7 +201,7 @@ class StepTrials:
     def _reached(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches, without those of its batch."""
         function = batch.step.compute_loss
-        tensors = [tensor() for tensor in self._first_tensors.get(code_of(function), ())]
+        tensors = [tensor() for tensor in self._first_tensors.get(self._key(function), ())]
         older = {id(tensor) for tensor in tensors if tensor is not None}
         return reached_numbers(function, self._prepared.models, batch.num_samples, older)
 

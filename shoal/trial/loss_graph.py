@@ -190,10 +190,14 @@ class LossGraphCheck:
         self._note = note
         self._in_parts = accumulate > 1
         self._enabled = enabled and (self._in_parts or data.size > 1)
-        self._step = 0 if self._in_parts else 1
+        self.restart()
         self._outputs: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._differentiated: deque[Tensor] = deque(maxlen=MOST_OUTPUTS)
         self._parts: list[LossPart] = []
+
+    def restart(self) -> None:
+        """Take the next step for the first one."""
+        self._step = 0 if self._in_parts else 1
 
     def begin_step(self) -> None:
         """Forget what belongs to the step before."""

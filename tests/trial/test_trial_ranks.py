@@ -355,6 +355,74 @@ def test_heads_that_stages_divide_are_no_counts() -> None:
     assert world.run(4, notes_of_heads, "tensor=2,pipeline=2")[0] == ["column, by heads"]
 
 
+class Centred(nn.Module):
+    """Takes the mean over the samples from what it computes of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Linear(6, 8).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers(x).tanh()
+        return hidden - hidden.mean(0)
+
+
+def error_of_a_later_model(in_loop: bool) -> str:
+    """Train one model for some steps, and then another one by the same function."""
+    run = shoal.init("ddp", announce=lambda _: None)
+    x = run.share(torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double())
+
+    def train(model: nn.Module, steps: int) -> None:
+        model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+        for _ in range(steps):
+            if in_loop:
+                run.backward(model(x).square().mean())
+            else:
+                run.forward_backward(lambda x: model(x).square().mean(), x)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(net(), 5)
+    with pytest.raises(UsageError) as caught:
+        train(Centred(), 2)
+    return str(caught.value)
+
+
+def test_a_model_that_is_prepared_later_is_tried_too() -> None:
+    for of_function, of_loop in world.run(2, in_turn, error_of_a_later_model, (False,), (True,)):
+        assert "compute_loss is no mean over samples" in of_function
+        assert "samples" in of_loop
+        assert "gradients differ" in of_loop
+
+
+def losses_with_a_message(strategy: str) -> list[float]:
+    """Train by a loss that talks to other ranks, on labels of which one rank gets new ones late."""
+    run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    x, model = torch.randn(16, 6).double(), net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    told: list[float] = []
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        value = F.cross_entropy(model(x), y)
+        told.append(float(shoal.all_reduce(value.detach(), op="mean")))
+        return value
+
+    for step in range(5):
+        labels = torch.zeros(16, dtype=torch.long)
+        labels[-1] = step // 3  # a row of the last rank
+        run.forward_backward(loss, *run.share((x, labels)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told
+
+
+def test_a_loss_that_talks_to_other_ranks_is_not_tried_by_one_of_them() -> None:
+    expected = losses_with_a_message("single")
+    for told in world.run(2, losses_with_a_message, "ddp"):
+        assert told == pytest.approx(expected, rel=1e-10)
+
+
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
 
