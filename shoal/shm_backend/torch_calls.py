@@ -33,6 +33,9 @@ OPTIONS = frozenset(
 )
 Method = TypeVar("Method", bound=Callable[..., Work])
 
+refusals: list[Exception] = []
+"""Raised by every call while there is one: by a dispatch mode whose code other ranks do not run."""
+
 
 def torch_call(op: str) -> Callable[[Method], Method]:
     """Return a decorator for a method that profilers know as c10d::`op`.
@@ -50,6 +53,8 @@ def torch_call(op: str) -> Callable[[Method], Method]:
                 return usual_form(self, *args, **named)
             if number_of_modes():
                 _refuse_trace(op)
+                if refusals:
+                    raise refusals[-1]
             if not is_profiling():
                 return method(self, *args)
             with record_function(f"c10d::{op}"), record_function(f"shoal:{method.__name__}"):

@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from shoal.data.draws import Rows, draws_numbers, own_part
 from shoal.platform.torch_private.subclasses import DispatchMode
+from shoal.shm_backend.torch_calls import refusals
 from shoal.trial.loss_verdict import CannotTry
 
 _HALF = (torch.float16, torch.bfloat16)
 _COLLECTIVES = ("c10d", "_c10d_functional", "_dtensor")
+COMMUNICATES = "communication between ranks"
 
 
 class RecordedDraws:
@@ -144,11 +146,20 @@ class DrawnInParts(DispatchMode):
         super().__init__()
         self._draws, self._rows, self._next = draws, rows, 0
 
+    def __enter__(self) -> DrawnInParts:
+        refusals.append(CannotTry(COMMUNICATES))  # of groups that the dispatcher does not know
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        refusals.pop()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in _COLLECTIVES or any(issubclass(kind, DTensor) for kind in types):
-            raise CannotTry("it takes part in communication between ranks")
+            raise CannotTry(COMMUNICATES)
         options = kwargs or {}
         if not draws_numbers(func, args, options):
             result = func(*args, **options)
