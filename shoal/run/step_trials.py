@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.row_collectives import gather_rows
+from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
@@ -59,6 +60,11 @@ CALLED_OFTEN = (
     "pipeline also to divide the models, so that a count of its calls is none of steps. Count "
     "steps in the loop."
 )
+HANDED_ON = (
+    "note: compute_loss, or a model, keeps {names} from call to call, and runs once for each "
+    "micro-batch of a step. Where it reads them again, such as a hidden state, one device hands "
+    "them from batch to batch: use accumulate=1 and no pipeline."
+)
 DIVIDED = "no rank has the whole models, and they are not put together for it"
 
 
@@ -81,7 +87,7 @@ class StepTrials:
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[LossKind] = set()
         self._tried_models: set[nn.Module] = set()
-        self.before_passes: tuple[LocalBatch, dict[str, Any]] | None = None
+        self.before_passes: tuple[LocalBatch, dict[str, Any], dict[str, str]] | None = None
 
     def has_tried(self, function: ComputeLoss) -> bool:
         """Return True if a function was tried with the models that are prepared now."""
@@ -108,24 +114,27 @@ class StepTrials:
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
         if self._prepared.settings.accumulate > 1 or mesh.pipeline.size > 1:
-            self.before_passes = batch, self._countable(batch)
+            self.before_passes = batch, self._countable(batch), self._kept(batch)
 
     def after_passes(self) -> None:
         """Note what was counted in a first step that calls its function several times. Collective
         over the stages of a pipeline.
         """
         assert self.before_passes is not None
-        (batch, before), self.before_passes = self.before_passes, None
+        (batch, before, kept_before), self.before_passes = self.before_passes, None
         ranks = self._prepared.mesh.tensor.size  # a pipeline's stages divide their heads meanwhile
         own = [
             name
             for name, number in self._countable(batch).items()
             if repr(before.get(name, number)) not in (repr(number), repr(ranks * number))
         ]
-        stages = self._prepared.mesh.pipeline.all_gather_json(own)
-        names = [*dict.fromkeys(name for stage in stages for name in stage)]
-        if names:
-            self._prepared.note_once(CALLED_OFTEN, names=listed(names, 3))
+        kept = [
+            name for name, digest in self._kept(batch).items() if kept_before.get(name) != digest
+        ]
+        stages = self._prepared.mesh.pipeline.all_gather_json([own, kept])
+        for note, each in zip((CALLED_OFTEN, HANDED_ON), zip(*stages, strict=True), strict=True):
+            if names := [*dict.fromkeys(name for stage in each for name in stage)]:
+                self._prepared.note_once(note, names=listed(names, 3))
 
     def later_step(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch has news. Collective where models are divided.
@@ -197,6 +206,19 @@ class StepTrials:
                     number = repr(value) if is_whole else value
                     numbers[f"{name}.{key}".removeprefix(".")] = number
         return numbers
+
+    def _kept(self, batch: LocalBatch) -> dict[str, str]:
+        """Return digests of the tensors that the loss or a model here may keep, by name."""
+        reached = self._reached(batch).items()
+        kept = {name: n.digest() for name, n in reached if isinstance(n.value, Tensor)}
+        for model in self._prepared.models:
+            for path, module in model.named_modules():
+                for key, value in vars(module).items():
+                    if type(value) is Tensor and not value.is_meta:
+                        kept[f"{path}.{key}".removeprefix(".")] = str(
+                            int(tensor_digest(value.detach()))
+                        )
+        return kept
 
     def _reached(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches, without those of its batch."""

@@ -355,6 +355,48 @@ def test_heads_that_stages_divide_are_no_counts() -> None:
     assert world.run(4, notes_of_heads, "tensor=2,pipeline=2")[0] == ["column, by heads"]
 
 
+class Recurrent(nn.Module):
+    """Adds what it has kept of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.layers(x)
+        found = found if self.kept is None else found + self.kept
+        self.kept = found.detach().mean(0)
+        return found
+
+
+def handed_on(strategy: str, accumulate: int, in_model: bool) -> list[str]:
+    """Return what notes say is kept from call to call."""
+    notes: list[str] = []
+    run = shoal.init(strategy, accumulate=accumulate, announce=notes.append)
+    model: nn.Module = Recurrent() if in_model else net()
+    x = run.share(torch.randn(16, 6, generator=torch.Generator().manual_seed(0)).double())
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    state: dict[str, Tensor] = {}
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = model(x)
+        if not in_model:
+            found = found + state.get("kept", 0.0)
+            state["kept"] = found.detach().mean(0)
+        return found.square().mean()
+
+    run.forward_backward(loss, x)
+    told = [note.partition(" keeps ")[2] for note in notes if "hands them from batch" in note]
+    return [note.partition(" from call")[0] for note in told]
+
+
+def test_a_state_that_is_handed_on_gets_a_note_where_a_step_has_several_calls() -> None:
+    calls = [("ddp", parts, in_model) for parts in (2, 1) for in_model in (False, True)]
+    found = world.run(2, in_turn, handed_on, *calls)[0]
+    assert found == [["state['kept']"], ["kept"], [], []]
+
+
 class Centred(nn.Module):
     """Takes the mean over the samples from what it computes of them."""
 
