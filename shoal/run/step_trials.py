@@ -87,7 +87,7 @@ class StepTrials:
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[LossKind] = set()
         self._tried_models: set[nn.Module] = set()
-        self.before_passes: tuple[LocalBatch, dict[str, Any], dict[str, str]] | None = None
+        self.before_passes: tuple[LocalBatch, dict[str, Any], dict[str, Any]] | None = None
 
     def has_tried(self, function: ComputeLoss) -> bool:
         """Return True if a function was tried with the models that are prepared now."""
@@ -114,7 +114,7 @@ class StepTrials:
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
         if self._prepared.settings.accumulate > 1 or mesh.pipeline.size > 1:
-            self.before_passes = batch, self._countable(batch), self._kept(batch)
+            self.before_passes = batch, *self._held(batch)
 
     def after_passes(self) -> None:
         """Note what was counted in a first step that calls its function several times. Collective
@@ -122,15 +122,14 @@ class StepTrials:
         """
         assert self.before_passes is not None
         (batch, before, kept_before), self.before_passes = self.before_passes, None
+        numbers, tensors = self._held(batch)
         ranks = self._prepared.mesh.tensor.size  # a pipeline's stages divide their heads meanwhile
         own = [
             name
-            for name, number in self._countable(batch).items()
+            for name, number in numbers.items()
             if repr(before.get(name, number)) not in (repr(number), repr(ranks * number))
         ]
-        kept = [
-            name for name, digest in self._kept(batch).items() if kept_before.get(name) != digest
-        ]
+        kept = [name for name, digest in tensors.items() if kept_before.get(name) != digest]
         stages = self._prepared.mesh.pipeline.all_gather_json([own, kept])
         for note, each in zip((CALLED_OFTEN, HANDED_ON), zip(*stages, strict=True), strict=True):
             if names := [*dict.fromkeys(name for stage in each for name in stage)]:
@@ -189,36 +188,29 @@ class StepTrials:
         # A tensor may have as many rows as the samples of some rank, which leaves it out.
         return {n: numbers[n] for n in own if any(o.get(n, own[n]) != own[n] for o in others)}
 
-    def _countable(self, batch: LocalBatch) -> dict[str, Any]:
-        """Return the numbers with which the loss or a model here may count its calls, by name."""
-        reached = self._reached(batch).items()
-        numbers: dict[str, Any] = {
-            name: n.digest() for name, n in reached if not isinstance(n.value, Tensor)
-        }
+    def _held(self, batch: LocalBatch) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the numbers with which the loss or a model here may count its calls, and digests
+        of the tensors that it may keep, by name.
+        """
+        numbers: dict[str, Any] = {}
+        kept: dict[str, Any] = {}
+        for name, place in self._reached(batch).items():
+            (kept if isinstance(place.value, Tensor) else numbers)[name] = place.digest()
         modules = [pair for model in self._prepared.models for pair in model.named_modules()]
-        for name, module in modules:
+        for path, module in modules:
             if isinstance(module, BatchNormBase):
                 continue  # has a note of its own
-            values = {**vars(module), **dict(module.named_buffers(recurse=False))}
-            for key, value in values.items():
-                is_whole = isinstance(value, Tensor) and not value.dtype.is_floating_point
-                if type(value) in (int, float) or (is_whole and value.numel() == 1):
-                    number = repr(value) if is_whole else value
-                    numbers[f"{name}.{key}".removeprefix(".")] = number
-        return numbers
-
-    def _kept(self, batch: LocalBatch) -> dict[str, str]:
-        """Return digests of the tensors that the loss or a model here may keep, by name."""
-        reached = self._reached(batch).items()
-        kept = {name: n.digest() for name, n in reached if isinstance(n.value, Tensor)}
-        for model in self._prepared.models:
-            for path, module in model.named_modules():
-                for key, value in vars(module).items():
-                    if type(value) is Tensor and not value.is_meta:
-                        kept[f"{path}.{key}".removeprefix(".")] = str(
-                            int(tensor_digest(value.detach()))
-                        )
-        return kept
+            buffers = dict(module.named_buffers(recurse=False))
+            for key, value in {**vars(module), **buffers}.items():
+                name = f"{path}.{key}".removeprefix(".")
+                if type(value) in (int, float):
+                    numbers[name] = value
+                elif isinstance(value, Tensor) and not value.is_floating_point():
+                    if value.numel() == 1:
+                        numbers[name] = repr(value)
+                elif type(value) is Tensor and key not in buffers and not value.is_meta:
+                    kept[name] = int(tensor_digest(value.detach()))
+        return numbers, kept
 
     def _reached(self, batch: LocalBatch) -> dict[str, Place]:
         """Return the numbers of the script that the loss reaches, without those of its batch."""
