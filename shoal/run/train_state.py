@@ -127,10 +127,8 @@ class TrainState:
             raise CheckpointError(
                 f"the checkpoint lacks {' and '.join(missing)}: another version of Shoal wrote it."
             )
-        saved_groups, groups = (
-            len(info["groups"]),
-            sum(len(o.param_groups) for o in self.optimizers),
-        )
+        saved_groups = len(info["groups"])
+        groups = sum(len(optimizer.param_groups) for optimizer in self.optimizers)
         if saved_groups != groups:
             raise CheckpointError(
                 f"the checkpoint has the settings of {saved_groups} parameter groups, and there "
