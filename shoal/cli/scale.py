@@ -36,14 +36,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from shoal.comm.parallel_dims import ParallelDims
     from shoal.launch.control_channel import request
+    from shoal.strategies import build_strategies, parse_line
+    from shoal.strategies.options import mesh_sizes
     from shoal.train.run_directory import job_of
 
-    batch = job_of(options.run).train.batch_size  # or an error, of a directory without a run
-    if options.processes > batch:
+    job = job_of(options.run)  # or an error, of a directory without a run
+    batch, sizes = job.train.batch_size, mesh_sizes(build_strategies(parse_line(job.strategy)))
+    if ParallelDims(**sizes).data(options.processes) > batch:
         raise UsageError(
             f"{options.run}: {options.processes} processes and a batch of {batch}: some would have "
-            f"no sample. Up to {batch} have one each."
+            "no sample."
         )
     for answer in request(options.run, scale=options.processes):
         if "stopping" not in answer:

@@ -17,6 +17,7 @@ from tiny_jobs import MLP, metrics, tiny
 from shoal import cli
 from shoal.config import to_yaml
 from shoal.launch.control_channel import NAME
+from shoal.testing import world
 
 DOUBLE = {**MLP, "train.precision": "fp64"}
 
@@ -127,4 +128,8 @@ def test_a_directory_without_a_run_or_a_launcher_is_named(
     with pytest.raises(SystemExit, match="2"):
         cli.main(["scale", str(tmp_path / "run"), "9"])
     assert "9 processes and a batch of 8: some would have no sample" in capsys.readouterr().err
+    # Two of these sixteen compute one sample, each a stage.
+    world.run(2, tiny_jobs.trains, tiny(tmp_path / "divided", MLP, strategy="pipeline=2"))
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["scale", str(tmp_path / "divided"), "16"])
     assert f"no launcher on this machine has {tmp_path / 'run'}: nobody trains in it" in said
