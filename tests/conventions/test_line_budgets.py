@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
-    "shoal/trial": 2_990,
+    "shoal/trial": 3_070,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_430,
+    "tests": 68_520,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
