@@ -28,8 +28,9 @@ from shoal.data.tree_map import row_tensors, tensors_in
 from shoal.errors import UsageError
 from shoal.platform.script_line import caller, script_frame
 from shoal.strategies.base import LocalBatch
+from shoal.trial.mixed_rows import lie_in_order, mixes_rows
 from shoal.trial.reached import tensors_of
-from shoal.trial.replaced_rows import ReplacedRows, mixes_rows
+from shoal.trial.replaced_rows import ReplacedRows
 
 EARLY_STEPS = 4
 """Steps before which the loop is watched; later ones are 8, 16, 32, ..."""
@@ -38,13 +39,13 @@ MOST_BATCHES = 4
 
 MIXED = (
     "{call} was given samples that the loop has computed from other samples of this rank{place}, "
-    "as mixup or a normalisation over the batch does. One device would take the samples of "
-    "all ranks. run.gather(tensor) returns them: everyone = run.gather(x) gives mean and deviation "
-    "of the whole batch, and run.gather(x)[order][run.rows] partners for this rank's rows, with an "
-    "order that is the same on all ranks, such as torch.randperm(n, "
-    "generator=torch.Generator().manual_seed(step)). Or do it in the loader's collate_fn, which is "
-    "given whole batches then. Or, to let each rank take its own samples and train the mean over "
-    'ranks, say so: run.{call}(..., reduction="ranks").'
+    "as mixup, a normalisation over the batch or a choice of the hardest samples does. One device "
+    "would take the samples of all ranks. run.gather(tensor) returns them: everyone = "
+    "run.gather(x) gives mean and deviation of the whole batch, and run.gather(x)[order][run.rows] "
+    "partners for this rank's rows, with an order that is the same on all ranks, such as "
+    "torch.randperm(n, generator=torch.Generator().manual_seed(step)). Or do it in the loader's "
+    "collate_fn, which is given whole batches then. Or, to let each rank take its own samples and "
+    'train the mean over ranks, say so: run.{call}(..., reduction="ranks").'
 )
 ONE_NUMBER = (
     "note: forward_backward was given a number that the loop has computed from the samples of this "
@@ -186,6 +187,7 @@ class LoopWatch(YieldWatch):
         }
         if not self._is_due:
             self._rows.forget()
+        self._rows.end_step()
         self._rows.mixed_place = ""
         told = self._data.all_gather_json([objection, tables, branches])
         for text, _, _ in told:
@@ -258,9 +260,7 @@ class LoopWatch(YieldWatch):
         for tensor in tensors_in(inputs):
             copies = self._copies_of(tensor) if tensor.dim() else None
             if copies is not None and len(tensor) == len(copies[2]):
-                same, replaced, rows = copies
-                is_other = (same != replaced).reshape(len(rows), -1).any(1).cpu()
-                return not bool((is_other & ~rows).any())
+                return lie_in_order(*copies)
         return False
 
     def _choose(self, samples: int, is_apart: bool = False) -> tuple[Tensor, Tensor]:

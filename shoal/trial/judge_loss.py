@@ -172,9 +172,14 @@ class LossJudge:
         return difference if difference > TOLERANCE else 0.0
 
     def numbers_read(self, numbers: Mapping[str, Place]) -> tuple[str, ...]:
-        """Return the names of those that change the loss, or its gradients, where they change."""
+        """Return the names of those that change the loss, or its gradients, where they change,
+        and of those that are too large to be changed.
+        """
         names = []
         for name, number in [*numbers.items()][:MOST_NUMBERS]:
+            if number.write is None:
+                names.append(name)
+                continue
 
             def changed(number: Place = number) -> Measured:
                 number.change()

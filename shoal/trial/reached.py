@@ -33,6 +33,8 @@ from shoal.platform.torch_private.module_state import own_buffers, own_modules, 
 DEPTH = 5
 LARGEST_COPY = 1 << 22
 """Numbers of the largest tensor that is copied. Larger ones are data sets and weights."""
+LARGEST_TABLE = 1 << 26
+"""Numbers of the largest tensor that ranks compare."""
 LARGEST_WALK = 1000
 """Entries of the longest container whose entries are looked at."""
 DEPTH_OF_NUMBERS, MOST_NUMBERS = 3, 64
@@ -179,7 +181,7 @@ def tensors_of(function: Any) -> list[Tensor]:
 def reached_numbers(
     function: Any, models: Iterable[nn.Module], num_samples: int, older: Container[int] = ()
 ) -> dict[str, Place]:
-    """Return the numbers of the script that a function can read and a trial change, by their names.
+    """Return the numbers of the script that a function can read, by their names.
 
     Models, tensors with a gradient, and tensors of the batch are left out. Those of the batch have
     a dimension of `num_samples`; so may a table with as many classes, which is one of `older`.
@@ -195,7 +197,8 @@ def reached_numbers(
         elif isinstance(value, Tensor) and _is_constant(value):
             sizes = value.shape[:1] if id(value) in older else value.shape
             if num_samples not in sizes:
-                found[place.name] = place._replace(write=value.copy_)
+                is_large = value.numel() > LARGEST_COPY
+                found[place.name] = place._replace(write=None if is_large else value.copy_)
     return found
 
 
@@ -206,5 +209,5 @@ def _is_constant(tensor: Tensor) -> bool:
         and not tensor.requires_grad
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and 0 < tensor.numel() <= LARGEST_COPY
+        and 0 < tensor.numel() <= LARGEST_TABLE
     )

@@ -17,10 +17,8 @@ run.forward_backward(..., x, z)        not its numbers
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -45,12 +43,13 @@ from shoal.platform.torch_private.tensor_state import (
     memory_of,
     schema_of,
 )
+from shoal.trial.mixed_rows import layouts, lie_in_order, mixes_rows
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
 MOST_BYTES = 1 << 30
 """Memory of the copies on a CPU; on a GPU a quarter of what is free."""
-MOST_TABLES, LARGEST_TABLE = 64, 1 << 20
+MOST_TABLES, LARGEST_TABLE = 64, 1 << 26
 """Constants of a loss that are compared, and numbers of the largest one."""
 _HIDDEN_WRITES = "batch_norm"
 """Operators that write into their arguments, and whose schemas do not say so."""
@@ -76,8 +75,9 @@ class ReplacedRows(DispatchMode):
             the same state -> the sizes of what was drawn.
         of_loss: what runs now computes a loss from the outputs of models.
         mixed_place: the line of a loss that takes numbers which were computed from other samples,
-            and have no gradient, such as targets; "" if none was seen.
-        tables: (place, digest) of other constants that a loss takes, such as a bank of features.
+            and have no gradient, such as targets, or chooses samples by them; "" if none was seen.
+        tables: (place, digest) of other constants that a loss takes, such as a bank of features or
+            the share of each class in the batch.
         answers: place -> what each question there, true or false, was answered for the rows of this
             rank, and with replaced ones.
     """
@@ -151,6 +151,11 @@ class ReplacedRows(DispatchMode):
         self._known: dict[int, _Memory] = {}
         # A number that the script has read -> the number of the copy with replaced rows.
         self._numbers: dict[float, float] = {}
+        self._earlier: dict[int, Tensor] = {}
+
+    def end_step(self) -> None:
+        """Take what was computed from the batches until now, as a queue is, for constants."""
+        self._earlier = {id(m.replaced_rows): m.replaced_rows for m in self._known.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -159,7 +164,7 @@ class ReplacedRows(DispatchMode):
         frame = caller()
         self._note_draw(func, args, kwargs, frame)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        known = [memory for memory in map(self._memory, given) if memory is not None]
+        known = [(t, memory) for t in given if (memory := self._memory(t)) is not None]
         if not known:
             return func(*args, **kwargs)
         if is_called_from(_COLLECTIVES, frame):  # what comes of them is of all ranks
@@ -168,22 +173,27 @@ class ReplacedRows(DispatchMode):
         self._operators += 1
         if func is READ_NUMBER:
             return self._note_number(given[0])
-        rows = known[0].replaced_rows
+        rows = next((m for t, m in known if t.requires_grad), known[0][1]).replaced_rows
+        if func.overloadpacket.__name__ in READING and self._is_table(args[0], rows, False):
+            self._note_table(args[0], frame)
         if self.of_loss:
-            self._look_at_constants(func, args, len(rows))
+            self._look_at_constants(func, args, rows, frame)
             if _selects_rows(func, args, len(rows)):
+                self._look_at_choice(args, rows, frame)
                 return func(*args, **kwargs)
-        if not self._can_follow(func, given, known):
+        if not self._can_follow(func, given, [memory.replaced_rows for _, memory in known], rows):
             self._drop(given)
             return func(*args, **kwargs)
         return self._follow(func, args, kwargs, rows)
 
-    def _can_follow(self, func: Any, given: list[Tensor], known: list[_Memory]) -> bool:
+    def _can_follow(
+        self, func: Any, given: list[Tensor], known: list[Tensor], rows: Tensor
+    ) -> bool:
         return (
             func.namespace in ("aten", "torchvision")
             and _HIDDEN_WRITES not in schema_of(func).name
             and all(map(_is_plain, given))
-            and all(memory.replaced_rows is known[0].replaced_rows for memory in known)
+            and all(each is rows or id(each) in self._earlier for each in known)
             and self._operators <= MOST_OPERATORS
         )
 
@@ -191,7 +201,7 @@ class ReplacedRows(DispatchMode):
         written = _written(func, args, kwargs)
         for tensor in written:
             self._copy_constant(tensor, rows)
-        shown = [self._arguments((args, kwargs), index) for index in (0, 1)]
+        shown = [self._arguments((args, kwargs), index, rows) for index in (0, 1)]
         generators = _generators(func, args, kwargs)
         before = [generator.get_state() for generator in generators]
         output = func(*args, **kwargs)
@@ -223,7 +233,7 @@ class ReplacedRows(DispatchMode):
                 self._numbers[number] = replaced
         return number
 
-    def _look_at_constants(self, func: Any, args: Any, samples: int) -> None:
+    def _look_at_constants(self, func: Any, args: Any, rows: Tensor, frame: FrameType) -> None:
         """Note constants of a graph: the line of those computed from other samples, and tables."""
         graded = [t for t in _tensors(args) if t.requires_grad]
         if not (torch.is_grad_enabled() and graded):
@@ -233,18 +243,52 @@ class ReplacedRows(DispatchMode):
         has_tables = _HIDDEN_WRITES not in schema_of(func).name
         for argument, value in zip(schema_of(func).arguments, args, strict=False):
             is_of_classes = argument.name in ("weight", "pos_weight")
+            is_factor = argument.name == "mat2" and self._has_rows(args[-2])
             for tensor in filter(_is_constant, _tensors(value)):
                 copies = self.copies_of(tensor)
-                if copies and _is_mixed(*copies, is_of_classes, beside):
-                    self.mixed_place = self.mixed_place or calling_line(caller(2)) or "the loss"
-                is_known = copies is not None or self._memory(tensor) is not None
-                # Several numbers that are not those of the samples.
-                is_small = 1 < tensor.numel() <= LARGEST_TABLE and samples not in tensor.shape[:2]
-                is_table = is_small and tensor.is_floating_point() and _is_plain(tensor)
-                if has_tables and is_table and not is_known and len(self.tables) < MOST_TABLES:
-                    place = calling_line(caller(2)) or "the loss"
-                    text = f"{tuple(tensor.shape)} at {place}"
-                    self.tables.append((text, int(tensor_digest(tensor))))
+                is_of_batch = copies is not None and id(copies[2]) not in self._earlier
+                if copies and is_of_batch and _is_mixed(*copies, is_of_classes, beside):
+                    self.mixed_place = self.mixed_place or calling_line(frame) or "the loss"
+                elif has_tables and self._is_table(tensor, rows, is_factor):
+                    self._note_table(tensor, frame)
+
+    def _is_table(self, tensor: Tensor, rows: Tensor, is_factor: bool) -> bool:
+        """Return True for numbers that are those of no sample: statistics of the batch, or several
+        numbers from elsewhere.
+
+        Args: is_factor: of a matrix of samples, so none lies in it.
+        """
+        memory, copies = self._memory(tensor), self.copies_of(tensor)
+        if memory is None or id(memory.replaced_rows) in self._earlier:
+            return tensor.numel() > 1 and (is_factor or len(rows) not in tensor.shape[:2])
+        return copies is not None and not (
+            layouts(tensor, len(rows)) or torch.equal(copies[0], copies[1])
+        )
+
+    def _note_table(self, tensor: Tensor, frame: FrameType) -> None:
+        """Note numbers in which ranks should not differ, but for large ones and whole ones."""
+        if tensor.requires_grad:
+            return
+        is_small = 0 < tensor.numel() <= LARGEST_TABLE and len(self.tables) < MOST_TABLES
+        if is_small and tensor.is_floating_point() and _is_plain(tensor):
+            place = calling_line(frame) or "the loss"
+            digest = int(tensor_digest(tensor))
+            self.tables.append((f"{tuple(tensor.shape)} at {place}", digest))
+
+    def _look_at_choice(self, args: Any, rows: Tensor, frame: FrameType) -> None:
+        """Note the line of a choice of some samples by the numbers of all, as argsort()[:k] is."""
+        chosen = _tensors(args[1:])[:1]
+        copies = self.copies_of(chosen[0]) if chosen else None
+        if copies is None or copies[2] is not rows or copies[0].dtype == torch.bool:
+            return
+        is_of_some = copies[0].dim() == 1 and len(copies[0]) < len(rows) == len(args[0])
+        if is_of_some and args[0].requires_grad and not torch.equal(copies[0], copies[1]):
+            self.mixed_place = self.mixed_place or calling_line(frame) or "the loss"
+
+    def _has_rows(self, matrix: Tensor) -> bool:
+        """Return True for a matrix with a sample in each row, so not in those of its factor."""
+        copies = self.copies_of(matrix)
+        return matrix.dim() == 2 and copies is not None and lie_in_order(*copies)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
         """Note an operator that draws.
@@ -260,11 +304,11 @@ class ReplacedRows(DispatchMode):
         elif operator != "randperm":  # an order of the whole batch
             self.own_draws[f"{operator} at {line}"] = DrawCall.of(func, args, kwargs).shape
 
-    def _arguments(self, arguments: Any, index: int) -> Any:
+    def _arguments(self, arguments: Any, index: int, rows: Tensor) -> Any:
         def other(value: Any) -> Any:
             if isinstance(value, Tensor):
                 copies = self.copies_of(value)
-                return value if copies is None else copies[index]
+                return value if copies is None or copies[2] is not rows else copies[index]
             is_read = index and type(value) is float
             return self._numbers.get(value, value) if is_read else value
 
@@ -296,16 +340,17 @@ class ReplacedRows(DispatchMode):
 
     def _copy_constant(self, tensor: Tensor, rows: Tensor) -> None:
         """Copy a constant that is to be written into, with the tensor of which it is a view."""
-        if self.copies_of(tensor) is not None:
+        copies = self.copies_of(tensor)
+        if copies is not None and copies[2] is rows:
             return
-        self._drop([tensor])  # what was known of another view
+        self._drop([tensor])  # what was known of another view, or of an earlier batch
         whole = base(tensor)
         whole = tensor if whole is None else whole
-        copies = whole.detach().clone(), whole.detach().clone()
+        clones = whole.detach().clone(), whole.detach().clone()
         begin = tensor.storage_offset() - whole.storage_offset()
-        if copies[0].stride() == whole.stride():
-            self._note(whole, *copies, rows)
-            same, replaced = (c.as_strided(tensor.shape, tensor.stride(), begin) for c in copies)
+        if clones[0].stride() == whole.stride():
+            self._note(whole, *clones, rows)
+            same, replaced = (c.as_strided(tensor.shape, tensor.stride(), begin) for c in clones)
         else:  # rows that lie in one another
             same, replaced = tensor.detach().clone(), tensor.detach().clone()
         self._note(tensor, same, replaced, rows)
@@ -354,6 +399,8 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return written
 
 
+READING = ("index", "index_select")
+"""Operators that take rows of their first argument, perhaps of a bank with the samples' numbers."""
 SELECTING = ("index", "index_select", "masked_select", "nonzero")
 """Operators whose results may hold some rows, at other places than those of their samples."""
 
@@ -415,60 +462,3 @@ def _most_bytes(device: torch.device) -> int:
 
 _LOADERS = f"{Path(__file__).parents[1] / 'data'}/"
 _COLLECTIVES = f"{Path(__file__).parents[1] / 'comm'}/"
-
-
-_MOST_LAYOUTS = 16
-"""Ways to lay the samples of all tensors of a batch that are tried."""
-
-
-def mixes_rows(same: Sequence[Tensor], replaced: Sequence[Tensor], replaced_rows: Tensor) -> bool:
-    """Return True if samples of a batch are computed from other samples of it.
-
-    Samples in another order, the same in all tensors, are none: a loss that is a mean does not
-    change. So samples are counted and not compared by their places.
-
-    Args:
-        same, replaced: tensors of a batch, and what they are where some samples were replaced.
-        replaced_rows: (samples,) bool. Tensors in which so many samples cannot lie are left out.
-    """
-    count = len(replaced_rows)
-    pairs = []
-    for tensor, other in zip(same, replaced, strict=True):
-        ways = list(zip(_layouts(tensor, count), _layouts(other, count), strict=True))
-        if ways:
-            pairs.append(ways)
-    if not pairs:
-        return False
-    most = int(replaced_rows.sum())
-    for number, choice in enumerate(product(*pairs)):
-        if number == _MOST_LAYOUTS:
-            return False
-        before = Counter(_samples([way[0] for way in choice]))
-        after = Counter(_samples([way[1] for way in choice]))
-        if (after - before).total() <= most:
-            return False
-    return True
-
-
-def _layouts(tensor: Tensor, count: int) -> list[Tensor]:
-    """Return the ways in which so many samples can lie in a tensor, each as (samples, ...)."""
-    if not tensor.dim() or not tensor.numel():
-        return []
-    ways = []
-    each, rest = divmod(tensor.shape[0], count)
-    if not rest:
-        ways.append(tensor.reshape(count, -1))
-        if each > 1:  # torch.cat([view, other view])
-            ways.append(tensor.reshape(each, count, -1).transpose(0, 1).reshape(count, -1))
-    if tensor.dim() > 1 and tensor.shape[1] == count:  # (sequence, samples, ...)
-        ways.append(tensor.transpose(0, 1).reshape(count, -1))
-    return ways
-
-
-def _samples(columns: Sequence[Tensor]) -> list[bytes]:
-    """Return the bytes of each sample."""
-    parts = [
-        column.detach().cpu().contiguous().view(torch.uint8).reshape(len(column), -1)
-        for column in columns
-    ]
-    return [row.tobytes() for row in torch.cat(parts, 1).numpy()]

@@ -123,7 +123,7 @@ CHECKS = {
         planted_in="trial/test_rounding.py",
     ),
     "watch of the loop": Check(
-        (f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows"),
+        (f"{RUN}.loop_watch", f"{TRIAL}.replaced_rows", f"{TRIAL}.mixed_rows"),
         "samples that the loop computes from other samples of a rank",
         replaced(f"{RUN}.loop_watch:LoopWatch._is_due", False),
         planted_in="run/test_loop_watch.py",

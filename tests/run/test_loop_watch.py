@@ -266,7 +266,14 @@ def balanced_codes(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
     return -(codes * F.log_softmax(scores, 1)).sum(1).mean()
 
 
+def of_the_hardest_by_number(run: shoal.Run, scores: Tensor, y: Tensor) -> Tensor:
+    losses = F.cross_entropy(scores, y, reduction="none")
+    _, order = torch.sort(losses, descending=True)
+    return losses[order[:4]].mean()
+
+
 MIXING_LOSSES: list[LossOfLoop] = [
+    of_the_hardest_by_number,
     sharpened_over_the_batch,
     weighted_by_the_counts_of_a_batch,
     balanced_by_positives,
@@ -524,6 +531,92 @@ def test_a_bank_of_a_rank_s_own_outputs_is_told_once_and_one_of_all_outputs_is_n
     assert len(of_own) == 1
     assert "a tensor of shape (3, 15) at test_loop_watch.py:" in of_own[0]
     assert of_all == []
+
+
+Constant = Callable[[shoal.Run, Tensor, Tensor, dict[str, Tensor]], Tensor]
+
+
+def queue_before_the_step(
+    run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]
+) -> Tensor:
+    logits = scores @ kept["queue"].clone()  # (3, 7)
+    kept["queue"] = torch.cat([scores.detach().T, kept["queue"]], 1)[:, :7]
+    return F.cross_entropy(logits, y)
+
+
+def share_of_each_class(
+    run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]
+) -> Tensor:
+    share = torch.bincount(y, minlength=3).double() / len(y)
+    return F.cross_entropy(scores + share.clamp(min=1e-3).log(), y)
+
+
+def inverse_of_a_sum(run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    weight = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)[y]
+    losses = F.cross_entropy(scores, y, reduction="none")
+    return (losses * weight * (1 / weight.sum())).sum()
+
+
+def history_of_each_sample(
+    run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]
+) -> Tensor:
+    number = y + 3 * torch.arange(len(y))
+    losses = F.cross_entropy(scores, y, reduction="none")
+    loss = (losses * (1 + kept["history"][number])).mean()
+    kept["history"][number] = losses.detach()
+    return loss
+
+
+def queue_of_all(run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    logits = scores @ kept["queue"].clone()
+    kept["queue"] = torch.cat([run.gather(scores.detach()).T, kept["queue"]], 1)[:, :7]
+    return F.cross_entropy(logits, y)
+
+
+def table_of_all(run: shoal.Run, scores: Tensor, y: Tensor, kept: dict[str, Tensor]) -> Tensor:
+    return (scores - kept["table"][y]).square().mean()
+
+
+def notes_on_constants(constant: Constant, batch_size: int) -> list[str]:
+    """Return the notes on tables of a loop over batches of so many samples."""
+    lines: list[str] = []
+    run = shoal.init("ddp", announce=lines.append)
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3).double()
+    kept = {
+        "queue": torch.ones(3, 7).double(),
+        "history": torch.zeros(99).double(),
+        "table": torch.randn(3, 3).double(),
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dataset = data().dataset
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(dataset, batch_size))
+    for x, y in loader:
+        loss = constant(run, model(x), y, kept)
+        optimizer.zero_grad()
+        run.backward(loss)
+        optimizer.step()
+    return [line for line in lines if "in which ranks differ" in line]
+
+
+def test_constants_of_a_loss_that_each_rank_has_of_its_own_samples_are_told() -> None:
+    """One of the queues has as many features as a rank has samples."""
+    own: list[tuple[Constant, int, str]] = [
+        (queue_before_the_step, 6, "(3, 7)"),
+        (queue_before_the_step, 8, "(3, 7)"),
+        (share_of_each_class, 8, "(3,)"),
+        (inverse_of_a_sum, 8, "()"),
+        (history_of_each_sample, 8, "(99,)"),
+    ]
+    found = world.run(2, in_turn, notes_on_constants, *((each[:2]) for each in own))[0]
+    for notes, (constant, _, shape) in zip(found, own, strict=True):
+        assert len(notes) == 1, constant.__name__
+        assert f"a tensor of shape {shape} at test_loop_watch.py:" in notes[0]
+
+
+def test_constants_that_all_ranks_have_are_not() -> None:
+    found = world.run(2, in_turn, notes_on_constants, (queue_of_all, 6), (table_of_all, 8))[0]
+    assert found == [[], []]
 
 
 def branches(of_all: bool) -> tuple[Tensor, list[str]]:

@@ -1,0 +1,78 @@
+"""Two results of the same operators, on a batch and where some of its samples are others.
+
+same       x - x.mean(0)     replaced   x' - x'.mean(0)     all rows differ: they are mixed
+same       x[order]          replaced   x'[order]           only the replaced ones do
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+
+import torch
+from torch import Tensor
+
+MOST_LAYOUTS = 16
+"""Ways to lay the samples of all tensors of a batch that are tried."""
+
+
+def lie_in_order(same: Tensor, replaced: Tensor, replaced_rows: Tensor) -> bool:
+    """Return True if a tensor has samples along dimension 0, where the batch has them."""
+    if len(same) != len(replaced_rows):
+        return False
+    is_other = (same != replaced).reshape(len(same), -1).any(1).cpu()
+    return not bool((is_other & ~replaced_rows).any())
+
+
+def mixes_rows(same: Sequence[Tensor], replaced: Sequence[Tensor], replaced_rows: Tensor) -> bool:
+    """Return True if samples of a batch are computed from other samples of it.
+
+    Samples in another order, the same in all tensors, are none: a loss that is a mean does not
+    change. So samples are counted and not compared by their places.
+
+    Args:
+        same, replaced: tensors of a batch, and what they are where some samples were replaced.
+        replaced_rows: (samples,) bool. Tensors in which so many samples cannot lie are left out.
+    """
+    count = len(replaced_rows)
+    pairs = []
+    for tensor, other in zip(same, replaced, strict=True):
+        ways = list(zip(layouts(tensor, count), layouts(other, count), strict=True))
+        if ways:
+            pairs.append(ways)
+    if not pairs:
+        return False
+    most = int(replaced_rows.sum())
+    for number, choice in enumerate(product(*pairs)):
+        if number == MOST_LAYOUTS:
+            return False
+        before = Counter(samples_in([way[0] for way in choice]))
+        after = Counter(samples_in([way[1] for way in choice]))
+        if (after - before).total() <= most:
+            return False
+    return True
+
+
+def layouts(tensor: Tensor, count: int) -> list[Tensor]:
+    """Return the ways in which so many samples can lie in a tensor, each as (samples, ...)."""
+    if not tensor.dim() or not tensor.numel():
+        return []
+    ways = []
+    each, rest = divmod(tensor.shape[0], count)
+    if not rest:
+        ways.append(tensor.reshape(count, -1))
+        if each > 1:  # torch.cat([view, other view])
+            ways.append(tensor.reshape(each, count, -1).transpose(0, 1).reshape(count, -1))
+    if tensor.dim() > 1 and tensor.shape[1] == count:  # (sequence, samples, ...)
+        ways.append(tensor.transpose(0, 1).reshape(count, -1))
+    return ways
+
+
+def samples_in(columns: Sequence[Tensor]) -> list[bytes]:
+    """Return the bytes of each sample."""
+    parts = [
+        column.detach().cpu().contiguous().view(torch.uint8).reshape(len(column), -1)
+        for column in columns
+    ]
+    return [row.tobytes() for row in torch.cat(parts, 1).numpy()]
