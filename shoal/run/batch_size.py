@@ -34,10 +34,10 @@ Layouts = set[tuple[int, int]]
 """Possible layouts of samples in a tensor, each (dim, entries of that dim for one sample)."""
 ONE_ROW_PER_SAMPLE: Layouts = {(0, 1)}
 OTHER_ROWS = (
-    "note: the batch of the first step comes from no prepared loader and no run.share, and the "
-    "ranks have different rows: those of all {ranks} ranks count as one batch. Where each rank "
-    "draws a batch of the size that one device would, that is {ranks} times as many samples a "
-    "step: use loader = run.prepare(loader), or run.share(batch) of a batch that is the same on "
+    "note: the batch of the first step is no whole one of a prepared loader or of run.share, and "
+    "the ranks have different rows: those of all {ranks} ranks count as one batch. Where each "
+    "rank draws a batch of the size that one device would, that is {ranks} times as many samples "
+    "a step: use loader = run.prepare(loader), or run.share(batch) of a batch that is the same on "
     "all ranks."
 )
 """Note about batches that each rank has made by itself."""

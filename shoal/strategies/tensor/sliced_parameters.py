@@ -74,7 +74,7 @@ class RefuseSlices(TorchFunctionMode):
         if keeps_slices and not isinstance(used, nn.Parameter):
             return
         names = (name for name, each in self.module.named_parameters() if each is used)
-        path = next(names, f"a parameter {tuple(used.shape)}")
+        path = next(names, "values of a parameter")
         whole = f"tensor={self.axis.size},whole={path.rpartition('.')[0] or '...'}"
         raise StrategyRefused(
             f"tensor: compute_loss uses {path} outside of its layer, in {name}, and each rank has "
