@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +35,11 @@ LOST_WORKER = re.compile(r"DataLoader worker \(pid.* (is killed by signal|exited
 TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 HINTS = {-signal.SIGKILL: " (out of memory?)", -signal.SIGBUS: " (shared memory full?)"}
 EXIT_LOST = 1
+Explain = Callable[[BaseException, str], BaseException | None]
+explanations: list[Explain] = []
+"""Functions that may know the cause of an error of the script: they take it and the script's line,
+and return the error to report in its place, or None.
+"""
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,17 @@ class Failure:
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
+    frames, line = error.__traceback__, _script_line(error)
+    for explain in reversed(explanations):
+        if cause := explain(error, line):
+            error = cause.with_traceback(frames)
+            break
     is_secondary = is_lost_peer(error)
     if lost := lost_worker(error):
         return Failure(rank, f"lost a process of its own: {lost}", is_loss=True)
     if isinstance(error, ShoalError):  # its message states fact and cure; a traceback would hide it
         is_loss = isinstance(error, ServerLost)
-        text = f"{error}{_script_line(error)}"
+        text = f"{error}{'' if line in str(error) else f' ({line})'}"
         code = 2 if isinstance(error, BAD_INPUT) else 1
         return Failure(rank, "", text, is_secondary, code, is_loss)
     headline = headline_of(error)
@@ -144,16 +154,14 @@ def lost_worker(error: BaseException) -> str:
 
 
 def _script_line(error: BaseException) -> str:
-    """Return the innermost line of the user's script, ` (train.py:41)`; empty without a script, or
-    where the message has it.
-    """
-    place = ""
+    """Return the innermost line of the user's script, `train.py:41`; empty without a script."""
+    line = ""
     frames = error.__traceback__
     while frames is not None:
         if frames.tb_frame.f_globals.get("__name__") == "__main__":
-            place = f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
+            line = f"{Path(frames.tb_frame.f_code.co_filename).name}:{frames.tb_lineno}"
         frames = frames.tb_next
-    return f" ({place})" if place and place not in str(error) else ""
+    return line
 
 
 def _frames(error: BaseException) -> TracebackType | None:

@@ -40,7 +40,7 @@ from shoal.errors import (
     headline_of,
     printable,
 )
-from shoal.launch.failure import is_lost_peer
+from shoal.launch.failure import explanations, is_lost_peer
 from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.c10d import default_store
 
@@ -86,6 +86,7 @@ class LoopPlace(NamedTuple):
 
 
 STEPS = ("run.forward_backward", "run.backward")
+PASS = "a pass of a model"
 
 
 def place_in(entry: bytes) -> LoopPlace | None:
@@ -118,6 +119,8 @@ class CollectiveCalls:
         self._failed: tuple[int, str] | None = None
         self._calls = 0
         self._has_raised = False
+        # By a call that another rank has missed.
+        self._raised: BaseException | None = None
         self._call = ""
         self._steps = 0
         self._store: Any = None
@@ -127,6 +130,7 @@ class CollectiveCalls:
             run = self._store.add(f"shoal/runs of rank {mesh.rank}", 1)
             self._prefix = f"shoal/calls/{run}"
             atexit.register(self._end)
+            explanations.append(self._explain_pass)
 
     @contextmanager
     def during(self, call: str) -> Iterator[None]:
@@ -153,7 +157,9 @@ class CollectiveCalls:
                 self._has_raised = True
                 self._tell(error)
                 raise
-            first = self._first(error) or self._explain(error)
+            own = LoopPlace(self._call, self._steps, script_line(caller()))
+            first = self._first(error) or self._explain(error, own)
+            self._raised = first or error
             if first is None:
                 raise
             raise first from error
@@ -192,7 +198,7 @@ class CollectiveCalls:
             self._store.add(f"{key}/ranks", 1)
             self._store.compare_set(key, "", json.dumps([self._rank, kind, plain]))
 
-    def _first(self, own: Exception) -> Exception | None:
+    def _first(self, own: BaseException) -> Exception | None:
         """Return the error to raise in the place of `own`; None if no rank has told one."""
         # Another rank may be a call ahead or behind. What this rank has raised itself is over.
         calls = [self._calls, self._calls + 1, *([] if self._has_raised else [self._calls - 1])]
@@ -208,12 +214,18 @@ class CollectiveCalls:
                 return known(f"rank {rank} says: {text}")
         return PeerLost(f"rank {rank} has ended with {text} ({own})")
 
-    def _explain(self, error: Exception) -> UsageError | None:
+    def _explain_pass(self, error: BaseException, line: str) -> Exception | None:
+        """Return the cause of an error outside of such calls: a model may gather its shards."""
+        is_of_ranks = isinstance(error, CollectiveFailed) or is_lost_peer(error)
+        if error is self._raised or not is_of_ranks:
+            return None
+        return self._first(error) or self._explain(error, LoopPlace(PASS, self._steps, line))
+
+    def _explain(self, error: BaseException, own: LoopPlace) -> UsageError | None:
         """Return an error that says where the ranks are; None if they are at the same place.
 
         Args: error: of a collective call.
         """
-        own = LoopPlace(self._call, self._steps, script_line(caller()))
         # A rank that has died is at no other place, and those that miss it are just behind it.
         named = [int(rank) for rank in re.findall(r"\brank (\d+)", str(error))]
         moves = not isinstance(error, PeerLost) and not self._steps_alone()

@@ -92,6 +92,25 @@ def test_a_rank_that_saves_alone_is_named_where_losses_are_those_of_the_loop(
             assert "rank 1 is in run.save (test_loop_position.py:" in text
 
 
+def saves_on_rank_1(strategy: str) -> None:
+    run, model, optimizer, loader = prepared(strategy, 32)
+    for step, (x, _) in enumerate(loader):
+        run.backward(model(x).sin().mean())
+        optimizer.step()
+        if step == 2 and run.rank == 1:
+            run.save("best.pt")
+
+
+def test_a_rank_that_saves_alone_is_named_where_a_model_gathers_what_it_computes_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError) as caught:
+        world.run(2, saves_on_rank_1, "zero3")
+    text = str(caught.value)
+    assert "rank 0 is in a pass of a model, after 3 steps, and rank 1 is in run.save (test_" in text
+
+
 def test_a_rank_that_leaves_out_a_step_of_the_optimizer_is_named() -> None:
     for text in world.run(2, end_of_loop, "ddp", "continue"):
         assert "rank 0 is in optimizer.step() (test_loop_position.py:" in text
