@@ -224,6 +224,7 @@ class Lockstep:
         else:
             is_same = self.is_same_on_all_ranks(run)
         if not is_same:
+            self._check_frozen()
             raise StrategyRefused(
                 f"zero: {name or 'the end of the loss'} comes where other blocks of the model come "
                 "on another rank, or came in an earlier step of this function. All ranks must use "
@@ -236,6 +237,17 @@ class Lockstep:
         if self.position == len(self.order):
             self.order.append(run)
         self.position += 1
+
+    def _check_frozen(self) -> None:
+        """Raise StrategyRefused if a parameter that was frozen has a gradient now."""
+        parameters = self.model.named_parameters()
+        thawed = [name for name, p in parameters if p.requires_grad and name not in self.trained]
+        if thawed:
+            raise StrategyRefused(
+                f"zero: {', '.join(thawed)}: unfrozen after prepare, so its gradients are not "
+                "reduced. Unfreeze it, with a learning rate of 0 as long as it is to rest, before "
+                "run.prepare(...), or freeze it again."
+            )
 
     def end(self) -> None:
         """End a forward pass, if no rank runs a further unit. Collective in the first pass."""

@@ -174,6 +174,24 @@ def test_a_step_that_leaves_the_order_is_refused_with_the_cure() -> None:
         world.run(2, one_function_for_two_tasks, "zero3")
 
 
+def thawed_between_losses_of_the_loop() -> None:
+    run = shoal.init("zero3", announce=lambda _: None)
+    layers = [nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 4)]
+    model = nn.Sequential(*layers).double()
+    model[:2].requires_grad_(False)
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):
+        if step:
+            model.requires_grad_(True)
+        x = run.share(torch.ones(8, 5).double())
+        run.backward(model(x).square().mean())
+
+
+def test_a_layer_that_is_unfrozen_in_the_loop_is_named() -> None:
+    with pytest.raises(LaunchError, match=r"0\.weight, .* unfrozen after prepare, .* rate of 0 as"):
+        world.run(2, thawed_between_losses_of_the_loop)
+
+
 def another_function_on_each_rank() -> None:
     run, model, _, batches = prepared("zero3", Later())
     x, y = next(iter(batches))
