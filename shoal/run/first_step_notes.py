@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
-from shoal.platform.script_line import caller, script_line
+from shoal.platform.script_line import caller, is_called_from, script_line
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
@@ -106,6 +107,8 @@ def _checksum(buffer: Tensor) -> Tensor:
     return torch.nan_to_num(buffer.detach().double()).sum().cpu()
 
 
+_COMM = f"{Path(__file__).parents[1] / 'comm'}/"
+"""Folder whose draws are no part of a pass, as the first guess of PowerSGD is."""
 HOST_DRAWS = (
     "numbers from Python's or NumPy's generator count for the whole batch, as on one device: every "
     "rank and every micro-batch draws the same ones. Draw numbers for each sample with torch."
@@ -127,7 +130,7 @@ class RandomOperators(DispatchMode):
         self._known = {id(inner) for inner in module.modules() if has_dropout(inner)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if draws_numbers(func, args, kwargs or {}):
+        if draws_numbers(func, args, kwargs or {}) and not is_called_from(_COMM, caller()):
             self._note(schema_of(func).name.partition("::")[2].removesuffix("_"), caller())
         return func(*args, **(kwargs or {}))
 

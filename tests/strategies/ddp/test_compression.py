@@ -142,3 +142,15 @@ def halved() -> bool:
 
 def test_two_bytes_keep_nothing_and_go_with_a_loss_scale() -> None:
     assert all(world.run(2, halved))
+
+
+def notes_on_draws() -> list[str]:
+    notes: list[str] = []
+    run, model = shoal.init("ddp,compress=powersgd=1", announce=notes.append), net()
+    model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.backward(model(run.share(torch.ones(8, 64).double())).square().mean())
+    return [note for note in notes if "draws random numbers" in note]
+
+
+def test_the_first_guess_of_powersgd_is_no_draw_of_the_script() -> None:
+    assert world.run(2, notes_on_draws) == [[], []]
