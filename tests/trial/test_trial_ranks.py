@@ -536,7 +536,7 @@ def own_losses_of(strategies: list[str]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategies", "ranks"),
     [
-        (["zero1", "zero3"], 2),
+        (["zero1", "zero3", "zero3,offload=true"], 2),
         pytest.param(["zero2", "recompute,zero3"], 3, marks=pytest.mark.slow),
         pytest.param(["tensor=2,ddp"], 4, marks=pytest.mark.slow),
         pytest.param(["zero3,hybrid=2", "tensor=2,zero3"], 4, marks=pytest.mark.slow),

@@ -107,8 +107,8 @@ class ShardedStep:
 
         It is a context as `OutsideStep.whole_models`.
         """
-        # Whole parameters beside others on a GPU are what offload is to avoid.
-        if self._offloads:
+        # Shards of a GPU lie on the CPU, where a model does not compute.
+        if self._offloads and self.data.device.type != "cpu":
             yield False
             return
         with self._former.whole(self.data, is_bounded=self.stage == 3) as fits:
