@@ -37,6 +37,7 @@ from shoal.cli import (
 )
 from shoal.config import trace_window
 from shoal.errors import BAD_INPUT, ShoalError, UsageError, did_you_mean
+from shoal.launch.failure import cause_of
 
 DESCRIPTION = "Train one PyTorch model on many devices, and get the numbers of one device."
 
@@ -130,6 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UsageError(f"there is no verb '{words[0]}'; {hint}")
         raise SystemExit(_run(words))
     except ShoalError as error:
+        if isinstance(cause := cause_of(error), ShoalError):
+            error = cause
         answers.show_error(words[0] if words else "", _wants_json(words), error)
         raise SystemExit(2 if isinstance(error, BAD_INPUT) else 1) from None
     except BrokenPipeError:

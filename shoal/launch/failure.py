@@ -91,11 +91,8 @@ class Failure:
 
 def from_exception(rank: int, error: BaseException) -> Failure:
     """Return the failure for an exception. Call it in the rank, where the frames still exist."""
-    frames, line = error.__traceback__, _script_line(error)
-    for explain in reversed(explanations):
-        if cause := explain(error, line):
-            error = cause.with_traceback(frames)
-            break
+    line = _script_line(error)
+    error = cause_of(error)
     is_secondary = is_lost_peer(error)
     if lost := lost_worker(error):
         return Failure(rank, f"lost a process of its own: {lost}", is_loss=True)
@@ -107,6 +104,15 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     headline = headline_of(error)
     text = "".join(traceback.format_exception(type(error), error, _frames(error))).rstrip()
     return Failure(rank, f"failed: {headline}", text, is_secondary)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """Return the error to report for one that ends this process, with its frames."""
+    sys.last_value = error  # as an interpreter does, for functions that run at its end
+    line = _script_line(error)
+    causes = (explain(error, line) for explain in reversed(explanations))
+    cause = next(filter(None, causes), error)
+    return cause.with_traceback(error.__traceback__)
 
 
 def signal_name(number: int) -> str:

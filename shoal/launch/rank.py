@@ -108,7 +108,6 @@ def _run_target(spec: RankSpec) -> int:
         print(stop.code, file=sys.stderr)
         return 1
     except BaseException as error:  # noqa: BLE001 - whatever it is, its cause must reach the user
-        sys.last_value = error  # as an interpreter does, for functions that run at its end
         sys.stdout.flush()
         reporter.send(failure.from_exception(rank, error))
         return 1

@@ -4,10 +4,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from cli_calls import TINY, in_a_world_of_two, shoal
+
+from shoal.cli import main, program
+from shoal.errors import PeerLost
+from shoal.launch import failure
 
 
 def test_help_and_config_import_no_torch() -> None:
@@ -139,3 +144,18 @@ def test_the_flag_allreduce_is_short_for_an_option_of_ddp(
     assert (status, "invalid choice: 'rnig'" in err) == (2, True)
     status, _, err = shoal(capsys, "launch", "-n", 2, "--allreduce", "ring", "script.py")
     assert (status, "Say it too: --strategy ddp" in err) == (2, True)
+
+
+def test_an_error_that_ends_a_verb_is_known_to_what_runs_at_the_end_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another rank would take one that has lost a third for one that has left its loop."""
+    lost = PeerLost("rank 2 is lost")
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(program, "_run", Mock(side_effect=lost))
+    monkeypatch.setattr(failure, "explanations", [lambda error, _: PeerLost(f"so: {error}")])
+    with pytest.raises(SystemExit) as stop:
+        main(["doctor"])
+    assert stop.value.code == 1
+    assert sys.last_value is lost
+    assert capsys.readouterr().err == "shoal: so: rank 2 is lost\n"
