@@ -151,10 +151,10 @@ class BatchSizes:
         if self._data.size == 1:
             return
         digest = hashlib.sha256()
-        if not _add_to(digest, batch):  # the other ranks wait
-            digest.update(str(self._data.rank).encode())
+        has_tensors = _add_to(digest, batch)
         is_same = self._data.is_same(digest.digest())
-        announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=self._data.size))
+        if has_tensors:  # else nothing was compared
+            announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=self._data.size))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""

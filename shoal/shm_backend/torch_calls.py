@@ -36,6 +36,9 @@ Method = TypeVar("Method", bound=Callable[..., Work])
 refusals: list[Exception] = []
 """Raised by every call while there is one: by a dispatch mode whose code other ranks do not run."""
 
+watchers: list[Callable[[Any], None]] = []
+"""Given the arguments of every call."""
+
 
 def torch_call(op: str) -> Callable[[Method], Method]:
     """Return a decorator for a method that profilers know as c10d::`op`.
@@ -55,6 +58,8 @@ def torch_call(op: str) -> Callable[[Method], Method]:
                 _refuse_trace(op)
                 if refusals:
                     raise refusals[-1]
+            for watch in watchers:
+                watch(args)
             if not is_profiling():
                 return method(self, *args)
             with record_function(f"c10d::{op}"), record_function(f"shoal:{method.__name__}"):

@@ -69,8 +69,9 @@ def run_microbatch(forward: Forward, batch: LocalBatch) -> StepResult:
             raise
         if isinstance(batch.step.compute_loss, ComputedLoss):
             raise UsageError(
-                "run.backward: a part of this loss was computed before the last step, and its "
-                "graph is used up. Detach what a step hands to the next: hidden = hidden.detach()."
+                "run.backward: a part of this loss was computed before the last run.backward, and "
+                "its graph is used up. Detach what a step hands to the next: hidden = "
+                "hidden.detach(). Add up the losses of one step: run.backward(loss_1 + loss_2)."
             ) from error
         raise UsageError(
             "a part of the loss was computed before compute_loss was called, and its graph is used "

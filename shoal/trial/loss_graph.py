@@ -14,14 +14,15 @@ choice among samples, such as the hardest ones, which nodes of the graph tell.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from math import isclose
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.comm.axis import Axis
 from shoal.comm.row_collectives import is_of_all_ranks
@@ -50,13 +51,17 @@ SMALLEST = 1e-6
 """Share of the largest second derivative above which one across samples is no rounding."""
 
 
-def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
+def couples_samples(
+    loss: Tensor, outputs: Sequence[Tensor], samples: int, has_whole_models: bool = True
+) -> bool:
     """Return True if the gradient of a sample's output changes with the outputs of others.
 
     Args:
-        outputs: what models have returned. Those count that have a row for each sample, or several
-            for views of it, and that no other one was computed from.
+        outputs: what models have returned. Those count that the loss takes itself, with a row for
+            each sample, or several for views of it.
         samples: of the batch.
+        has_whole_models: False: outputs of which others were computed are left out, for between
+            them lie weights that this rank has not.
     """
     if samples < 2:
         return False
@@ -65,28 +70,17 @@ def couples_samples(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
         return False
     makers: set[Any] = {t.grad_fn for t in outputs}
     of_loss = {*islice(nodes_behind([loss.grad_fn], makers.__contains__), MOST_NODES)}
-    outputs = _last_outputs(of_loss, outputs)
+    if len(of_loss) == MOST_NODES or any(map(is_of_all_ranks, of_loss)):
+        return False
+    nodes: list[Any] = [t.grad_fn for t in outputs]
+    inputs = [other for node in nodes for other, _ in node.next_functions]
+    of_models: set[Any] = set() if has_whole_models else {*islice(nodes_behind(inputs), MOST_NODES)}
+    outputs = [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
     try:
         chooses = any(chooses_rows(node, samples) for node in of_loss)
         return bool(outputs) and (chooses or _changes_across(loss, outputs, samples))
     except RuntimeError:
         return False  # without a second derivative, or the graph was freed
-
-
-def _last_outputs(of_loss: set[Any], outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return those that no other one was computed from.
-
-    None if the loss gathers rows, or where graphs are too large to tell.
-
-    Args: of_loss: nodes up to the outputs.
-    """
-    nodes: list[Any] = [t.grad_fn for t in outputs]
-    inputs = [other for node in nodes for other, _ in node.next_functions]
-    of_models = {*islice(nodes_behind(inputs), MOST_NODES)}
-    is_cut = MOST_NODES in (len(of_loss), len(of_models))
-    if is_cut or any(map(is_of_all_ranks, of_loss)):
-        return []
-    return [t for t in outputs if t.grad_fn in of_loss and t.grad_fn not in of_models]
 
 
 def _is_looked_at(output: Tensor, samples: int) -> bool:
@@ -100,7 +94,7 @@ def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
 
     Views of a sample may lie apart, as `torch.cat` puts them, or side by side.
     """
-    with torch.enable_grad(), without_hooks(outputs):
+    with torch.enable_grad(), without_hooks(outputs), _without_models(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
         for views_are_apart in (True, False):
             masks = []  # for each row whether it is of the first half of the samples
@@ -111,6 +105,22 @@ def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bo
             if not _is_across(first, outputs, masks):
                 return False
     return True
+
+
+@contextmanager
+def _without_models(outputs: Sequence[Tensor]) -> Iterator[None]:
+    """Pass no gradient on behind outputs, of which one may be computed from another one."""
+
+    def zeros(gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        return tuple(None if g is None else torch.zeros_like(g) for g in gradients)
+
+    makers: set[Any] = {output.grad_fn for output in outputs}
+    handles = [maker.register_prehook(zeros) for maker in makers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _is_across(
@@ -157,6 +167,36 @@ APART = (
 )
 
 
+UNPREPARED = (
+    "note: the loss of run.backward depends on a tensor of shape {shape} that requires a gradient "
+    "and is a parameter of no prepared model. Its gradient is that of this rank's samples alone, "
+    "where one device takes all. Make it a parameter of a module, and give that and the optimizer "
+    "that steps it to run.prepare."
+)
+
+
+def unprepared_leaf(
+    loss: Tensor, outputs: Sequence[Tensor], samples: int, prepared: Container[int]
+) -> Tensor | None:
+    """Return a tensor that a loss depends on besides the outputs of models, and that a script may
+    step for all samples; None without one.
+
+    Args:
+        samples: tensors with a row for each of them are left out.
+        prepared: ids of the parameters of prepared models.
+    """
+    makers: set[Any] = {t.grad_fn for t in outputs}
+    for node in islice(nodes_behind([loss.grad_fn], makers.__contains__), MOST_NODES):
+        leaf = getattr(node, "variable", None)
+        if leaf is None or id(leaf) in prepared or isinstance(leaf, DTensor):
+            continue
+        if isinstance(leaf, nn.Parameter) and not outputs:  # of a unit that was gathered
+            continue
+        if not (leaf.dim() and samples and len(leaf) % samples == 0):
+            return leaf  # type: ignore[no-any-return]
+    return None
+
+
 def loss_of_all_rows(loss: Tensor | Counted, outputs: Sequence[Tensor]) -> float | None:
     """Return a loss that takes what models have returned from all ranks alone, as gathered.
 
@@ -180,12 +220,23 @@ class LossGraphCheck:
         accumulate: micro-batches of a step; if there are several, losses are theirs, and
             `begin_step` is called before the first one.
         note: prints a note once, with facts by name.
+        parameters: returns the ids of parameters whose gradients are those of all ranks.
+        has_whole_models: returns True if this rank has all weights, so that a pass may go through
+            a model.
     """
 
     def __init__(
-        self, data: Axis, enabled: bool, accumulate: int, note: Callable[..., None]
+        self,
+        data: Axis,
+        enabled: bool,
+        accumulate: int,
+        note: Callable[..., None],
+        parameters: Callable[[], Container[int]],
+        has_whole_models: Callable[[], bool],
     ) -> None:
         self._data = data
+        self._has_whole_models = has_whole_models
+        self._parameters = parameters
         self._accumulate = accumulate
         self._note = note
         self._in_parts = accumulate > 1
@@ -208,12 +259,12 @@ class LossGraphCheck:
 
     def add_outputs(self, output: Any) -> None:
         """Note what a model has returned, but for numbers: such a one may be the loss itself."""
-        if self._is_due():
+        if self.is_due():
             self._outputs.extend(t for t in tensors_in(output) if t.dim() and t.grad_fn)
 
     def add_gradients(self, of: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
         """Note gradients that a loss may be computed from, as a gradient penalty is."""
-        if self._is_due():
+        if self.is_due():
             self.add_outputs([gradient for gradient in gradients if gradient is not None])
             self._differentiated.extend(of)
 
@@ -225,7 +276,7 @@ class LossGraphCheck:
         Raises: UsageError: on all ranks, if the loss is no mean over samples.
         """
         try:
-            if self._is_due():
+            if self.is_due():
                 self._compare(loss, [*self._outputs], rows, samples)
         finally:
             self._outputs.clear()  # also what the comparison itself has differentiated
@@ -245,7 +296,12 @@ class LossGraphCheck:
         self._parts.append(LossPart(place, rows, own))
         is_of_mean = any(is_mean_over(samples, each, outputs) for each in self._differentiated)
         fault = AVERAGED.format(place=place) if is_of_mean else ""
-        if isinstance(loss, Tensor) and couples_samples(loss, outputs, samples):
+        values = [loss] if isinstance(loss, Tensor) else [term.value for term in loss.terms]
+        total = torch.stack(values).sum()
+        leaf = unprepared_leaf(total, outputs, samples, self._parameters())
+        if leaf is not None:
+            self._note(UNPREPARED, shape=tuple(leaf.shape))
+        if couples_samples(total, outputs, samples, self._has_whole_models()):
             fault = COUPLED.format(place=place)
         value = loss_of_all_rows(loss, outputs)
         told = self._data.all_gather_json([fault, value, self._parts])
@@ -264,7 +320,7 @@ class LossGraphCheck:
         if self._in_parts and is_one_mean and own[0].outer == self._accumulate:
             self._note(DIVIDED, parts=self._accumulate)
 
-    def _is_due(self) -> bool:
+    def is_due(self) -> bool:
         """Return True in steps 1 to 5, 8, 9, 16, 17, ..."""
         step = self._step
         is_due = step <= 4 or step & (step - 1) == 0 or (step - 1) & (step - 2) == 0

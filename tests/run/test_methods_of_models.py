@@ -1,0 +1,137 @@
+"""Losses of a loop whose models are called by their methods, return several outputs, or lie
+outside of `run.prepare`; and collectives inside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import shoal
+from shoal.errors import UsageError
+from shoal.testing import world
+from tests.harness.in_turn import in_turn
+
+
+class Agent(nn.Module):
+    """An actor and its critic, as CleanRL's: scripts call its methods alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.actor, self.critic = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(5, 1)
+        self.scale = torch.zeros(1, requires_grad=True)  # no parameter, as SAC's log_alpha
+
+    def evaluate(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(self.body(x))
+        return -F.cross_entropy(self.actor(hidden), action, reduction="none"), self.critic(hidden)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return F.normalize(self.actor(torch.tanh(self.body(x))))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what another output was computed from beside it, as EBGAN's discriminator."""
+        hidden = self.body(x)
+        return self.critic(hidden), hidden
+
+
+Loss = Callable[[shoal.Run, Agent, Tensor, Tensor], object]
+
+
+def normalised_advantages(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    log_p, value = model.evaluate(x, y)
+    advantages = x[:, 0] - x[:, 0].mean()
+    return -(log_p * advantages).mean() + value.square().mean()
+
+
+def similar_embeddings(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    z = model.embed(x)
+    return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+def pulled_away(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    value, hidden = model(x)
+    similarity = F.normalize(hidden) @ F.normalize(hidden).T
+    return value.square().mean() + similarity.mean()
+
+
+def pulled_away_and_counted(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> object:
+    return shoal.counted(pulled_away(run, model, x, y) * len(x), len(x))
+
+
+def with_a_scale(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    return (model.scale.exp() * model(x)[0]).square().mean()
+
+
+def of_a_reduced_product(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x)[1]
+    product = hidden.T @ hidden / 8
+    dist.all_reduce(product)
+    return product.square().sum() / len(x)
+
+
+def advantages_of_all(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    log_p, value = model.evaluate(x, y)
+    advantages = x[:, 0] - run.gather(x[:, 0]).mean()
+    return -(log_p * advantages).mean() + value.square().mean()
+
+
+def of_both_outputs(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    value, hidden = model(x)
+    return (value.square().mean(1) * hidden.square().mean(1)).mean()
+
+
+def trained(loss: Loss, ranks: int = 2) -> tuple[str, list[str], dict[str, Tensor]]:
+    """Return the error of a loop, its notes, and its weights."""
+    notes: list[str] = []
+    run = shoal.init("ddp" if ranks > 1 else "single", announce=notes.append)
+    torch.manual_seed(0)
+    model = Agent().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = torch.randn(24, 6).double(), torch.randint(0, 4, (24,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=8)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    try:
+        for x, y in loader:
+            optimizer.zero_grad()
+            run.backward(loss(run, model, x, y))
+            optimizer.step()
+    except UsageError as error:
+        return str(error), notes, {}
+    return "", notes, run.weights()
+
+
+def test_samples_that_a_loss_mixes_are_refused_where_a_method_was_called() -> None:
+    mixed, compared = world.run(
+        2, in_turn, trained, (normalised_advantages,), (similar_embeddings,)
+    )[0]
+    assert "the loop has computed from other samples of this rank (test_methods_of" in mixed[0]
+    assert "a loss in which samples influence one another" in compared[0]
+
+
+def test_an_output_of_which_another_one_was_computed_is_looked_at_too() -> None:
+    calls = (pulled_away,), (pulled_away_and_counted,)
+    for error, *_ in world.run(2, in_turn, trained, *calls)[0]:
+        assert "a loss in which samples influence one another" in error
+
+
+def test_a_tensor_that_was_not_prepared_and_a_collective_get_a_note() -> None:
+    scale, reduced = world.run(2, in_turn, trained, (with_a_scale,), (of_a_reduced_product,))[0]
+    (note,) = [line for line in scale[1] if "no prepared model" in line]
+    assert "depends on a tensor of shape (1,) that requires a gradient" in note
+    (note,) = [line for line in reduced[1] if "torch.distributed has sent" in line]
+    assert "(test_methods_of_models.py:" in note
+
+
+def test_losses_of_methods_and_of_several_outputs_are_exact_otherwise() -> None:
+    calls = (advantages_of_all,), (of_both_outputs,)
+    expected = [trained(loss, ranks=1)[2] for (loss,) in calls]
+    found = world.run(2, in_turn, trained, *calls)[0]
+    for (error, notes, weights), exact in zip(found, expected, strict=True):
+        assert error == ""
+        assert not [line for line in notes if "no prepared model" in line or "has sent" in line]
+        torch.testing.assert_close(weights, exact, rtol=1e-10, atol=1e-12)
