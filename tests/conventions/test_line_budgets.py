@@ -24,7 +24,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/optim": 250,
     "shoal/parameter_server": 6_960,
     "shoal/planner": 2_710,
-    "shoal/platform": 2_030,
+    "shoal/platform": 2_070,
     "shoal/plotting": 470,
     "shoal/run": 9_350,
     "shoal/shm_backend": 2_750,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_730,
+    "tests": 68_770,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
