@@ -23,6 +23,7 @@ from shoal.comm.parallel_dims import ParallelDims, groups_along, problems
 from shoal.errors import EnvironmentConflict, StrategyRefused
 from shoal.launch.environment import RankInfo
 from shoal.launch.helper_spawner import HelperSpawner
+from shoal.platform.interfaces import route_interface
 from shoal.platform.sockets import wait_for_address
 from shoal.trace.recorder import Recorder
 from shoal.watchdog.progress_writer import own_progress
@@ -247,6 +248,10 @@ def join_world(place: RankInfo, backend: str, timeout: timedelta) -> None:
             ) from None
         os.environ["MASTER_ADDR"] = place.master_address
         os.environ["MASTER_PORT"] = str(place.master_port)
+        if place.local_world < place.world and "GLOO_SOCKET_IFNAME" not in os.environ:
+            # Gloo takes the address of the machine's own name, which Debian writes as 127.0.1.1.
+            interface = route_interface(place.master_address)
+            os.environ |= {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout
     )

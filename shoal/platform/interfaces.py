@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import ipaddress
 import os
 import socket
 import sys
@@ -12,6 +14,7 @@ from typing import Any
 
 IFF_UP = 0x1
 # Offset and bytes of the address in a `struct sockaddr` of each family.
+DEFAULT_ROUTE = "192.0.2.1"  # of the documentation (RFC 5737), so of no machine
 ADDRESS_OF_FAMILY = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
@@ -54,6 +57,39 @@ def addresses_that_are_up() -> list[HostAddress]:
         return list(_addresses(first))
     finally:
         library.freeifaddrs(first)
+
+
+def route_interface(address: str) -> str | None:
+    """Return the interface of the route to an address or name; None without a network, and for a
+    loopback address.
+
+    For a name of this machine itself that of the default route stands in, or the first one that is
+    no loopback.
+    """
+    if _is_loopback(address):
+        return None
+    up = addresses_that_are_up()
+    names = {one.address: one.interface for one in up if not _is_loopback(one.address)}
+    sources = map(_source_address, (address, DEFAULT_ROUTE))
+    found = (names[source] for source in sources if source in names)
+    return next(found, next(iter(names.values()), None))
+
+
+def _is_loopback(address: str) -> bool:
+    with contextlib.suppress(ValueError):  # a name
+        return ipaddress.ip_address(address).is_loopback
+    return address == "localhost"
+
+
+def _source_address(target: str) -> str | None:
+    """Return the address from which this machine would send to another one. Nothing is sent."""
+    try:
+        family, kind, *_, at = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(at)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def _addresses(entry: Any) -> Iterator[HostAddress]:

@@ -120,3 +120,18 @@ def test_a_name_of_rank_0_without_an_address_is_refused(monkeypatch: pytest.Monk
     place = RankInfo(1, 2, 0, 1, "slurm", "n1.invalid", 29500, "")
     with pytest.raises(EnvironmentConflict, match=r"no address of n1\.invalid.*Set MASTER_ADDR"):
         mesh.join_world(place, "gloo", timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("on_this_machine", "expected"), [(1, "eth1"), (2, None)])
+def test_ranks_on_several_machines_meet_on_the_route_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, on_this_machine: int, expected: str | None
+) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(mesh, "_wait_for_address", lambda place: None)
+    monkeypatch.setattr(mesh, "route_interface", lambda name: {"n1": "eth1"}[name])
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    place = RankInfo(1, 2, 0, on_this_machine, "slurm", "n1", 29500, "")
+    mesh.join_world(place, "gloo", timedelta(seconds=1))
+    assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == expected

@@ -15,6 +15,7 @@ from shoal.launch.hosts.addresses import (
     local_addresses,
     try_reach,
 )
+from shoal.platform import interfaces
 from shoal.platform.interfaces import HostAddress, addresses_that_are_up
 
 ETH = HostAddress("eth0", "10.0.0.1")
@@ -97,3 +98,21 @@ def test_a_stranger_takes_no_descriptor_and_hears_nothing():
                     stranger.recv(1)
         assert len(os.listdir("/proc/self/fd")) == before + 1
         assert try_reach(ports)["127.0.0.1"][1] == ""
+
+
+@pytest.mark.parametrize(
+    ("target", "sources", "expected"),
+    [
+        ("node1", {"node1": "10.1.0.1"}, "ib0"),
+        ("node0", {"node0": "127.0.1.1", "192.0.2.1": "10.1.0.1"}, "ib0"),  # this host, on Debian
+        ("node0", {"node0": "127.0.1.1"}, "eth0"),
+        ("127.0.0.1", {"127.0.0.1": "127.0.0.1", "192.0.2.1": "10.1.0.1"}, None),
+    ],
+)
+def test_the_interface_towards_a_host_is_that_of_the_route_and_never_loopback(
+    monkeypatch, target, sources, expected
+):
+    up = [HostAddress("lo", "127.0.0.1"), ETH, IB]
+    monkeypatch.setattr(interfaces, "addresses_that_are_up", lambda: up)
+    monkeypatch.setattr(interfaces, "_source_address", sources.get)
+    assert interfaces.route_interface(target) == expected
