@@ -12,6 +12,7 @@ The lock is held while the shard computes, never while anything is received or s
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import socket
@@ -48,6 +49,7 @@ from shoal.parameter_server.transport.acceptor import Acceptor
 from shoal.parameter_server.transport.connection import Connection, Header
 from shoal.parameter_server.transport.settings import Transport, address_of
 from shoal.platform.processes import set_process_name
+from shoal.platform.torch_private import DYNAMO
 
 UNREADABLE = (UsageError, SafetensorError, LookupError, TypeError, ValueError)
 """Errors of a message that its sender has made otherwise."""
@@ -254,6 +256,8 @@ def serve(listener: socket.socket, config: ServerConfig) -> None:
     set_process_name(f"shoal server {config.shard}")
     # A server that has lost a thread would stay silent, and its peers would wait for it.
     threading.excepthook = _exit_with_traceback
+    # The first optimizer would import it, under the lock of heartbeats, and outlast the lease.
+    importlib.import_module(DYNAMO)
     ServerNode(config, listener).run()
 
 
