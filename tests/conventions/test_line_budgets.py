@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_790,
+    "shoal/cli": 2_800,
     "shoal/comm": 3_100,
     "shoal/config": 1_770,
     "shoal/costs": 2_000,
@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 470,
     "shoal/run": 9_350,
     "shoal/shm_backend": 2_750,
-    "shoal/strategies": 16_080,
+    "shoal/strategies": 16_090,
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_770,
+    "tests": 68_780,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
