@@ -96,10 +96,12 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         )
     if options.hosts is not None or options.server_hosts is not None:
         problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
+    if given := _given(options, ("env", "address", "min-hosts")):
+        problems.append(f"{', '.join(given)}: for hosts that are reached by ssh. Leave it out")
     nodes, ranks_per_node = options.nodes or 1, options.ntasks_per_node or 1
     if options.hang_limit is not None:
         problems.append(
-            "--hang-limit: ranks that srun starts are not watched. Give --time, and see SLURM_WAIT "
+            "--hang-limit: ranks that srun starts are not watched. Give --time, or SLURM_WAIT "
             "in docs/clusters.md"
         )
     work = None

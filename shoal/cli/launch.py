@@ -42,7 +42,10 @@ EXAMPLES = """\
   shoal launch --hosts a:2,b:2 --server-hosts c,d --strategy server=2 train.py
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
-FLAGS = ("-n", "--processes", "--strategy", "--accumulate", "--allreduce", "--hosts", "--slurm")
+FLAGS = (
+    *("-n", "--processes", "--strategy", "--accumulate", "--allreduce", "--hosts", "--slurm"),
+    *("--nodes", "--ntasks-per-node", "--sbatch-option"),
+)
 """Flags of which there is a note where they stand behind the script."""
 
 
@@ -211,7 +214,8 @@ def _problems(options: argparse.Namespace, line: StrategyLine | None, ranks: int
     """Return a line for each thing that so many ranks cannot do, or that is in the way."""
     from shoal.strategies.precheck import check
 
-    found = [] if line is None else check(line, ranks)
+    on_machine = (options.ntasks_per_node or 1) if options.slurm else None
+    found = [] if line is None else check(line, ranks, on_machine)
     trace_to = Path(options.trace_to)
     if options.trace is not None and trace_to.exists() and not trace_to.is_dir():
         found.append(f"--trace-to {trace_to}: that is no directory")

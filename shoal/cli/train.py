@@ -148,12 +148,14 @@ def _settings(
     return settings, line
 
 
-def _problems(settings: Settings, line: StrategyLine, world: int) -> list[str]:
+def _problems(
+    settings: Settings, line: StrategyLine, world: int, on_machine: int | None = None
+) -> list[str]:
     """Return a line for each thing that so many ranks cannot do, or that is not there."""
     from shoal.strategies.precheck import check_job
     from shoal.train import job_precheck
 
-    found = check_job(settings.job, line, world)
+    found = check_job(settings.job, line, world, on_machine)
     return [*found, *job_precheck.problems(settings.job)]
 
 
@@ -161,9 +163,14 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.train.run_directory import check_usable
 
+    if ("strategy", job_options.AUTO) in options.settings:
+        raise UsageError(
+            "--strategy auto: every rank of the job would choose by itself. Use the line that "
+            "`shoal plan --cluster FILE` tells"
+        )
     settings, line = _settings(options, ranks)
     environment = cluster_options.server_variables(options, line, problems)
-    problems += _problems(settings, line, ranks)
+    problems += _problems(settings, line, ranks, options.ntasks_per_node or 1)
     check_usable(settings.job)
     words = cluster_options.without(options.words, ["--restarts"])
     return ClusterWork(

@@ -62,7 +62,7 @@ def problems(degrees: ParallelDims, world: int, local_world: int | None = None) 
         return [f"{sizes} needs a multiple of {product} ranks; there are {world}. {hint}"]
     if local_world is not None and local_world % degrees.tensor:
         sentences.append(
-            f"tensor={degrees.tensor}: tensor groups lie inside one machine, and this one has "
+            f"tensor={degrees.tensor}: tensor groups lie inside one machine, and one has "
             f"LOCAL_WORLD_SIZE={local_world} ranks. Start a multiple of {degrees.tensor} on each."
         )
     data = degrees.data(world)

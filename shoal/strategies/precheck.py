@@ -25,16 +25,21 @@ OPTIMIZERS_OF_FULL_PARAMETERS = ("Adafactor",)
 """Optimizers whose step needs more of a parameter than a shard."""
 
 
-def check(line: StrategyLine, ranks: int) -> list[str]:
-    """Return reasons why the strategies of `line` cannot run on `ranks` ranks."""
+def check(line: StrategyLine, ranks: int, on_machine: int | None = None) -> list[str]:
+    """Return reasons why the strategies of `line` cannot run on `ranks` ranks.
+
+    Args: on_machine: ranks on each machine, where that is known.
+    """
     options = [spec.options for spec in line.specs if spec.options is not None]
     dims = ParallelDims(**mesh_sizes(options))
-    return problems(dims, ranks) or list(_check_data_axis(line, ranks, dims.data(ranks)))
+    return problems(dims, ranks, on_machine) or list(
+        _check_data_axis(line, ranks, dims.data(ranks))
+    )
 
 
-def check_job(job: Job, line: StrategyLine, ranks: int) -> list[str]:
+def check_job(job: Job, line: StrategyLine, ranks: int, on_machine: int | None = None) -> list[str]:
     """Return the reasons of `check`, and reasons why they cannot step or save as the job says."""
-    return [*check(line, ranks), *_check_settings(job, line, ranks)]
+    return [*check(line, ranks, on_machine), *_check_settings(job, line, ranks)]
 
 
 def _check_data_axis(line: StrategyLine, world: int, ranks: int) -> Iterator[str]:

@@ -13,7 +13,7 @@ import pytest
 from cli_calls import shoal
 
 from shoal.launch.slurm import batch_script
-from shoal.launch.slurm.batch_script import ClusterWork, SlurmOptions
+from shoal.launch.slurm.batch_script import ClusterWork, SlurmOptions, _sbatch_options
 
 
 @pytest.fixture
@@ -253,6 +253,14 @@ def test_all_that_is_wrong_is_said_at_once_and_nothing_is_submitted(
         "there is no sbatch on the PATH",
     ):
         assert part in err, err
+    words = ("digits", "--slurm", "--min-hosts", 2, "--env", "A=1", "--nodes", 2)
+    status, _, err = shoal(capsys, "train", *words, "--strategy", "tensor=2")
+    assert status == 2
+    assert "--env, --min-hosts: for hosts that are reached by ssh" in err
+    assert "tensor=2: tensor groups lie inside one machine, and one has LOCAL_WORLD_SIZE=1" in err
+    status, _, err = shoal(capsys, "train", "digits", "--slurm", "--strategy", "auto")
+    assert status == 2
+    assert "--strategy auto: every rank of the job would choose by itself" in err
     status, _, err = shoal(capsys, "train", "digits", "--slurm", "--strategy", "single,x=1")
     assert status == 2
     assert "there is no sbatch" in err
@@ -300,6 +308,12 @@ def test_ranks_are_told_of_the_time_limit_in_time(time: str | None, seconds: int
     options = SlurmOptions(1, 1, time, None, "job", (), 20)
     assert options.notice_s() == seconds
     assert list(options.problems()) == []
+
+
+def test_a_value_for_sbatch_stays_one_value() -> None:
+    more = ("comment=a b --partition=c", "constraint=a100", "exclusive")
+    given = [*_sbatch_options(SlurmOptions(1, 1, None, None, "job", more, 20))]
+    assert given[-3:] == ["--comment='a b --partition=c'", "--constraint=a100", "--exclusive"]
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,8 @@ OWN = {
     "partition": "--partition",
 }
 """Options of sbatch that Shoal's command has itself."""
+WAIT_S = 600
+"""Seconds that ranks have to end in, and to save, after the first one has ended."""
 FIXED = {
     **dict.fromkeys(
         ("output", "error", "open-mode"),
@@ -124,6 +126,8 @@ def render(
         f"# Written by: {command}",
         f"cd -- {shlex.quote(directory)} || exit 1",
         "export PYTHONUNBUFFERED=1",
+        # Else a rank that cannot start leaves all nodes to the others, which wait for it.
+        f"export SLURM_WAIT=${{SLURM_WAIT:-{WAIT_S}}}",
         *(f"export {name}={shlex.quote(value)}" for name, value in work.environment.items()),
     ]
     parts = [FIRST_NODE]
@@ -147,7 +151,9 @@ def _sbatch_options(options: SlurmOptions) -> Iterator[str]:
     yield "--requeue" if options.requeues else "--no-requeue"
     yield "--open-mode=append"
     yield f"--output={log_name(options, '%j')}"
-    yield from (f"--{option}" for option in options.more)
+    for option in options.more:
+        name, equals, value = option.partition("=")
+        yield f"--{name}={shlex.quote(value)}" if equals else f"--{name}"
 
 
 def _srun(options: SlurmOptions, work: ClusterWork, python: str) -> str:
