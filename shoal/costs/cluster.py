@@ -160,6 +160,16 @@ def load(path: Path) -> Cluster:
     return cluster
 
 
+def _names_in(text: str) -> list[str]:
+    """Return the hosts of `n[01-64]`, as Slurm writes them; of another text that alone."""
+    found = re.fullmatch(r"([^\[\]]*)\[(\d+)-(\d+)\]([^\[\]]*)", text)
+    if found is None:
+        return [text]
+    before, first, last, after = found.groups()
+    numbers = range(int(first), int(last) + 1)
+    return [f"{before}{number:0{len(first)}}{after}" for number in numbers]
+
+
 class _Reader:
     """Reads a cluster file, and collects its problems."""
 
@@ -175,7 +185,11 @@ class _Reader:
             str(name): self._link(f"switches.{name}", link or {}, needs_bandwidth=False)
             for name, link in (read.get("switches") or {}).items()
         }
-        hosts = tuple(self._host(str(name), host) for name, host in read["hosts"].items())
+        hosts = tuple(
+            self._host(str(names), host)._replace(name=name)
+            for names, host in read["hosts"].items()
+            for name in _names_in(str(names))
+        )
         for host in hosts:
             self._check_way(host.name, host.link.to, switches)
         mtbf_s = self._value("mtbf", read, read_time, math.inf)

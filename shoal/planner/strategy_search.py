@@ -236,7 +236,8 @@ class Planner:
         if layout.data * work.accumulate > work.global_batch:
             raise StrategyRefused(
                 f"batch {work.global_batch} cannot be cut for {layout.data} ranks"
-                + (f" x {work.accumulate} micro-batches." if work.accumulate > 1 else ".")
+                + (f" x {work.accumulate} micro-batches" if work.accumulate > 1 else "")
+                + f". Give each a sample: a batch of {layout.data * work.accumulate} or more."
             )
         if layout.tensor > self.cluster.ranks_per_host:
             raise StrategyRefused(

@@ -14,7 +14,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/cli": 2_800,
     "shoal/comm": 3_100,
     "shoal/config": 1_770,
-    "shoal/costs": 2_000,
+    "shoal/costs": 2_020,
     "shoal/data": 3_310,
     "shoal/doctor": 490,
     "shoal/integrations": 750,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_780,
+    "tests": 68_790,
     "benchmarks": 12_160,
 }
 SLACK = 0.03

@@ -45,6 +45,13 @@ def test_a_group_inside_a_host_uses_its_inner_link(tmp_path: Path) -> None:
     assert found.link_of(4, 1).bandwidth == 100e9
 
 
+def test_a_range_names_as_many_hosts(tmp_path: Path) -> None:
+    text = "hosts:\n  n[08-10].x: {ranks: 4, memory: 16GiB}\n  login: {ranks: 1}\n"
+    found = load(tmp_path, text)
+    assert [host.name for host in found.hosts] == ["n08.x", "n09.x", "n10.x", "login"]
+    assert found.ranks == 13
+
+
 def test_groups_that_leave_a_host_together_share_its_link(tmp_path: Path) -> None:
     found = load(tmp_path, TWO_HOSTS)
     assert found.link_of(8, 1).bandwidth == 50e6
