@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
-    "shoal/trial": 3_120,
+    "shoal/trial": 3_140,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_790,
+    "tests": 68_800,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
