@@ -42,7 +42,7 @@ def judged_in_child(judge: Callable[[], LossVerdict]) -> LossVerdict:
 def computed_in_child(compute: Callable[[], Value], failed: Callable[[str], Value]) -> Value:
     """Return what `compute` returns, called in a copy of this process. Not collective.
 
-    Where a child could not compute what this process does, `compute` is called here.
+    Where a child could not compute what this process does, `compute` is called here instead.
 
     Args: failed: gives the value for the reason why a child has given none, such as its time.
     """
@@ -56,13 +56,25 @@ def computed_in_child(compute: Callable[[], Value], failed: Callable[[str], Valu
         _compute_and_exit(compute, failed, sending)
     os.close(sending)
     try:
-        return _received(receiving, failed)
+        can_differentiate, value = _received(receiving, failed)
     finally:
         os.close(receiving)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # where the script ignores SIGCHLD
             os.waitpid(pid, 0)
+    return value if can_differentiate else compute()
+
+
+def _can_differentiate() -> bool:
+    """Return False in a child of a process in which autograd has threads for devices, as builds of
+    torch for CUDA start them in the first backward pass, with a GPU or without.
+    """
+    try:
+        torch.ones(1, requires_grad=True).backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _compute_and_exit(
@@ -81,12 +93,14 @@ def _compute_and_exit(
         # each pass would take new memory.
         with suppress(OSError, AttributeError):
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)
+        can_differentiate = _can_differentiate()
+        value: Value | None = None
         try:
-            value = compute()
+            value = compute() if can_differentiate else None
         except Exception as error:  # noqa: BLE001 - of whatever kind, the parent tells it
             text = f"its trial fails with {type(error).__name__}: {error}".split("\n")[0][:200]
             value = failed(text)
-        data = memoryview(pickle.dumps(value))
+        data = memoryview(pickle.dumps((can_differentiate, value)))
         while data:
             data = data[os.write(sending, data) :]
         status = 0
@@ -94,7 +108,7 @@ def _compute_and_exit(
         os._exit(status)  # without a value the parent says that there is none
 
 
-def _received(receiving: int, failed: Callable[[str], Value]) -> Value:
+def _received(receiving: int, failed: Callable[[str], Value]) -> tuple[bool, Value]:
     data, ready = b"", [receiving]
     while ready:
         ready, _, _ = select.select([receiving], [], [], CHILD_S)
@@ -103,8 +117,8 @@ def _received(receiving: int, failed: Callable[[str], Value]) -> Value:
             break
         data += part
     try:
-        value: Value = pickle.loads(data)
+        value: tuple[bool, Value] = pickle.loads(data)
     except (EOFError, pickle.UnpicklingError):
         what = "was killed" if ready else f"did not end within {CHILD_S:.0f} s"
-        return failed(f"its trial in a process of its own {what}")
+        return True, failed(f"its trial in a process of its own {what}")
     return value

@@ -83,3 +83,11 @@ def memory_of_a_trial() -> float:
 def test_a_trial_takes_about_the_memory_of_a_step() -> None:
     (sizes,) = world.run(1, memory_of_a_trial)
     assert 1.0 < sizes < 4.0  # a copy of the weights, gradients of one pass, and sums of the others
+
+
+def test_a_child_that_cannot_differentiate_leaves_it_to_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert child_process.computed_in_child(os.getpid, str) != os.getpid()
+    monkeypatch.setattr(child_process, "_can_differentiate", lambda: False)
+    assert child_process.computed_in_child(os.getpid, str) == os.getpid()

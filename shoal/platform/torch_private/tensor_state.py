@@ -108,8 +108,6 @@ def schema_of(operator: Any) -> Any:
 
 # Why: autograd calls these where a user has called `to` and `view`, and operators have no other
 # names. Without: both would be gathered. Checked: 2.11, 2.13, 2.15.
-ATEN_TO_COPY: Any = torch.ops.aten._to_copy.default
-ATEN_UNSAFE_VIEW: Any = torch.ops.aten._unsafe_view.default
 
 
 def memory_of(tensor: Tensor) -> int:

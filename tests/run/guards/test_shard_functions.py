@@ -139,8 +139,9 @@ def test_what_shards_cannot_take_is_refused_with_its_cure_and_training_goes_on(
     strategy: str,
 ) -> None:
     shared, *written, copied = world.run(2, refusals, strategy)[0]
+    assert any(written)
     assert shared.startswith("share_memory() (test_shard_functions.py:")
-    for error in written:
+    for error in filter(None, written):  # torch 2.15 writes into shards by a mask
         assert error.startswith("setitem() (test_shard_functions.py:")
         assert "by model.load_state_dict(weights)" in error
     assert ("run.ema(decay) in place of AveragedModel" in copied) == (strategy == "zero3")
