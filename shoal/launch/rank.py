@@ -146,9 +146,12 @@ def _refuse_unused_strategy() -> None:
         return
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+    rank_pid = os.getpid()
+
     def check(*_: Any) -> None:
         handle.remove()
-        if not is_place_taken():
+        is_server = os.getpid() != rank_pid  # forked, on a host of servers before the script runs
+        if not (is_server or is_place_taken()):
             raise UsageError(
                 f"--strategy {strategy}: the script steps an optimizer and has not called "
                 "shoal.init(), which uses it; each process would train a copy of its own. Call it "

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,9 +8,10 @@ import textwrap
 import uuid
 
 import pytest
+import torch
 
-from shoal.errors import LaunchError
-from shoal.launch import local
+from shoal.errors import LaunchError, UsageError
+from shoal.launch import local, rank
 from shoal.launch.preload import for_script
 from tests.harness.process_tree import marked
 
@@ -234,3 +236,20 @@ def test_nothing_of_the_command_is_alive_when_it_has_ended(tmp_path, end):
     null = subprocess.DEVNULL
     subprocess.run(command, cwd=tmp_path, env=environment, stdout=null, stderr=null, check=False)
     assert marked(mark) == []
+
+
+def test_a_server_that_was_forked_steps_before_any_script_calls_init(monkeypatch):
+    monkeypatch.setenv("SHOAL_STRATEGY", "server=1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(rank, "is_place_taken", lambda: False)
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    rank._refuse_unused_strategy()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(UsageError):
+            optimizer.step()
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    with pytest.raises(UsageError, match=r"has not called shoal\.init"):
+        optimizer.step()
