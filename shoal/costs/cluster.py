@@ -185,15 +185,16 @@ class _Reader:
             str(name): self._link(f"switches.{name}", link or {}, needs_bandwidth=False)
             for name, link in (read.get("switches") or {}).items()
         }
-        hosts = tuple(
-            self._host(str(names), host)._replace(name=name)
-            for names, host in read["hosts"].items()
-            for name in _names_in(str(names))
-        )
-        for host in hosts:
+        hosts: list[Host] = []
+        for names, entry in read["hosts"].items():
+            host = self._host(str(names), entry)
             self._check_way(host.name, host.link.to, switches)
+            found = [host._replace(name=name) for name in _names_in(host.name)]
+            hosts += found
+            if not found:
+                self.problems.append(f"hosts.{host.name}: this range has no host")
         mtbf_s = self._value("mtbf", read, read_time, math.inf)
-        return Cluster(hosts, switches, str(read.get("machine") or ""), mtbf_s)
+        return Cluster(tuple(hosts), switches, str(read.get("machine") or ""), mtbf_s)
 
     def _host(self, name: str, read: Any) -> Host:
         where = f"hosts.{name}"

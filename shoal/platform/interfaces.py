@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 IFF_UP = 0x1
+DEFAULT_ROUTE = "192.0.2.1"  # an address of RFC 5737, which no machine has
 # Offset and bytes of the address in a `struct sockaddr` of each family.
-DEFAULT_ROUTE = "192.0.2.1"  # of the documentation (RFC 5737), so of no machine
 ADDRESS_OF_FAMILY = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 

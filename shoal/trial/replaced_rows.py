@@ -44,13 +44,14 @@ from shoal.platform.torch_private.tensor_state import (
     schema_of,
 )
 from shoal.trial.mixed_rows import layouts, lie_in_order, mixes_rows
+from shoal.trial.reached import LARGEST_TABLE
 
 MOST_OPERATORS = 3000
 """Operators on rows of the batch between two steps; a loop with more generates with a model."""
 MOST_BYTES = 1 << 30
 """Memory of the copies on a CPU; on a GPU a quarter of what is free."""
-MOST_TABLES, LARGEST_TABLE = 64, 1 << 26
-"""Constants of a loss that are compared, and numbers of the largest one."""
+MOST_TABLES = 64
+"""Constants of a loss that are compared."""
 _HIDDEN_WRITES = "batch_norm"
 """Operators that write into their arguments, and whose schemas do not say so."""
 

@@ -50,6 +50,9 @@ def test_a_range_names_as_many_hosts(tmp_path: Path) -> None:
     found = load(tmp_path, text)
     assert [host.name for host in found.hosts] == ["n08.x", "n09.x", "n10.x", "login"]
     assert found.ranks == 13
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path, "hosts:\n  n[1-3]: {ranks: 0}\n  m[3-1]: {ranks: 1}\n")
+    assert len(error.value.problems) == 2, "one for each entry"
 
 
 def test_groups_that_leave_a_host_together_share_its_link(tmp_path: Path) -> None:

@@ -106,10 +106,6 @@ def schema_of(operator: Any) -> Any:
     return operator._schema
 
 
-# Why: autograd calls these where a user has called `to` and `view`, and operators have no other
-# names. Without: both would be gathered. Checked: 2.11, 2.13, 2.15.
-
-
 def memory_of(tensor: Tensor) -> int:
     """Return the number by which the memory of a tensor is told from all other memory that lives.
 
