@@ -1,5 +1,6 @@
 """Notes about the first step: what makes it differ from that of one device.
 
+collectives      What torch.distributed sends passes no gradient to the other ranks.
 buffers          Codebooks, queues and moving averages are computed from a batch. Where each rank,
                  or each micro-batch, has another part of it, their values are not those of one
                  device. BatchNorm has a note of its own.
@@ -22,11 +23,13 @@ from torch import Tensor, nn
 from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
+from shoal.data.tree_map import tensors_in
 from shoal.platform.script_line import caller, is_called_from, script_line
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
 from shoal.run.prepared import Prepared
+from shoal.shm_backend.torch_calls import watchers
 from shoal.strategies.buffer_versions import changed_since, mutable_buffers, snapshot
 from shoal.strategies.wrap_units import has_dropout
 
@@ -48,6 +51,9 @@ def noting_first_step(prepared: Prepared, is_computed: bool) -> Iterator[None]:
         notes.enter_context(_noting_buffers(prepared, in_micro_batches, is_computed))
         if settings.draws != "global":
             notes.enter_context(_noting_draws(prepared))
+        sent = SentGradients(prepared)
+        notes.callback(sent.watch, False)
+        sent.watch(True)
         yield
 
 
@@ -171,3 +177,28 @@ def _noting_draws(prepared: Prepared) -> Iterator[None]:
         sentences.append(HOST_DRAWS)
     if sentences:
         prepared.announce(f"note: {' '.join(sentences)}")
+
+
+SENT = (
+    "note: the loss computes with what torch.distributed has sent ({place}), which passes no "
+    "gradient to the other ranks: the mean over ranks is a part of one device's. "
+    "run.gather(tensor) gives the rows of all ranks, and passes each its gradient."
+)
+
+
+class SentGradients:
+    """Announces collectives of the script that are given tensors with a gradient, once."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self._prepared = prepared
+
+    def watch(self, begins: bool) -> None:
+        """Look at the collectives that the script makes from now on, or no longer."""
+        if begins and self._look_at not in watchers:
+            watchers.append(self._look_at)
+        elif not begins and self._look_at in watchers:
+            watchers.remove(self._look_at)
+
+    def _look_at(self, arguments: Any) -> None:
+        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_in(arguments)):
+            self._prepared.note_once(SENT, place=script_line(caller()))

@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.tree_map import mark_sample_lists, tensors_in
+from shoal.data.tree_map import mark_sample_lists
 from shoal.errors import StrategyRefused, UsageError
-from shoal.platform.script_line import caller, script_line
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
+from shoal.run.first_step_notes import SentGradients
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step import batch_of_size
-from shoal.shm_backend.torch_calls import watchers
 from shoal.strategies import base
 from shoal.strategies.loss_terms import LOOP_IN_PIPELINE, LOOP_IN_SERVERS, LOSS_AS_FUNCTION, Counted
 from shoal.strategies.microbatch import split_microbatches
@@ -78,11 +77,6 @@ IN_EVALUATION = (
     "from_pretrained returns a model in evaluation mode. To train without dropout, give the loss "
     f"as a function: {LOSS_AS_FUNCTION}."
 )
-NO_GRADIENT_SENT = (
-    "note: the loss of run.backward computes with what torch.distributed has sent ({place}), which "
-    "passes no gradient to the other ranks: the mean over ranks is a part of one device's. "
-    "run.gather(tensor) gives the rows of all ranks, and passes each its gradient."
-)
 NO_GRADIENT = (
     "run.backward was given a loss that depends on no trainable parameter: is it detached, made of "
     "numbers, or computed under no_grad?"
@@ -124,6 +118,7 @@ class LoopLoss:
         # Those of the step that is checked.
         self._inputs: list[tuple[Any, ...]] = []
         self._microbatch: base.LocalBatch | None = None
+        self._sent = SentGradients(prepared)
         self._is_noted = False
         self._graph_check = LossGraphCheck(
             prepared.mesh.data,
@@ -167,7 +162,7 @@ class LoopLoss:
         outside_step.hold(False)
         self._calls.clear()
         self._inner_calls.clear()
-        self._watch_collectives(False)
+        self._sent.watch(False)
         self._first_calls = []
         self._graph_check.begin_step()
         if self._is_noted:
@@ -195,7 +190,7 @@ class LoopLoss:
         calls = [*self._calls]
         inputs = [*calls, *self._inner_calls]
         self._inputs = inputs if self._prepared.watch.enabled else []
-        self._watch_collectives(False)
+        self._sent.watch(False)
         self._calls.clear()
         self._inner_calls.clear()
         if self._autocast is not None and self.watches and not calls:
@@ -339,7 +334,7 @@ class LoopLoss:
         context = None
         if is_of_loop:
             self._prepared.watch.end()  # of what the loop does before it calls a model
-            self._watch_collectives(self._graph_check.is_due())
+            self._sent.watch(self._graph_check.is_due())
             if not in_function_transform():
                 self._calls.append((*args, *kwargs.values()))
         if is_of_loop and self._autocast is not None:
@@ -351,7 +346,7 @@ class LoopLoss:
         """Note a call of a module that is no part of a call of its model."""
         if self._is_outer_call():
             self._prepared.watch.end()
-            self._watch_collectives(self._graph_check.is_due())
+            self._sent.watch(self._graph_check.is_due())
             self._inner_calls.append((*args, *kwargs.values()))
 
     def _after_inner(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -367,17 +362,6 @@ class LoopLoss:
             or in_function_transform()
             or not torch.is_grad_enabled()
         )
-
-    def _watch_collectives(self, begins: bool) -> None:
-        """Look at the collectives that the script makes until its loss is there."""
-        if begins and self._look_at_call not in watchers:
-            watchers.append(self._look_at_call)
-        elif not begins and self._look_at_call in watchers:
-            watchers.remove(self._look_at_call)
-
-    def _look_at_call(self, arguments: Any) -> None:
-        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_in(arguments)):
-            self._prepared.note_once(NO_GRADIENT_SENT, place=script_line(caller()))
 
     def _own_figures(self) -> str:
         """Return the note on figures that the loop computes of this rank's samples."""

@@ -33,6 +33,12 @@ from shoal.trace.recorder import ASIDE
 from shoal.watchdog.progress_word import Phase
 from shoal.watchdog.progress_writer import own_progress
 
+GRAPH_ONCE = (
+    "run.backward(retain_graph=True): a graph is used by one run.backward. Add up the losses of a "
+    "step that share a part of it: run.backward(loss_1 + loss_2). Leave retain_graph out where "
+    "nothing is shared, and compute again, or detach, what a later step takes: hidden.detach()."
+)
+
 
 class Run(StatefulRun):
     """One training run, as one rank sees it. `shoal.init` makes it.
@@ -121,7 +127,13 @@ class Run(StatefulRun):
             make = partial(make_batch, compute_loss, batch, named_batch, *parts, rows)
             return self._forward_backward(make, reduction)
 
-    def backward(self, loss: Any, rows: int | None = None, reduction: str = "rows") -> Tensor:
+    def backward(
+        self,
+        loss: Any,
+        rows: int | None = None,
+        reduction: str = "rows",
+        retain_graph: bool = False,
+    ) -> Tensor:
         """Compute the gradients of a loss that the loop has computed of its batch. Collective.
 
             loss = F.cross_entropy(model(x), y)
@@ -139,6 +151,7 @@ class Run(StatefulRun):
             rows: samples on this rank; by default those of the batch that the models were called
                 with.
             reduction: as for `forward_backward`.
+            retain_graph: refused, for a graph is used once: add the losses of a step.
 
         Returns: the global mean loss, a detached scalar on the device, equal on every rank; of a
             micro-batch, its share of that of the batch.
@@ -149,6 +162,8 @@ class Run(StatefulRun):
                 draws="global".
         """
         checks.check_step_options(rows, reduction)
+        if retain_graph:
+            raise UsageError(GRAPH_ONCE)
         with self._calls.during("run.backward"):
             make = partial(self._loop.make_batch, loss, rows, reduction)
             mean: Tensor = self._forward_backward(make, reduction)

@@ -96,7 +96,7 @@ class StepChecks:
         self._has_noted = True
         with self._guards.phase, notes:
             yield
-        if self._trials.before_passes is not None:
+        if self._trials.in_first_step:
             self._trials.after_passes()
         self._guards.phase.has_gradients = True
         if self._guards.enabled:

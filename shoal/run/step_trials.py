@@ -24,6 +24,7 @@ from shoal.comm.tensor_digest import tensor_digest
 from shoal.data.tree_map import are_tensors
 from shoal.errors import UsageError
 from shoal.platform.torch_private.module_state import BatchNormBase
+from shoal.platform.torch_private.tensor_state import version
 from shoal.run.optimizer_binding import listed
 from shoal.run.prepared import Prepared
 from shoal.run.step import code_of
@@ -32,6 +33,7 @@ from shoal.strategies.former_modules import MOST_BYTES
 from shoal.trial import LossKind, LossVerdict, judged_in_child, try_loss
 from shoal.trial.batch_rows import BatchNews
 from shoal.trial.called_models import ModelCall, calls_behind, try_calls
+from shoal.trial.loss_graph import UNPREPARED
 from shoal.trial.loss_verdict import percent
 from shoal.trial.reached import Place, reached_numbers, tensors_of
 from shoal.watchdog.progress_word import Phase
@@ -73,8 +75,7 @@ class StepTrials:
 
     Attributes:
         tried: steps of each function that was tried, by its `_key`.
-        before_passes: the batch of a first step whose passes call its function several times, and
-            what the numbers of the function and of the models were before them.
+        in_first_step: the passes of a function's first step have not ended.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -87,7 +88,12 @@ class StepTrials:
         self._first_tensors: dict[object, list[ReferenceType[Tensor]]] = {}
         self._noted: set[LossKind] = set()
         self._tried_models: set[nn.Module] = set()
-        self.before_passes: tuple[LocalBatch, dict[str, Any], dict[str, Any]] | None = None
+        self.in_first_step = False
+        # Tensors that the function of a first step may train, with versions of their gradients.
+        self._unprepared: list[tuple[Tensor, Any]] = []
+        # The batch of a first step whose passes call its function several times, and what the
+        # numbers of the function and of the models were before them.
+        self._before_passes: tuple[LocalBatch, dict[str, Any], dict[str, Any]] | None = None
 
     def has_tried(self, function: ComputeLoss) -> bool:
         """Return True if a function was tried with the models that are prepared now."""
@@ -108,32 +114,47 @@ class StepTrials:
                 sizes.note_same_rows([batch.args, batch.kwargs], self._prepared.announce)
         code = self._key(batch.step.compute_loss)
         self.tried[code] = 1
+        self.in_first_step = True
         if mesh.data.size > 1:
             self._first_digests[code] = _digests(self._reached(batch))
-            self._first_tensors[code] = [ref(t) for t in tensors_of(batch.step.compute_loss)]
+            tensors = tensors_of(batch.step.compute_loss)
+            self._first_tensors[code] = [ref(t) for t in tensors]
+            self._unprepared = [(t, _grad_version(t)) for t in self._not_prepared(tensors)]
         self._news.found_in([batch.args, batch.kwargs])
         self._tell(self._try(batch))
         if self._prepared.settings.accumulate > 1 or mesh.pipeline.size > 1:
-            self.before_passes = batch, *self._held(batch)
+            self._before_passes = batch, *self._held(batch)
 
     def after_passes(self) -> None:
-        """Note what was counted in a first step that calls its function several times. Collective
-        over the stages of a pipeline.
+        """Note what a first step has given a gradient that no rank averages, and what was counted
+        where a step calls its function several times. Collective over the stages of a pipeline.
         """
-        assert self.before_passes is not None
-        (batch, before, kept_before), self.before_passes = self.before_passes, None
+        self.in_first_step = False
+        unprepared, self._unprepared = self._unprepared, []
+        for tensor, before in unprepared:
+            if _grad_version(tensor) != before:
+                self._prepared.note_once(UNPREPARED, shape=tuple(tensor.shape))
+        if self._before_passes is None:
+            return
+        (batch, numbers_before, kept_before), self._before_passes = self._before_passes, None
         numbers, tensors = self._held(batch)
         ranks = self._prepared.mesh.tensor.size  # a pipeline's stages divide their heads meanwhile
         own = [
             name
             for name, number in numbers.items()
-            if repr(before.get(name, number)) not in (repr(number), repr(ranks * number))
+            if repr(numbers_before.get(name, number)) not in (repr(number), repr(ranks * number))
         ]
         kept = [name for name, digest in tensors.items() if kept_before.get(name) != digest]
         stages = self._prepared.mesh.pipeline.all_gather_json([own, kept])
         for note, each in zip((CALLED_OFTEN, HANDED_ON), zip(*stages, strict=True), strict=True):
             if names := [*dict.fromkeys(name for stage in each for name in stage)]:
                 self._prepared.note_once(note, names=listed(names, 3))
+
+    def _not_prepared(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return those that may get a gradient and are parameters of no prepared model."""
+        prepared = {id(p) for model in self._prepared.models for p in model.parameters()}
+        leaves = (t for t in tensors if t.requires_grad and t.is_leaf)
+        return [t for t in leaves if id(t) not in prepared]
 
     def later_step(self, batch: LocalBatch) -> None:
         """Try a loss again if the batch has news. Collective where models are divided.
@@ -368,6 +389,11 @@ def is_divided(model: LocalModel) -> bool:
         isinstance(module, BatchNormBase) and module.running_mean is None
         for module in model.module.modules()
     )
+
+
+def _grad_version(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what is another value when a backward pass has added to the gradient."""
+    return None if tensor.grad is None else (id(tensor.grad), version(tensor.grad))
 
 
 def _digests(numbers: dict[str, Place]) -> dict[str, str]:

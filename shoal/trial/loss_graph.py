@@ -168,8 +168,8 @@ APART = (
 
 
 UNPREPARED = (
-    "note: the loss of run.backward depends on a tensor of shape {shape} that requires a gradient "
-    "and is a parameter of no prepared model. Its gradient is that of this rank's samples alone, "
+    "note: the loss depends on a tensor of shape {shape} that requires a gradient and is a "
+    "parameter of no prepared model. Its gradient is that of this rank's samples alone, "
     "where one device takes all. Make it a parameter of a module, and give that and the optimizer "
     "that steps it to run.prepare."
 )

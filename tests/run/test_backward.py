@@ -207,6 +207,8 @@ def refused_loop(strategy: str, settings: dict[str, Any], form: str) -> str:
             loss = F.cross_entropy(model(x), y)
             run.backward(loss)
             run.backward(loss)
+        elif form == "kept graph":
+            run.backward(F.cross_entropy(model(x), y), retain_graph=True)
         elif form == "detached":
             run.backward(F.cross_entropy(model(x), y).detach())
         elif form == "layers":
@@ -228,6 +230,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     ("ddp", {"accumulate": 2}, "loop", r"for x, y in run\.microbatches\(\(x, y\)\)"),
     ("ddp", {"accumulate": 2}, "skipped part", "micro-batch 0, so its gradient"),
     ("ddp", {}, "old graph", r"hidden = hidden\.detach\(\)"),
+    ("ddp", {}, "kept graph", r"run\.backward\(loss_1 \+ loss_2\)"),
     ("ddp", {}, "detached", "is it detached, made of numbers"),
     ("ddp", {"precision": "bf16"}, "layers", "no call of a prepared model was seen"),
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -85,7 +86,9 @@ def of_both_outputs(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tenso
     return (value.square().mean(1) * hidden.square().mean(1)).mean()
 
 
-def trained(loss: Loss, ranks: int = 2) -> tuple[str, list[str], dict[str, Tensor]]:
+def trained(
+    loss: Loss, ranks: int = 2, as_function: bool = False
+) -> tuple[str, list[str], dict[str, Tensor]]:
     """Return the error of a loop, its notes, and its weights."""
     notes: list[str] = []
     run = shoal.init("ddp" if ranks > 1 else "single", announce=notes.append)
@@ -98,7 +101,10 @@ def trained(loss: Loss, ranks: int = 2) -> tuple[str, list[str], dict[str, Tenso
     try:
         for x, y in loader:
             optimizer.zero_grad()
-            run.backward(loss(run, model, x, y))
+            if as_function:
+                run.forward_backward(lambda x, y: loss(run, model, x, y), x, y)
+            else:
+                run.backward(loss(run, model, x, y))
             optimizer.step()
     except UsageError as error:
         return str(error), notes, {}
@@ -119,17 +125,20 @@ def test_an_output_of_which_another_one_was_computed_is_looked_at_too() -> None:
         assert "a loss in which samples influence one another" in error
 
 
-def test_a_tensor_that_was_not_prepared_and_a_collective_get_a_note() -> None:
-    scale, reduced = world.run(2, in_turn, trained, (with_a_scale,), (of_a_reduced_product,))[0]
+@pytest.mark.parametrize("as_function", [False, True])
+def test_a_tensor_that_was_not_prepared_and_a_collective_get_a_note(as_function: bool) -> None:
+    calls = [(loss, 2, as_function) for loss in (with_a_scale, of_a_reduced_product)]
+    scale, reduced = world.run(2, in_turn, trained, *calls)[0]
     (note,) = [line for line in scale[1] if "no prepared model" in line]
     assert "depends on a tensor of shape (1,) that requires a gradient" in note
     (note,) = [line for line in reduced[1] if "torch.distributed has sent" in line]
     assert "(test_methods_of_models.py:" in note
 
 
-def test_losses_of_methods_and_of_several_outputs_are_exact_otherwise() -> None:
-    calls = (advantages_of_all,), (of_both_outputs,)
-    expected = [trained(loss, ranks=1)[2] for (loss,) in calls]
+@pytest.mark.parametrize("as_function", [False, True])
+def test_losses_of_methods_and_of_several_outputs_are_exact_otherwise(as_function: bool) -> None:
+    calls = [(loss, 2, as_function) for loss in (advantages_of_all, of_both_outputs)]
+    expected = [trained(loss, ranks=1)[2] for loss, *_ in calls]
     found = world.run(2, in_turn, trained, *calls)[0]
     for (error, notes, weights), exact in zip(found, expected, strict=True):
         assert error == ""
