@@ -23,7 +23,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/models": 850,
     "shoal/optim": 250,
     "shoal/parameter_server": 6_960,
-    "shoal/planner": 2_710,
+    "shoal/planner": 2_730,
     "shoal/platform": 2_070,
     "shoal/plotting": 470,
     "shoal/run": 9_410,
@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
-    "shoal/trial": 3_140,
+    "shoal/trial": 3_150,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_830,
+    "tests": 68_840,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
