@@ -92,19 +92,29 @@ def _is_looked_at(output: Tensor, samples: int) -> bool:
 def _changes_across(loss: Tensor, outputs: Sequence[Tensor], samples: int) -> bool:
     """Return True if gradients of the first half of the samples change with the others.
 
-    Views of a sample may lie apart, as `torch.cat` puts them, or side by side.
+    Views of a sample may lie apart, as `torch.cat` puts them, or side by side. Where time comes
+    first, samples are dimension 1.
     """
     with torch.enable_grad(), without_hooks(outputs), _without_models(outputs):
         first = torch.autograd.grad(loss, outputs, create_graph=True, allow_unused=True)
-        for views_are_apart in (True, False):
-            masks = []  # for each row whether it is of the first half of the samples
-            for output in outputs:
-                rows = torch.arange(len(output), device=output.device)
-                sample = rows % samples if views_are_apart else rows // (len(output) // samples)
-                masks.append(sample < samples // 2)
-            if not _is_across(first, outputs, masks):
+        for order in ("apart", "side by side", "time first"):
+            halves = [_first_half(output, samples, order) for output in outputs]
+            if not _is_across(first, outputs, halves):
                 return False
     return True
+
+
+def _first_half(output: Tensor, samples: int, order: str) -> tuple[int, Tensor]:
+    """Return the dimension of an output's samples, and for each index whether it is of the first
+    half of the samples.
+    """
+    has_time_first = output.dim() > 2 and output.shape[1] == samples != len(output)
+    if order == "time first" and has_time_first:
+        return 1, torch.arange(samples, device=output.device) < samples // 2
+    rows = torch.arange(len(output), device=output.device)
+    views = len(output) // samples
+    sample = rows // views if order == "side by side" else rows % samples
+    return 0, sample < samples // 2
 
 
 @contextmanager
@@ -124,23 +134,25 @@ def _without_models(outputs: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _is_across(
-    first: Sequence[Tensor | None], outputs: Sequence[Tensor], masks: Sequence[Tensor]
+    first: Sequence[Tensor | None],
+    outputs: Sequence[Tensor],
+    halves: Sequence[tuple[int, Tensor]],
 ) -> bool:
     """Return True if first derivatives of some rows have derivatives by others."""
     total = torch.zeros((), device=outputs[0].device)
-    for gradient, mask in zip(first, masks, strict=True):
+    for gradient, (dim, mask) in zip(first, halves, strict=True):
         if gradient is not None and gradient.requires_grad:
-            rows = gradient[mask]
+            rows = gradient.movedim(dim, 0)[mask]
             direction = torch.arange(rows.numel(), dtype=rows.dtype, device=rows.device).cos()
             total = total + (rows * direction.view_as(rows)).sum()
     if not total.requires_grad:
         return False
     second = torch.autograd.grad(total, outputs, retain_graph=True, allow_unused=True)
     largest, across = 0.0, 0.0
-    for one, mask in zip(second, masks, strict=True):
+    for one, (dim, mask) in zip(second, halves, strict=True):
         if one is not None:
             largest = max(largest, float(one.abs().max()))
-            across = max(across, float(one[~mask].abs().max()))
+            across = max(across, float(one.movedim(dim, 0)[~mask].abs().max()))
     return across > SMALLEST * largest
 
 

@@ -73,6 +73,13 @@ def test_statistics_between_two_models_are_not_the_loss_of_the_second() -> None:
     assert couples_samples(contrastive(second), [first, second], ROWS)
 
 
+def test_steps_in_time_that_are_compared_couple_no_samples() -> None:
+    output = nn.Linear(3, 5)(torch.randn(2 * ROWS, ROWS, 3))  # time first, as of nn.LSTM
+    slowness = (output[1:] - output[:-1]).square().mean()
+    assert not couples_samples(slowness, [output], ROWS)
+    assert couples_samples(output.square().mean().sqrt(), [output], ROWS)
+
+
 def test_the_backward_pass_comes_to_the_same_after_a_look() -> None:
     model = nn.Linear(3, 5)
     gradients = []
