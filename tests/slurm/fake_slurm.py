@@ -22,8 +22,8 @@ def sbatch(words: list[str]) -> None:
     script = sys.stdin.read()
     (FOLDER / "script").write_text(script)
     (FOLDER / "environment").write_text("\n".join(os.environ))
-    if "--partition=nowhere" in script:
-        sys.exit("sbatch: error: Batch job submission failed:\nInvalid partition name specified")
+    if "--account=nobody" in script:
+        sys.exit("sbatch: error: Batch job submission failed:\nInvalid account specified")
     state("RUNNING")
     subprocess.Popen(
         [sys.executable, __file__, "slurmd"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

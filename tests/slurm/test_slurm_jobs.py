@@ -79,8 +79,9 @@ def test_an_interpreter_that_is_not_on_this_machine_is_named_beside_the_job(
 def test_options_for_sbatch_count_more_than_variables_of_the_shell(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("SBATCH_TIMELIMIT", "SBATCH_PARTITION", "SBATCH_CPUS_PER_TASK", "SBATCH_EXPORT"):
+    for name in ("SBATCH_TIMELIMIT", "SBATCH_CPUS_PER_TASK", "SBATCH_EXPORT"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SBATCH_PARTITION", "large")
     Path("script.py").touch()
     more = ("--time", 5, "--sbatch-option=cpus-per-task=2", "--sbatch-option=exclusive")
     assert shoal(capsys, "launch", "--slurm", *more, "script.py")[0] == 0
@@ -163,11 +164,13 @@ def test_what_slurm_refuses_is_said_in_one_line(
     slurm: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("script.py").touch()
-    status, _, err = shoal(capsys, "launch", "--slurm", "--partition", "nowhere", "script.py")
+    status, _, err = shoal(
+        capsys, "launch", "--slurm", "--sbatch-option", "account=nobody", "script.py"
+    )
     assert status == 2
     assert err == (
         "shoal: sbatch refused the job: sbatch: error: Batch job submission failed: "
-        "Invalid partition name specified\n"
+        "Invalid account specified\n"
     )
 
 
@@ -177,9 +180,10 @@ def test_what_slurm_refuses_is_said_in_one_line(
         (("--nodes", 5), "", "--nodes 5: partition debug has 4"),
         (("--nodes", 65, "--partition", "debug,large"), "", "debug has 4, partition large has 64"),
         (("--nodes", 65), "large", "--nodes 65: partition large has 64"),
+        (("--partition", "lage"), "", "--partition lage: Slurm has debug, large"),
     ],
 )
-def test_more_nodes_than_there_are_are_refused_where_slurm_would_let_the_job_wait(
+def test_nodes_and_partitions_that_are_not_there_are_refused_before_the_submission(
     slurm: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

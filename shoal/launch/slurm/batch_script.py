@@ -278,7 +278,7 @@ class ClusterWork:
 
 
 def missing(options: SlurmOptions) -> list[str]:
-    """Return a line if Slurm is not there, or no partition of the job has its nodes.
+    """Return a line if Slurm is not there, the partition is none, or has fewer nodes than the job.
 
     sbatch may let a job without nodes wait for ever.
     """
@@ -288,15 +288,19 @@ def missing(options: SlurmOptions) -> list[str]:
             "--dry-run to see the batch script"
         ]
     named = options.partition or os.environ.get("SBATCH_PARTITION", "")
-    command = ["sinfo", "--noheader", "--format=%P:%D"]
+    command = ["sinfo", "--all", "--noheader", "--format=%P:%D"]
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=SINFO_LIMIT_S).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
     nodes: Counter[str] = Counter()
-    for name, is_default, number in re.findall(r"^(\S+?)(\*?):(\d+)$", told, re.MULTILINE):
+    partitions = re.findall(r"^(\S+?)(\*?):(\d+)$", told, re.MULTILINE)
+    for name, is_default, number in partitions:
         if name in named.split(",") or (is_default and not named):
             nodes[name] += int(number)
+    if named and not nodes and partitions:
+        names = ", ".join(dict.fromkeys(name for name, *_ in partitions))
+        return [f"--partition {named}: Slurm has {names}"]
     if not nodes or max(nodes.values()) >= options.nodes:
         return []
     there = ", ".join(f"partition {name} has {number}" for name, number in nodes.items())
