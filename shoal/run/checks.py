@@ -168,6 +168,15 @@ def check_tensor(call: str, value: Any) -> None:
         raise UsageError(f"{call} takes a tensor whose dimension 0 are rows; this one is a number.")
 
 
+def check_views(views: Any, rows: int) -> None:
+    """Raise UsageError if so many rows are not so many views of as many samples each."""
+    if not isinstance(views, int) or isinstance(views, bool) or views < 1 or rows % views:
+        raise UsageError(
+            f"run.gather: {rows} rows are not views={_shown(views)} views of the same samples. "
+            "Leave views out for a row of each sample."
+        )
+
+
 def check_path(call: str, path: Any) -> None:
     """Raise UsageError if a path is no text, or empty."""
     if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
 from shoal.comm.row_collectives import count_rows, gather_rows
@@ -33,6 +34,11 @@ MICROBATCHES = (
     'in its first step already and must not read from an iterator, and draws="global" draws for '
     "one batch at a time. Or use accumulate=1."
 )
+VIEWS = (
+    "note: run.gather was given {rows} rows, and this rank has {samples} samples. Rows come in the "
+    "order of ranks. Where they are views of the batch, one behind the other as torch.cat puts "
+    "them, one device has all first views before the second ones: run.gather(x, views={views})."
+)
 EVALUATION = (
     "run.gather inside of evaluate: ranks take whole batches in turn there, and some have none "
     "left. Return the sums of each batch; or gather in a loop of your own, over a prepared loader."
@@ -55,9 +61,42 @@ class RowGathering:
         # The last batch on this rank is a stand-in, which has no rows.
         self._stands_in = False
         self._rows: slice | None = None
+        self._samples = 0
+        self._views: dict[str, int] = {}
 
-    def gather(self, x: Tensor, local_model: base.LocalModel) -> Tensor:
+    def gather_views(self, x: Tensor, views: int, local_model: base.LocalModel) -> Tensor:
         """Return the rows of all data ranks; `Run.gather` explains it. Collective."""
+        if views > 1:
+            return torch.cat([self._gather(view, local_model) for view in x.chunk(views)])
+        gathered = self._gather(x, local_model)
+        self._note_views(len(x), local_model)
+        return gathered
+
+    def _note_views(self, rows: int, local_model: base.LocalModel) -> None:
+        """Note that rows may be several views of a rank's samples.
+
+        Inside of a step the note comes at its end: what passes before it print is not shown.
+        """
+        samples, parts = self._samples, 1
+        if self._inside_step:
+            pipeline = local_model.pipeline if self._mesh.pipeline.size > 1 else None
+            parts = self._accumulate * (pipeline.num_microbatches if pipeline else 1)
+        elif self._watch.yielded is not None:
+            samples = self._watch.yielded.rows
+        if parts * self._mesh.data.size == 1:
+            return
+        sizes = {samples // parts, -(-samples // parts)} - {0}
+        views = [rows // size for size in sizes if rows % size == 0]
+        if views and rows not in sizes and rows:
+            self._views = {"rows": rows, "samples": rows // views[0], "views": views[0]}
+        if self._views and not self._inside_step:
+            self._tell_views()
+
+    def _tell_views(self) -> None:
+        facts, self._views = self._views, {}
+        self._prepared.note_once(VIEWS, **facts)
+
+    def _gather(self, x: Tensor, local_model: base.LocalModel) -> Tensor:
         end_trial()  # which one rank alone may make
         if self._evaluates:
             raise UsageError(EVALUATION)
@@ -124,11 +163,14 @@ class RowGathering:
         """Gather rows of `batch` from now on, and after `end_step` until the next step."""
         self._stands_in = batch.num_samples == 0
         self._rows = None
+        self._samples = batch.num_samples
         self._inside_step = True
 
     def end_step(self) -> None:
         """Gather no longer inside of a step, also after an error in it."""
         self._inside_step = False
+        if self._views:
+            self._tell_views()
 
     @contextmanager
     def planning(self, compute_loss: base.ComputeLoss) -> Iterator[None]:

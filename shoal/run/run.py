@@ -242,14 +242,18 @@ class Run(StatefulRun):
         assert prepared.step is not None
         return prepared.step
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, views: int = 1) -> Tensor:
         """Return the rows of all ranks, in the order of the global batch. Collective.
 
         For a loss that couples samples: compute it from gathered rows, whole on every rank or, as
         a mean over `rows`, for this rank's own samples. Gradients flow back to all ranks, so
         every rank's loss must depend on the result, unless it needs no gradient.
 
-        Args: tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
+        Args:
+            tensor: (rows, ...), any dtype; ranks may have different numbers of rows.
+            views: views of the samples that `tensor` has, one behind the other, as
+                `model(torch.cat([x1, x2]))` returns them. All first views come first then, and
+                `rows` is of one view.
 
         Returns: (rows of all ranks, ...), the same on every rank.
         Raises:
@@ -257,8 +261,9 @@ class Run(StatefulRun):
             UsageError: rows of different shapes or dtypes; inside of `evaluate`.
         """
         checks.check_tensor("run.gather", tensor)
+        checks.check_views(views, len(tensor))
         with self._calls.during("run.gather"):
-            return self._gathering.gather(tensor, self._local_model())
+            return self._gathering.gather_views(tensor, views, self._local_model())
 
     @property
     def rows(self) -> slice:

@@ -52,7 +52,7 @@ class OneDevice:
 
     rows = slice(None)
 
-    def gather(self, x: Tensor) -> Tensor:
+    def gather(self, x: Tensor, views: int = 1) -> Tensor:
         return x
 
 
@@ -117,6 +117,26 @@ def contrastive_loss_of_one_call(run: Any, model: nn.Module) -> Loss:
         a, b = model(torch.cat((x, z))).chunk(2)
         everyone = run.gather(b)
         return F.cross_entropy(a @ everyone.T, torch.arange(len(everyone))[run.rows])
+
+    return compute_loss
+
+
+def contrastive_loss_of_views(run: Any, model: nn.Module) -> Loss:
+    """Both views go through the model in one batch, and are gathered so."""
+
+    def compute_loss(x: Tensor, z: Tensor, _y: Tensor) -> Tensor:
+        a, b = run.gather(model(torch.cat((x, z))), views=2).chunk(2)
+        return F.cross_entropy(a @ b.T, torch.arange(len(a)))
+
+    return compute_loss
+
+
+def contrastive_loss_of_ranks_in_turn(run: Any, model: nn.Module) -> Loss:
+    """The same without the number of views."""
+
+    def compute_loss(x: Tensor, z: Tensor, _y: Tensor) -> Tensor:
+        a, b = run.gather(model(torch.cat((x, z)))).chunk(2)
+        return F.cross_entropy(a @ b.T, torch.arange(len(a)))
 
     return compute_loss
 

@@ -50,12 +50,14 @@ GATHERING: list[Case] = [
     ("ddp", script.tower, script.whole_contrastive_loss, {}),
     ("server=1", script.tower, script.contrastive_loss_of_one_call, {}),
     ("ddp", script.tower, script.whole_contrastive_loss, {"accumulate": 2}),
+    ("ddp", script.tower, script.contrastive_loss_of_views, {"accumulate": 2}),
     ("ddp", script.tower, script.counted_contrastive_loss, {"accumulate": 3}),
     ("zero3", script.tower, script.contrastive_loss_behind_layers, {"accumulate": 2}),
 ]
 GATHERING_IN_STAGES: list[Case] = [
     ("pipeline=2,microbatches=3", script.tower, script.whole_contrastive_loss, {}),
     ("pipeline=2,microbatches=2", script.tower, script.mixup_loss, {}),
+    ("pipeline=2,microbatches=3", script.tower, script.contrastive_loss_of_views, {}),
 ]
 MORE_IN_STAGES: list[Case] = [
     *GATHERING_IN_STAGES,
@@ -112,6 +114,24 @@ def test_gathered_rows_that_need_a_whole_backward_pass_are_refused(
 def test_a_contrastive_loss_of_gathered_rows_trains_as_on_one_device(ranks: int) -> None:
     # The last batch has two samples: the third rank has none.
     check_equal(ranks, GATHERING)
+
+
+def views_in_the_order_of_ranks() -> list[str]:
+    lines = []
+    for options in ({}, {"accumulate": 2}):
+        loss = script.contrastive_loss_of_ranks_in_turn
+        lines += script.trained("ddp", script.tower(), loss, 8, **options)[2]
+    model = script.tower()
+    with pytest.raises(ShoalError) as raised:
+        script.trained("ddp", model, lambda run, _: lambda x, *_: run.gather(model(x), views=3))
+    return [*lines, str(raised.value)]
+
+
+def test_rows_that_may_be_views_get_a_note_and_other_numbers_of_views_are_refused() -> None:
+    lines = world.run(2, views_in_the_order_of_ranks)[0]
+    notes = [line for line in lines if "run.gather(x, views=2)" in line]
+    assert ["8 rows" in note for note in notes] == [True, False]
+    assert "4 rows are not views=3 views" in lines[-1]
 
 
 @pytest.mark.slow
