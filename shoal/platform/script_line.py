@@ -25,15 +25,18 @@ def caller(depth: int = 1) -> FrameType:
     return sys._getframe(depth + 1)
 
 
-def calling_line(frame: FrameType | None) -> str:
+def calling_line(frame: FrameType | None, by_distributed: bool = False) -> str:
     """Return `train.py:41`, the innermost line from `frame` on that is not torch's.
 
     Empty where Shoal has called, or `torch.distributed`, which shards parameters for it. A mode of
     Shoal's that passes a function of the script's on has not called it.
+
+    Args: by_distributed: the call is one of `torch.distributed`, which the script may have called.
     """
+    ours = _SHOAL if by_distributed else (_SHOAL, _SHARDING)
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith((_SHOAL, _SHARDING)):
+        if file.startswith(ours):
             if frame.f_code.co_name != "__torch_function__":
                 return ""
         elif not file.startswith((_TORCH, "<")):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,7 +25,7 @@ from shoal.comm.mesh import Mesh
 from shoal.data.draws import draws_numbers
 from shoal.data.seeds import HostGenerators
 from shoal.data.tree_map import tensors_in
-from shoal.platform.script_line import caller, is_called_from, script_line
+from shoal.platform.script_line import caller, calling_line, is_called_from, script_line
 from shoal.platform.torch_private.module_state import BatchNormBase, is_compiled
 from shoal.platform.torch_private.subclasses import DispatchMode
 from shoal.platform.torch_private.tensor_state import schema_of
@@ -44,16 +45,16 @@ def noting_first_step(prepared: Prepared, is_computed: bool) -> Iterator[None]:
     """
     mesh, settings = prepared.mesh, prepared.settings
     in_micro_batches = settings.accumulate > 1 or mesh.pipeline.size > 1
-    if mesh.data.size == 1 and not in_micro_batches:
-        yield
-        return
     with ExitStack() as notes:
+        collectives = ScriptCollectives(prepared)
+        notes.callback(collectives.watch, False)
+        collectives.watch(mesh.size > 1)
+        if mesh.data.size == 1 and not in_micro_batches:
+            yield
+            return
         notes.enter_context(_noting_buffers(prepared, in_micro_batches, is_computed))
         if settings.draws != "global":
             notes.enter_context(_noting_draws(prepared))
-        sent = SentGradients(prepared)
-        notes.callback(sent.watch, False)
-        sent.watch(True)
         yield
 
 
@@ -186,8 +187,17 @@ SENT = (
 )
 
 
-class SentGradients:
-    """Announces collectives of the script that are given tensors with a gradient, once."""
+COUNTED_TWICE = (
+    "note: torch.distributed is called ({place}) over all {ranks} ranks, of which {times} each "
+    "have the same samples: a sum over ranks counts a sample {times} times. run.gather(tensor) "
+    "has its rows once."
+)
+
+
+class ScriptCollectives:
+    """Announces, once, collectives of the script that do not come to what one device computes:
+    those through which a gradient would have to go, and those over ranks with the same samples.
+    """
 
     def __init__(self, prepared: Prepared) -> None:
         self._prepared = prepared
@@ -200,5 +210,20 @@ class SentGradients:
             watchers.remove(self._look_at)
 
     def _look_at(self, arguments: Any) -> None:
-        if torch.is_grad_enabled() and any(t.grad_fn is not None for t in tensors_in(arguments)):
-            self._prepared.note_once(SENT, place=script_line(caller()))
+        mesh = self._prepared.mesh
+        place = calling_line(caller(2), by_distributed=True)
+        if mesh.data.size < mesh.size and place:
+            sizes = {
+                "ranks": mesh.size,
+                "data": mesh.data.size,
+                "times": mesh.size // mesh.data.size,
+            }
+            self._prepared.note_once(COUNTED_TWICE, place=place, **sizes)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(arguments):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(partial(self._tell, script_line(caller())))
+
+    def _tell(self, place: str, _: Tensor) -> None:
+        """Announce it in the backward pass: what is sent may go into a buffer alone."""
+        self._prepared.note_once(SENT, place=place)

@@ -21,7 +21,7 @@ from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
 from shoal.run.batch_size import StepSizes
-from shoal.run.first_step_notes import SentGradients
+from shoal.run.first_step_notes import ScriptCollectives
 from shoal.run.guards.guarded_models import ModuleHook
 from shoal.run.prepared import Prepared
 from shoal.run.step import batch_of_size
@@ -118,7 +118,7 @@ class LoopLoss:
         # Those of the step that is checked.
         self._inputs: list[tuple[Any, ...]] = []
         self._microbatch: base.LocalBatch | None = None
-        self._sent = SentGradients(prepared)
+        self._collectives = ScriptCollectives(prepared)
         self._is_noted = False
         self._graph_check = LossGraphCheck(
             prepared.mesh.data,
@@ -162,7 +162,7 @@ class LoopLoss:
         outside_step.hold(False)
         self._calls.clear()
         self._inner_calls.clear()
-        self._sent.watch(False)
+        self._collectives.watch(False)
         self._first_calls = []
         self._graph_check.begin_step()
         if self._is_noted:
@@ -190,7 +190,7 @@ class LoopLoss:
         calls = [*self._calls]
         inputs = [*calls, *self._inner_calls]
         self._inputs = inputs if self._prepared.watch.enabled else []
-        self._sent.watch(False)
+        self._collectives.watch(False)
         self._calls.clear()
         self._inner_calls.clear()
         if self._autocast is not None and self.watches and not calls:
@@ -334,7 +334,7 @@ class LoopLoss:
         context = None
         if is_of_loop:
             self._prepared.watch.end()  # of what the loop does before it calls a model
-            self._sent.watch(self._graph_check.is_due())
+            self._collectives.watch(self._graph_check.is_early_step())
             if not in_function_transform():
                 self._calls.append((*args, *kwargs.values()))
         if is_of_loop and self._autocast is not None:
@@ -346,7 +346,7 @@ class LoopLoss:
         """Note a call of a module that is no part of a call of its model."""
         if self._is_outer_call():
             self._prepared.watch.end()
-            self._sent.watch(self._graph_check.is_due())
+            self._collectives.watch(self._graph_check.is_early_step())
             self._inner_calls.append((*args, *kwargs.values()))
 
     def _after_inner(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

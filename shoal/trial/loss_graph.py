@@ -333,10 +333,13 @@ class LossGraphCheck:
             self._note(DIVIDED, parts=self._accumulate)
 
     def is_due(self) -> bool:
+        """Return True where a step is looked at and a batch is computed in parts."""
+        return self._enabled and self.is_early_step()
+
+    def is_early_step(self) -> bool:
         """Return True in steps 1 to 5, 8, 9, 16, 17, ..."""
         step = self._step
-        is_due = step <= 4 or step & (step - 1) == 0 or (step - 1) & (step - 2) == 0
-        return self._enabled and is_due
+        return step <= 4 or step & (step - 1) == 0 or (step - 1) & (step - 2) == 0
 
 
 def _check_equal(losses: Sequence[float | None]) -> None:

@@ -24,7 +24,8 @@ class Agent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.actor, self.critic = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(5, 1)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+        self.actor, self.critic = nn.Linear(5, 4), nn.Linear(5, 1)
         self.scale = torch.zeros(1, requires_grad=True)  # no parameter, as SAC's log_alpha
 
     def evaluate(self, x: Tensor, action: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,11 +88,11 @@ def of_both_outputs(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tenso
 
 
 def trained(
-    loss: Loss, ranks: int = 2, as_function: bool = False
+    loss: Loss, strategy: str = "ddp", as_function: bool = False
 ) -> tuple[str, list[str], dict[str, Tensor]]:
     """Return the error of a loop, its notes, and its weights."""
     notes: list[str] = []
-    run = shoal.init("ddp" if ranks > 1 else "single", announce=notes.append)
+    run = shoal.init(strategy, announce=notes.append)
     torch.manual_seed(0)
     model = Agent().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -127,7 +128,7 @@ def test_an_output_of_which_another_one_was_computed_is_looked_at_too() -> None:
 
 @pytest.mark.parametrize("as_function", [False, True])
 def test_a_tensor_that_was_not_prepared_and_a_collective_get_a_note(as_function: bool) -> None:
-    calls = [(loss, 2, as_function) for loss in (with_a_scale, of_a_reduced_product)]
+    calls = [(loss, "ddp", as_function) for loss in (with_a_scale, of_a_reduced_product)]
     scale, reduced = world.run(2, in_turn, trained, *calls)[0]
     (note,) = [line for line in scale[1] if "no prepared model" in line]
     assert "depends on a tensor of shape (1,) that requires a gradient" in note
@@ -135,10 +136,27 @@ def test_a_tensor_that_was_not_prepared_and_a_collective_get_a_note(as_function:
     assert "(test_methods_of_models.py:" in note
 
 
+def into_a_buffer(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    """Sum over ranks what no gradient goes through, as a codebook that is a moving average."""
+    value, hidden = model(x)
+    center = hidden.sum(0)
+    dist.all_reduce(center)
+    return (value - center.data.mean() / 8).square().mean()
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_what_is_sent_without_a_gradient_gets_a_note_under_tensor_alone(as_function: bool) -> None:
+    calls = [(into_a_buffer, strategy, as_function) for strategy in ("ddp", "tensor=2")]
+    under_ddp, under_tensor = world.run(2, in_turn, trained, *calls)[0]
+    assert not [line for line in under_ddp[1] if "torch.distributed" in line]
+    (note,) = [line for line in under_tensor[1] if "torch.distributed is called" in line]
+    assert "over all 2 ranks, of which 2 each have the same samples" in note
+
+
 @pytest.mark.parametrize("as_function", [False, True])
 def test_losses_of_methods_and_of_several_outputs_are_exact_otherwise(as_function: bool) -> None:
-    calls = [(loss, 2, as_function) for loss in (advantages_of_all, of_both_outputs)]
-    expected = [trained(loss, ranks=1)[2] for loss, *_ in calls]
+    calls = [(loss, "ddp", as_function) for loss in (advantages_of_all, of_both_outputs)]
+    expected = [trained(loss, "single")[2] for loss, *_ in calls]
     found = world.run(2, in_turn, trained, *calls)[0]
     for (error, notes, weights), exact in zip(found, expected, strict=True):
         assert error == ""
