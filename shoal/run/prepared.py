@@ -31,6 +31,7 @@ from shoal.run.checks import (
     check_on_device,
     check_same_seeds,
 )
+from shoal.run.former_parameters import pass_on
 from shoal.run.guards import Guards
 from shoal.run.guards.absent_values import removed_gradients
 from shoal.run.local_shard_step import step_local_shards
@@ -250,6 +251,7 @@ class Prepared:
             self.nonfinite_steps,
             ParameterHooks(local_model, before, self.mesh.size * self.settings.accumulate == 1),
         )
+        pass_on(before, dict(self.root.named_parameters()))
         self._was_applied = True
         self._install()
         if self._state_to_load:
