@@ -15,6 +15,10 @@ from torch import Tensor
 
 MOST_LAYOUTS = 16
 """Ways to lay the samples of all tensors of a batch that are tried."""
+MOST_COMPARED = 1 << 22
+"""Numbers of samples above which rounding counts as another sample."""
+ROUNDING = 1e-5
+"""Difference of numbers of samples, as a share of the largest of all, that is rounding."""
 
 
 def lie_in_order(same: Tensor, replaced: Tensor, replaced_rows: Tensor) -> bool:
@@ -47,11 +51,47 @@ def mixes_rows(same: Sequence[Tensor], replaced: Sequence[Tensor], replaced_rows
     for number, choice in enumerate(product(*pairs)):
         if number == MOST_LAYOUTS:
             return False
-        before = Counter(samples_in([way[0] for way in choice]))
-        after = Counter(samples_in([way[1] for way in choice]))
-        if (after - before).total() <= most:
+        columns, other_columns = zip(*choice, strict=True)
+        before, after = samples_in(columns), samples_in(other_columns)
+        gone, new = rows_of_one(before, after), rows_of_one(after, before)
+        number = len(new)
+        if number > most:
+            rows = [column[gone] for column in columns], [column[new] for column in other_columns]
+            number = _beyond_rounding(*rows)
+        if number <= most:
             return False
     return True
+
+
+def rows_of_one(samples: Sequence[bytes], others: Sequence[bytes]) -> list[int]:
+    """Return the rows of `samples` that are not in `others`, or not as often."""
+    left = Counter(others)
+    rows = []
+    for row, sample in enumerate(samples):
+        if left[sample] > 0:
+            left[sample] -= 1
+        else:
+            rows.append(row)
+    return rows
+
+
+def _beyond_rounding(columns: Sequence[Tensor], others: Sequence[Tensor]) -> int:
+    """Return how many rows of `others` are no row of `columns`, also but for rounding.
+
+    A shift by the largest number of a batch, before an exponential, changes the last bits alone.
+    """
+    if sum(column.numel() for column in others) > MOST_COMPARED:
+        return len(others[0])
+    scales = [
+        column.detach().double().abs().amax().clamp(min=1e-300) if column.is_floating_point() else 1
+        for column in columns
+    ]
+    rows, new = (
+        torch.cat([column.detach().double() / s for column, s in zip(each, scales, strict=True)], 1)
+        for each in (columns, others)
+    )
+    nearest = torch.cdist(new, rows, p=torch.inf).amin(1)
+    return int((~(nearest <= ROUNDING)).sum())
 
 
 def layouts(tensor: Tensor, count: int) -> list[Tensor]:

@@ -1,0 +1,36 @@
+"""Rows that differ in their last bits alone are not computed from other samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.trial.mixed_rows import mixes_rows
+
+ROWS = 6
+REPLACED = torch.arange(ROWS) < 2
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    """Shift by the largest number of the batch, as ssd.pytorch does."""
+    shift = x.max()
+    return (x - shift).exp().sum(1).log() + shift
+
+
+@pytest.mark.parametrize(
+    ("compute", "mixes"),
+    [
+        (log_sum_exp, False),
+        (lambda x: x - x.mean(0), True),
+        (lambda x: (x / x.abs().max() * 1e6).long(), True),
+    ],
+)
+def test_a_shift_by_the_largest_of_all_is_rounding(
+    compute: Callable[[Tensor], Tensor], mixes: bool
+) -> None:
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0)) * 4
+    replaced = torch.where(REPLACED[:, None], 2 * x.flip(0), x)
+    assert mixes_rows([compute(x)], [compute(replaced)], REPLACED) is mixes
