@@ -16,7 +16,6 @@ from shoal.cli import main
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 MPIRUN = ["mpirun", "--oversubscribe", "-n", "2", sys.executable]
-SRUN = ["srun", "-N1", "-n2", sys.executable]
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 SCRIPT = """
     import shoal
@@ -32,13 +31,6 @@ SCRIPT = """
     local = f"{place.local_rank}/{place.local_world}"
     Path(sys.argv[1], str(run.rank)).write_text(f"{place.launcher} {local} {total}")
 """
-
-
-def has_slurm() -> bool:
-    return (
-        bool(shutil.which("sinfo"))
-        and subprocess.run(["sinfo"], capture_output=True).returncode == 0
-    )
 
 
 def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]:
@@ -61,14 +53,6 @@ def launched(command: list[str], logs: Path) -> subprocess.CompletedProcess[str]
             marks=[
                 pytest.mark.slow,
                 pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun"),
-            ],
-        ),
-        pytest.param(
-            "slurm",
-            SRUN,
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not has_slurm(), reason="there is no Slurm"),
             ],
         ),
     ],

@@ -102,6 +102,18 @@ def test_a_script_without_shoal_is_one_world_on_four_nodes(
     assert log.count("sum 28.0 of 8 ['--time', 'a b']") == 1
 
 
+def test_the_tasks_of_srun_alone_are_one_world(cluster: SlurmCluster, in_directory: Path) -> None:
+    lines = (
+        "import shoal, torch",
+        "run = shoal.init()",
+        "total = shoal.all_reduce(torch.tensor(run.rank + 1), op='sum')",
+        "run.print(run.mesh.place.launcher, run.world_size, int(total))",
+    )
+    Path("script.py").write_text("\n".join(lines))
+    told = cluster.call("srun", "-N2", "--ntasks-per-node=2", sys.executable, "script.py")
+    assert "slurm 4 10" in told
+
+
 def test_more_nodes_than_the_cluster_has_are_refused_and_no_job_waits(
     cluster: SlurmCluster, in_directory: Path
 ) -> None:
