@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_040,
-    "shoal/trial": 3_180,
+    "shoal/trial": 3_190,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_000,
+    "tests": 68_990,
     "benchmarks": 12_160,
 }
 SLACK = 0.03

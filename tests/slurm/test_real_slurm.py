@@ -110,7 +110,7 @@ def test_the_tasks_of_srun_alone_are_one_world(cluster: SlurmCluster, in_directo
         "run.print(run.mesh.place.launcher, run.world_size, int(total))",
     )
     Path("script.py").write_text("\n".join(lines))
-    told = cluster.call("srun", "-N2", "--ntasks-per-node=2", sys.executable, "script.py")
+    told = cluster.call("srun", "-N1", "-n4", sys.executable, "script.py")
     assert "slurm 4 10" in told
 
 
