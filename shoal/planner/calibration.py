@@ -20,9 +20,10 @@ import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from statistics import geometric_mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,7 @@ from shoal.costs.machine import (
 )
 from shoal.costs.network import Network
 from shoal.costs.step_tasks import SegmentTimer, least_seconds
+from shoal.costs.work import ModelWork
 from shoal.models import build
 from shoal.planner.find_machine import one_machine
 from shoal.planner.strategy_search import Planner, Workload
@@ -262,7 +264,8 @@ class _TinyBlock(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-class EngineCase(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class EngineCase:
     """A step whose operations cost little beside what a strategy does around them.
 
     Args: line: its strategy; the number of ranks is appended to what ends with =.
@@ -280,7 +283,8 @@ class EngineCase(NamedTuple):
         return model, torch.zeros(32, 8), torch.optim.SGD
 
 
-class WholeCase(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class WholeCase:
     """A network of `shoal.models`, trained by AdamW as on CPUs: its operations find caches cold."""
 
     name: str
@@ -306,11 +310,16 @@ WHOLE = (
 )
 
 
-def _step_of(
-    strategy: str, model: nn.Module, batch: Tensor, optimizer_class: type[torch.optim.Optimizer]
-) -> float:
+def _steps_of(strategy: str, cases: Sequence[EngineCase | WholeCase]) -> list[float]:
+    """Return the processor seconds of a step of each case. Collective."""
+    return [_step_of(strategy, case) for case in cases]
+
+
+def _step_of(strategy: str, case: EngineCase | WholeCase) -> float:
     """Return the processor seconds of a step. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
+    torch.manual_seed(0)
+    model, batch, optimizer_class = case.step()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
     samples: list[float] = []
@@ -329,26 +338,29 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).logsumexp(-1).mean()  # type: ignore[no-any-return]
 
 
-def planned_step(
-    machine: Machine,
-    ranks: int,
-    strategy: str,
-    model: nn.Module,
-    batch: Tensor,
-    optimizer_class: type[torch.optim.Optimizer],
-) -> Callable[[Compute], float]:
-    """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
+@cache  # a trace takes longer than the steps that it is compared with
+def _traced(case: EngineCase | WholeCase) -> tuple[ModelWork, nn.Module, int]:
+    """Return the work of a case's step, its model and its samples."""
+    model, batch, optimizer_class = case.step()
     work = trace_model(
         model,
         lambda x: _loss(model, x),
         lambda module: optimizer_class(module.parameters(), lr=0.0),  # type: ignore[call-arg]
         (batch,),
     )
+    return work, model, len(batch)
+
+
+def planned_step(
+    machine: Machine, ranks: int, strategy: str, case: EngineCase | WholeCase
+) -> Callable[[Compute], float]:
+    """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
+    work, model, samples = _traced(case)
     # Ranks that take turns on a core are timed by what they compute.
     machine = replace(machine, cores=0)
     cluster = one_machine(machine, ranks)
     data_ranks = 1 if "=" in strategy else ranks  # else they compute the same batch together
-    workload = Workload(work, model, data_ranks * len(batch))
+    workload = Workload(work, model, data_ranks * samples)
     step = Planner(workload, machine, cluster).step_cost(strategy)
 
     def seconds(speeds: Compute) -> float:
@@ -364,19 +376,13 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     Args: machine: with the collectives of so many ranks.
     """
 
-    def compared(
-        case: EngineCase | WholeCase, strategy: str
-    ) -> tuple[float, Callable[[Compute], float]]:
-        step = strategy, *case.step()
-        took_s = max(world.run(ranks, _step_of, *step, timeout_s=300.0))
-        return took_s, planned_step(machine, ranks, *step)
-
     plain = PLAIN.line if ranks > 1 else "single"
-    took_s, planned_s = compared(PLAIN, plain)
-    speeds = replace(speeds, step_s=max(took_s - planned_s(speeds), 1e-5))
+    times_s = _slowest(ranks, plain, [PLAIN, *WHOLE])
+    planned_s = planned_step(machine, ranks, plain, PLAIN)
+    speeds = replace(speeds, step_s=max(times_s[0] - planned_s(speeds), 1e-5))
     factors = []
-    for whole in WHOLE:
-        took_s, planned_s = compared(whole, plain)
+    for whole, took_s in zip(WHOLE, times_s[1:], strict=True):
+        planned_s = planned_step(machine, ranks, plain, whole)
         operations_s = planned_s(replace(speeds, whole_step=2.0)) - planned_s(speeds)
         factors.append(max(1.0, 1.0 + (took_s - planned_s(speeds)) / operations_s))
     speeds = replace(speeds, whole_step=geometric_mean(factors))
@@ -385,7 +391,9 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         extra_s: list[float] = []
         times: list[list[float]] = []
         for case in cases:
-            took_s, planned_s = compared(case, case.strategy(ranks))
+            # A world for each: passes of pipelines take longer after other steps in one.
+            (took_s,) = _slowest(ranks, case.strategy(ranks), [case])
+            planned_s = planned_step(machine, ranks, case.strategy(ranks), case)
             without_s = planned_s(speeds)
             extra_s.append(took_s - without_s)
             one_second = (planned_s(replace(speeds, overheads={name: 1.0})) for name in names)
@@ -393,6 +401,12 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         solved = torch.linalg.lstsq(torch.tensor(times), torch.tensor(extra_s)[:, None]).solution
         overheads |= zip(names, solved.flatten().clamp(min=0.0).tolist(), strict=True)
     return replace(speeds, overheads=overheads)
+
+
+def _slowest(ranks: int, strategy: str, cases: Sequence[EngineCase | WholeCase]) -> list[float]:
+    """Return the seconds of a step of each case on the rank that takes longest."""
+    times_s = world.run(ranks, _steps_of, strategy, cases, timeout_s=300.0)
+    return [max(each) for each in zip(*times_s, strict=True)]
 
 
 def _collective_point(kind: str, size_bytes: int) -> Point:

@@ -108,7 +108,7 @@ def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: W
 def test_the_blocks_that_calibrate_engines_can_be_divided_by_the_most_ranks(
     case: EngineCase,
 ) -> None:
-    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, case.strategy(MOST_RANKS), *case.step())
+    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, case.strategy(MOST_RANKS), case)
     assert seconds(UNKNOWN_CPU.compute[1]) > 0
 
 
