@@ -37,7 +37,8 @@ def trained(
     strategy: str, kind: str, precision: str = "bf16"
 ) -> tuple[dict[str, Tensor], set[torch.dtype]]:
     """Return the weights after some steps, and the dtypes that were gathered in them."""
-    run = shoal.init(strategy, precision=precision, announce=str)
+    # A trial would run the whole model, in this process where no child can differentiate.
+    run = shoal.init(strategy, precision=precision, guards=False, announce=str)
     torch.manual_seed(0)
     model = MODELS[kind]()
     data = TensorDataset(torch.randn(32, WIDTH), torch.randint(0, 4, (32,)))
