@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_800,
+    "shoal/cli": 2_820,
     "shoal/comm": 3_100,
     "shoal/config": 1_770,
     "shoal/costs": 2_020,
@@ -26,17 +26,17 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_730,
     "shoal/platform": 2_070,
     "shoal/plotting": 470,
-    "shoal/run": 9_410,
+    "shoal/run": 9_420,
     "shoal/shm_backend": 2_750,
     "shoal/strategies": 16_090,
     "shoal/testing": 240,
     "shoal/trace": 770,
-    "shoal/train": 3_040,
+    "shoal/train": 3_160,
     "shoal/trial": 3_150,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_840,
+    "tests": 68_940,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
