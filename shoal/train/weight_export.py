@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shoal.checkpoint import Checkpoints, Which, shard_format
+from shoal.checkpoint import Checkpoints, Which, read_info, shard_format
 from shoal.checkpoint.tensor_files import blocks
 from shoal.checkpoint.tensor_index import TensorEntry, stored
 from shoal.errors import CheckpointError, UsageError
@@ -73,10 +73,11 @@ def export(run: Path, output: Path, which: Which = "latest") -> Exported:
         raise CheckpointError(
             f"{run} has no checkpoint yet. Train it first: shoal train {job.name}"
         )
-    entries = stored(path)
+    entries, tied = stored(path), read_info(path).get("tied", {})
     own = sorted(name.removeprefix(MODEL) for name in entries if name.startswith(MODEL))
-    # Buffers have no moving average.
-    names = {name: (AVERAGE if AVERAGE + name in entries else MODEL) + name for name in own}
+    # Buffers have no moving average; a tied weight has one under its first name.
+    averages = {name: AVERAGE + tied.get(name, name) for name in own}
+    names = {n: key if key in entries else MODEL + n for n, key in averages.items()}
     shapes = {name: (entries[key].dtype, entries[key].shape) for name, key in names.items()}
     for name, (dtype, _) in shapes.items():
         if dtype not in shard_format.NAMES:

@@ -75,6 +75,25 @@ def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) 
     assert found.keys() == stored(run, "model.").keys()
 
 
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("pipeline=2", 2),
+        *(pytest.param(s, n, marks=pytest.mark.slow) for s, n in (("single", 1), ("zero3", 2))),
+    ],
+)
+def test_the_average_of_a_tied_weight_is_written_under_both_names(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    run = trained(tmp_path, strategy, ranks, GPT)
+    export(run, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    average = stored(run, "ema.")["token_embedding.weight"]
+    assert not torch.equal(average, stored(run, "model.")["token_embedding.weight"])
+    assert torch.equal(found["token_embedding.weight"], average)
+    assert torch.equal(found["head.weight"], average)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks"), [("zero3", 2), pytest.param("ddp", 2, marks=pytest.mark.slow)]
