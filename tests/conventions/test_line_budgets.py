@@ -13,7 +13,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
     "shoal/cli": 2_820,
     "shoal/comm": 3_100,
-    "shoal/config": 1_770,
+    "shoal/config": 1_790,
     "shoal/costs": 2_020,
     "shoal/data": 3_310,
     "shoal/doctor": 490,
@@ -31,12 +31,12 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/strategies": 16_090,
     "shoal/testing": 240,
     "shoal/trace": 770,
-    "shoal/train": 3_160,
+    "shoal/train": 3_250,
     "shoal/trial": 3_150,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_940,
+    "tests": 69_060,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
