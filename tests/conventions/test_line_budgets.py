@@ -26,7 +26,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_730,
     "shoal/platform": 2_070,
     "shoal/plotting": 470,
-    "shoal/run": 9_420,
+    "shoal/run": 9_430,
     "shoal/shm_backend": 2_750,
     "shoal/strategies": 16_090,
     "shoal/testing": 240,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_060,
+    "tests": 69_100,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
