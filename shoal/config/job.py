@@ -184,12 +184,24 @@ class OptimizerConfig:
     )
 
 
+OWN_SCHEDULES = ("cosine", "step", "constant")
+"""Names of `schedule.name`; any other one is a class of torch.optim.lr_scheduler."""
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The learning rate over time; set before every step."""
 
-    name: Literal["cosine", "step", "constant"] = setting("cosine", "shape after the warm-up")
+    name: str = setting(
+        "cosine",
+        "shape after the warm-up: cosine, step, constant, or a class of torch.optim.lr_scheduler",
+    )
+    options: dict[str, Any] = setting(
+        {}, "keyword arguments of that class; another name starts without"
+    )
+    interval: Literal["epoch", "step"] = setting("epoch", "how often that class takes a step")
     warmup_epochs: float = setting(0.0, "epochs of linear warm-up", NOT_NEGATIVE)
+    warmup_steps: int = setting(0, "steps of linear warm-up, in place of epochs", NOT_NEGATIVE)
     warmup_factor: float = setting(
         0.1, "share of the learning rate that the warm-up starts from", UP_TO_ONE
     )

@@ -46,7 +46,6 @@ FOREIGN_NAMES = {
     "wd": "optimizer.weight_decay",
     "betas": "optimizer.options.betas",
     "eps": "optimizer.options.eps",
-    "warmup_steps": "schedule.warmup_epochs",
     "min_lr": "schedule.final_factor",
     "scheduler": "schedule",
     "output_dir": "out",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from shoal.config.job import Job
+from shoal.config.job import OWN_SCHEDULES, Job, ScheduleConfig
 
 # Only numbers that are known without reading the data. Data sets that --import registers are
 # checked where they are loaded.
@@ -80,14 +80,28 @@ def _optimizer(job: Job) -> Iterator[Violation]:
 
 
 def _schedule(job: Job) -> Iterator[Violation]:
-    """Check the milestones of the step schedule."""
-    milestones = job.schedule.milestones
+    """Check the milestones of the step schedule, the warm-up, and what a name does not take."""
+    schedule, milestones = job.schedule, job.schedule.milestones
+    if schedule.warmup_steps and schedule.warmup_epochs:
+        yield (
+            ("schedule.warmup_steps", "schedule.warmup_epochs"),
+            f"is {schedule.warmup_steps}, and schedule.warmup_epochs {schedule.warmup_epochs:g}; "
+            "set one of them to 0",
+        )
+    is_own = schedule.name in OWN_SCHEDULES
+    for field in ("options", "interval") if is_own else ("final_factor", "milestones", "gamma"):
+        if getattr(schedule, field) != getattr(ScheduleConfig(), field):
+            advice = (
+                "leave it out" if is_own else f"write schedule.options.{field} if that takes it"
+            )
+            names = (f"schedule.{field}", "schedule.name")
+            yield names, f"is nothing that schedule.name {schedule.name} takes; {advice}"
     if any(epoch < 1 for epoch in milestones) or any(a >= b for a, b in pairwise(milestones)):
         yield (
             ("schedule.milestones",),
             f"must be epochs from 1 on in ascending order, not {list(milestones)}",
         )
-    if job.schedule.name == "step" and not milestones:
+    if schedule.name == "step" and not milestones:
         names = ("schedule.milestones", "schedule.name")
         yield (
             names,

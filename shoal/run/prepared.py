@@ -73,6 +73,7 @@ class Prepared:
         watch: finds samples that a loop has mixed.
         step: the step of the local model; None before the strategies are applied.
         nonfinite_steps: judges each step.
+        optimizer_steps: of the first optimizer, those of a resumed run included.
 
     Args:
         announce: prints a note, on rank 0.
@@ -102,6 +103,8 @@ class Prepared:
         self.sizes = BatchSizes(self.loaders, mesh.data, self.watch, self.guards.batches)
         self.step: TrainingStep | None = None
         self.nonfinite_steps = NonfiniteSteps(mesh, settings, announce)
+        self.optimizer_steps = 0
+        self._is_stepping = False
         self._strategies = strategies
         self._is_announced = False
         self.root = as_one_module([])
@@ -306,6 +309,7 @@ class Prepared:
         self.guards.before_update()
         optimizer = of()
         assert optimizer is not None  # it steps
+        self._is_stepping |= optimizer is self.optimizers[0]
         if self.step is None or optimizer in self._shown:  # a step may call that of its base class
             return
         if self._local_model is not None and self._local_model.is_partial:
@@ -317,6 +321,9 @@ class Prepared:
     def _after_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Bring the new values to all ranks. While no strategy is applied, models are whole."""
         self.guards.after_update()
+        if optimizer is self.optimizers[0]:
+            self.optimizer_steps += self._is_stepping  # once, if it calls that of its base class
+            self._is_stepping = False
         if self.step is None or self._local_model is None:
             return
         shown_groups = self._shown.pop(optimizer, [])  # also those of a step that has failed

@@ -248,7 +248,7 @@ class StatefulRun:
         if copies:
             tensors = unshared(tensors, tensors.values())
             private = unshared(private, private.values())
-        return tensors, info, private
+        return tensors, info | {"optimizer_steps": self._prepared.optimizer_steps}, private
 
     def layout_of(self) -> Callable[[str], Tensor | None]:
         """Return a function from a name in `state`'s tensors to this rank's tensor, or None.
@@ -290,6 +290,7 @@ class StatefulRun:
         if self._ema is not None:
             notes += self._ema.load(tensors)
         self._prepared.guards.accept_weights()
+        self._prepared.optimizer_steps = int(info.get("optimizer_steps", 0))
         return [f"{change}; accepted", *notes] if change else notes
 
     def log_to(
@@ -319,21 +320,23 @@ class StatefulRun:
             self._script_log.open(loggers, directory, step, settings)
 
     def log(
-        self, values: Mapping[str, float | Tensor], step: int, kind: str = "train"
+        self, values: Mapping[str, float | Tensor], step: int | None = None, kind: str = "train"
     ) -> dict[str, float]:
         """Write measurements of a step: their means over all ranks. Collective.
 
-        run.log({"loss": loss, "lr": schedule.get_last_lr()[0]}, step=step)
+        run.log({"loss": loss, "lr": schedule.get_last_lr()[0]})
 
         Args:
             values: single numbers by name, the same names on all ranks. Each waits for the device.
+            step: by default the steps that the first optimizer has made, before a resume too.
             kind: with which the names begin, as in train/loss.
 
         Returns: the means, the same on every rank.
         Raises: UsageError: no logger was opened; a value is no single number.
         """
         with self._calls.during("run.log"):
-            return self._script_log.write(values, step, kind)
+            made = self._prepared.optimizer_steps
+            return self._script_log.write(values, made if step is None else step, kind)
 
     def progress(self, loader: Iterable[Any]) -> Iterable[Any]:
         """Return the loader, with the progress of a loop over it shown on rank 0.

@@ -77,6 +77,7 @@ class TrainState:
             "optimizer": gather_named_values(local_model.pipeline.axis, scalars),
             "groups": [g for o in self.optimizers for g in optimizer_binding.group_settings(o)],
             "model_ranks": self._model_ranks(),
+            "tied": self._tied(),
         }
         positions = [loader.state_dict() for loader in self.loaders]
         if positions:
@@ -113,6 +114,18 @@ class TrainState:
         is_own = private and info.get("model_ranks") == self._model_ranks()
         notes = load_random_state(private, self.mesh.device) if is_own else []
         return notes + strategy_state.load_state_dict(_strip_prefix("strategy.", tensors), private)
+
+    def _tied(self) -> dict[str, str]:
+        """Return a further name of a tied parameter -> the first one. Collective."""
+        first: dict[int, str] = {}
+        with access_by_shoal():
+            named = [*self.local_model.module.named_parameters(remove_duplicate=False)]
+        firsts = {name: first.setdefault(id(parameter), name) for name, parameter in named}
+        pipeline = self.local_model.pipeline
+        firsts |= pipeline.tied_names
+        tied = {name: whole for name, whole in firsts.items() if name != whole}
+        of_stages = [tied] if pipeline.axis is None else pipeline.axis.all_gather_json(tied)
+        return {name: whole for tied in of_stages for name, whole in tied.items()}
 
     def _model_ranks(self) -> list[int]:
         return [self.mesh.tensor.size, self.mesh.pipeline.size]

@@ -212,15 +212,15 @@ class Worker:
 
     def _all_steps(self) -> Iterator[None]:
         epoch_steps = steps_of_epochs(self.job, self.loader)
-        total = min(sum(epoch_steps), self.job.train.max_steps or sum(epoch_steps))
+        rates = optimizers.RateSchedule(self.job, epoch_steps)
         step = self._first_step
-        while step < total:
+        while step < rates.total_steps:
             epoch = self.loader.epoch
             first = step - sum(epoch_steps[:epoch])
             for index, batch in enumerate(self.loader, start=first):
-                epochs = epoch + index / epoch_steps[epoch]
+                factor = rates.factor(epoch + index / epoch_steps[epoch], step)
                 of_run = self.job, self.run, self.optimizer, self.compute_loss
-                take_step(*of_run, batch, epochs, progress=step / total)
+                take_step(*of_run, batch, factor)
                 step += 1
                 yield
 

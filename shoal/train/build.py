@@ -31,7 +31,7 @@ from shoal.data.source import Source
 from shoal.errors import ConfigError
 from shoal.run import Run, init_with_place
 from shoal.strategies.base import ComputeLoss
-from shoal.train.optimizer import factor, scaled_rate, set_learning_rate
+from shoal.train.optimizer import scaled_rate, set_learning_rate
 from shoal.train.task import Task
 from shoal.train.weights import load_weights
 from shoal.weights import empty_weights
@@ -162,12 +162,11 @@ def take_step(
     optimizer: Optimizer,
     compute_loss: ComputeLoss,
     batch: Any,
-    epochs: float,
-    progress: float,
+    factor: float,
 ) -> float:
-    """Train on a batch. Collective. Return the learning rate; `epochs`, `progress` as `factor`."""
+    """Train on a batch, at a factor of the base rate. Collective. Return the learning rate."""
     inputs, target = batch
-    rate = set_learning_rate(optimizer, factor(job.schedule, epochs, progress))
+    rate = set_learning_rate(optimizer, factor)
     optimizer.zero_grad()
     run.forward_backward(compute_loss, inputs, target)
     if job.train.clip_norm is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from shoal.config.job import Job
+from shoal.config.job import OWN_SCHEDULES, Job
 from shoal.config.setting_fields import is_path
 from shoal.errors import did_you_mean
 from shoal.loggers import problems_of
@@ -23,11 +23,18 @@ OUR_MODELS = ("mlp", "residual_cnn", "cifar_resnet18", "botnet50", "lstm", "gpt"
 TORCHVISION_MODELS = ("cifar_resnet18", "botnet50")
 """Models of ours that are made of torchvision's."""
 NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
+OBJECTS = "takes functions or other schedulers, which no setting holds"
+REFUSED_SCHEDULES = {
+    "ReduceLROnPlateau": "follows a measured value; here the rate is a function of the step alone, "
+    "so that a resumed run has the same",
+    **dict.fromkeys(("LambdaLR", "MultiplicativeLR", "SequentialLR", "ChainedScheduler"), OBJECTS),
+}
 
 
 def problems(job: Job) -> list[str]:
     """Return a line for each thing that a job names and that is not there."""
-    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job), *_packages(job)]
+    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job), *_schedule(job)]
+    found += _packages(job)
     if not job.imports:  # otherwise its files may register the names
         found += [*_data(job), *_model(job)]
     return found
@@ -107,17 +114,53 @@ def absent_files(job: Job) -> list[str]:
 
 def _optimizer(job: Job) -> Iterator[str]:
     """Check the name by the list in torch.optim's file, for to import torch takes seconds."""
-    spec = find_spec("torch")
     name = job.optimizer.name
-    if spec is None or not spec.submodule_search_locations:
-        return
-    file = Path(spec.submodule_search_locations[0]) / "optim" / "__init__.py"
-    listed = re.search(r"__all__ = \[(.*?)\]", file.read_text(encoding="utf-8"), re.DOTALL)
+    listed = re.search(r"__all__ = \[(.*?)\]", _text_in_torch("optim/__init__.py"), re.DOTALL)
     known = set(re.findall(r'"(\w+)"', listed[1]) if listed else ()) - NO_OPTIMIZERS
     if name == "LBFGS":
         yield "optimizer.name: LBFGS evaluates the loss several times in a step; a loop cannot."
     elif known and name not in known | {"AdamW8bit"}:
         yield f"optimizer.name: '{name}' is not in torch.optim; {did_you_mean(name, known)}"
+
+
+def _schedule(job: Job) -> Iterator[str]:
+    """Check a class of torch.optim.lr_scheduler, and its options, by the text of its file."""
+    schedule = job.schedule
+    tree = ast.parse(_text_in_torch("optim/lr_scheduler.py"))
+    classes = {c.name: c for c in tree.body if isinstance(c, ast.ClassDef) and c.name[0] != "_"}
+    if schedule.name in OWN_SCHEDULES or not classes:
+        return
+    if reason := REFUSED_SCHEDULES.get(schedule.name):
+        yield f"schedule.name: {schedule.name} {reason}; choose another one"
+        return
+    known = {*OWN_SCHEDULES, *classes} - {*REFUSED_SCHEDULES, "LRScheduler"}
+    if schedule.name not in known:
+        hint = did_you_mean(schedule.name, known)
+        yield f"schedule.name: '{schedule.name}' is not in torch.optim.lr_scheduler; {hint}"
+        return
+    body = classes[schedule.name].body
+    (made,) = (f.args for f in body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    names = [argument.arg for argument in made.args]
+    options = [name for name in names[2:] if name != "last_epoch"]  # behind self and optimizer
+    for name in schedule.options.keys() - options:
+        hint = did_you_mean(name, options)
+        yield f"schedule.options.{name}: {schedule.name} has no such option; {hint}"
+    for name in names[2 : len(names) - len(made.defaults)]:
+        if name not in schedule.options:
+            yield f"schedule.options.{name}: {schedule.name} needs this option"
+    if "cycle_momentum" in options and schedule.options.get("cycle_momentum") is not False:
+        yield (
+            f"schedule.options.cycle_momentum: {schedule.name} would change the momentum too, and "
+            "schedules set the rate alone; set it to false"
+        )
+
+
+def _text_in_torch(file: str) -> str:
+    """Return the text of a file of torch; empty where there is none, as on a login node."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return ""
+    return Path(spec.submodule_search_locations[0], file).read_text(encoding="utf-8")
 
 
 def _model(job: Job) -> Iterator[str]:

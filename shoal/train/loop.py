@@ -81,7 +81,8 @@ class Training:
         )
         self.record: Record | None = None
         self.epoch_steps = steps_of_epochs(job, self.loader)
-        self.total_steps = min(sum(self.epoch_steps), job.train.max_steps or sum(self.epoch_steps))
+        self.rates = optimizers.RateSchedule(job, self.epoch_steps)
+        self.total_steps = self.rates.total_steps
         self.lines = [*lines, *describe(job, built, self.run.device, self.total_steps)]
 
     @property
@@ -191,10 +192,8 @@ class Training:
             self._stop()
 
     def _step(self, batch: Any, epochs: float) -> None:
-        progress = self.step / self.total_steps
-        rate = take_step(
-            self.job, self.run, self.optimizer, self.compute_loss, batch, epochs, progress
-        )
+        factor = self.rates.factor(epochs, self.step)
+        rate = take_step(self.job, self.run, self.optimizer, self.compute_loss, batch, factor)
         self.state.count_step(self.loader.share.global_rows)
         self.progress.step()
         self.save_interval.after_step(self.step)

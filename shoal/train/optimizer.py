@@ -3,8 +3,8 @@
 The factor of its learning rate is a pure function of the step: it has no state to save.
 
 factor  1 ┤      ╭──╮           warm-up is linear in steps and multiplies the shape:
-          │     ╱    ╲          constant, cosine (Loshchilov & Hutter, 2017) or steps
-          │    ╱      ╲
+          │     ╱    ╲          constant, cosine (Loshchilov & Hutter, 2017), steps,
+          │    ╱      ╲         or that of a scheduler of torch
       0.1 ┤   ╱        ╲___
           └───┴────────────
            warm-up       end
@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.config.job import OWN_SCHEDULES, Job, ScheduleConfig
 from shoal.config.job import OptimizerConfig as Config
-from shoal.config.job import ScheduleConfig
 from shoal.errors import ConfigError, did_you_mean, raise_problems
 from shoal.platform.torch_private.module_state import NormBase
 
@@ -88,25 +89,75 @@ def _groups(config: Config, model: nn.Module) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def factor(schedule: ScheduleConfig, epochs: float, progress: float) -> float:
-    """Return the factor of the base learning rate in one step.
+class RateSchedule:
+    """The factor of the base learning rate in each step of a run.
 
-    Args:
-        epochs: epochs before this step, with the fraction of the present epoch.
-        progress: steps before this step, as a fraction of all steps of the run.
+    Args: epoch_steps: optimizer steps of each epoch.
+
+    Attributes: total_steps: optimizer steps of the run.
+
+    Raises: ConfigError: a class of torch.optim.lr_scheduler refuses its options, or so many steps.
     """
-    shape = 1.0
-    if schedule.name == "cosine":
-        cosine = 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))  # from 1 to 0
-        shape = schedule.final_factor + (1 - schedule.final_factor) * cosine
-    elif schedule.name == "step":
-        passed = sum(epochs >= milestone for milestone in schedule.milestones)
-        shape = float(schedule.gamma**passed)
-    if epochs >= schedule.warmup_epochs:
-        return shape
-    # Linear from `warmup_factor` to 1 (Goyal et al., 2017).
-    start = schedule.warmup_factor
-    return (start + (1 - start) * epochs / schedule.warmup_epochs) * shape
+
+    def __init__(self, job: Job, epoch_steps: Sequence[int]) -> None:
+        self.total_steps = min(sum(epoch_steps), job.train.max_steps or sum(epoch_steps))
+        self._config = job.schedule
+        self._factors: list[float] = []
+        if job.schedule.name not in OWN_SCHEDULES:
+            rate = scaled_rate(job.optimizer, job.train.batch_size)
+            count = self.total_steps if job.schedule.interval == "step" else len(epoch_steps)
+            self._factors = _factors_of_torch(job.schedule, rate, count)
+
+    def factor(self, epochs: float, step: int) -> float:
+        """Return the factor in one step.
+
+        Args:
+            epochs: epochs before this step, with the fraction of the present epoch.
+            step: steps before this step.
+        """
+        config, shape = self._config, self._shape(epochs, step)
+        steps, warmup = (
+            (step, config.warmup_steps) if config.warmup_steps else (epochs, config.warmup_epochs)
+        )
+        if steps >= warmup:
+            return shape
+        # Linear from `warmup_factor` to 1 (Goyal et al., 2017).
+        start = config.warmup_factor
+        return (start + (1 - start) * steps / warmup) * shape
+
+    def _shape(self, epochs: float, step: int) -> float:
+        config = self._config
+        if self._factors:
+            return self._factors[step if config.interval == "step" else int(epochs)]
+        if config.name == "cosine":
+            cosine = 0.5 * (1 + math.cos(math.pi * min(step / self.total_steps, 1.0)))  # 1 to 0
+            return config.final_factor + (1 - config.final_factor) * cosine
+        passed = sum(epochs >= milestone for milestone in config.milestones)
+        return float(config.gamma**passed) if config.name == "step" else 1.0
+
+
+def _factors_of_torch(config: ScheduleConfig, rate: float, count: int) -> list[float]:
+    """Return the factors before each of so many steps of a scheduler of torch.
+
+    All at once, so that a resumed run need not have its state.
+    """
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+    rates = list[float]()
+    try:
+        scheduler = getattr(torch.optim.lr_scheduler, config.name)(optimizer, **config.options)
+        optimizer.step()  # else torch warns that the scheduler steps first
+        while len(rates) < count:
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            if not 0 <= rates[-1] < math.inf:
+                raise ValueError(f"the rate is {rates[-1]}")
+            if len(rates) < count:
+                scheduler.step()
+    except Exception as error:
+        raise ConfigError(
+            f"schedule.options: {config.name} has no rate for {config.interval} {len(rates)} of "
+            f"{count}: {error}"
+        ) from error
+    return [each / rate for each in rates]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, multiplier: float) -> float:

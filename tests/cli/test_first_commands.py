@@ -87,6 +87,7 @@ REFUSED = [
     ("eval runs/digits --checkpoint last", "'last' is no step, and neither latest nor best"),
     ("eval runs/digits --strategy fsdp2", "runs/digits is no run directory"),
     ("export runs/digits --checkpoint -1", "'-1' is no step, and neither latest nor best"),
+    ("export runs/digits --max-shard-size 5", "'5' is a number without a unit, as in 5GB"),
     ("completion", "the following arguments are required: shell"),
     ("trace runs/digits", "runs/digits"),
     ("plot", "the following arguments are required: RUN"),

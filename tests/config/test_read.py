@@ -138,8 +138,8 @@ def test_all_problems_are_reported_at_once_with_file_and_line(here: Path) -> Non
         "bad.yaml:1: optimzer is not known; did you mean 'optimizer'?",
         "bad.yaml:4: optimizer.lerning_rate is not known; did you mean 'optimizer.lr'?",
         "flag --lr: lr is not known; did you mean 'optimizer.lr'?",
-        "flag --schedule: schedule is a section and takes no value; it holds name, warmup_epochs, "
-        "warmup_factor, "
+        "flag --schedule: schedule is a section and takes no value; it holds name, options, "
+        "interval, warmup_epochs, warmup_steps, warmup_factor, "
         "final_factor, milestones, gamma",
         "flag --out: not YAML: expected the node content, but found '<stream end>'",
         "bad.yaml:5: optimizer.lr must be greater than 0, not -1.0",

@@ -26,6 +26,14 @@ BROKEN = {
     "schedule.milestones=[0,30]": (
         "schedule.milestones must be epochs from 1 on in ascending order, not [0, 30]"
     ),
+    "schedule.warmup_steps=50 schedule.warmup_epochs=2": (
+        "schedule.warmup_steps is 50, and schedule.warmup_epochs 2; set one of them to 0"
+    ),
+    "schedule.options.step_size=3": "is nothing that schedule.name cosine takes; leave it out",
+    "schedule.interval=step": "is nothing that schedule.name cosine takes; leave it out",
+    "schedule.name=StepLR schedule.gamma=0.5": (
+        "schedule.gamma is nothing that schedule.name StepLR takes; write schedule.options.gamma"
+    ),
     "schedule.name=step": "schedule.milestones is empty, but schedule.name is step",
     "data.name=dummy data.classes=2": "evaluation.topk is 5, but dummy has 2 classes",
     "evaluation.topk=11": "evaluation.topk is 11, but digits has 10 classes",

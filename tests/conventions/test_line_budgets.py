@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_800,
+    "shoal/cli": 2_820,
     "shoal/comm": 3_100,
-    "shoal/config": 1_770,
+    "shoal/config": 1_790,
     "shoal/costs": 2_020,
     "shoal/data": 3_310,
     "shoal/doctor": 490,
@@ -26,17 +26,17 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/planner": 2_730,
     "shoal/platform": 2_070,
     "shoal/plotting": 470,
-    "shoal/run": 9_530,
+    "shoal/run": 9_560,
     "shoal/shm_backend": 2_750,
     "shoal/strategies": 16_090,
     "shoal/testing": 240,
     "shoal/trace": 770,
-    "shoal/train": 3_040,
+    "shoal/train": 3_250,
     "shoal/trial": 3_190,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 68_990,
+    "tests": 69_250,
     "benchmarks": 12_160,
 }
 SLACK = 0.03

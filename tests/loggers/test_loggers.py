@@ -7,9 +7,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import shoal
 from shoal.errors import UsageError
@@ -133,6 +135,44 @@ def test_an_earlier_record_is_kept_up_to_the_step_from_which_a_script_goes_on(
     assert [(line["step"], line["loss"]) for line in lines] == kept
 
 
+class Derived(torch.optim.SGD):
+    """An optimizer whose step calls that of its base class, which torch hooks too."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def counts(directory: Path, stops: int) -> None:
+    """Train two optimizers until a step of the first one, or on from there; say no step."""
+    run = shoal.init("zero1", announce=lambda _: None)
+    first, second = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+    torch.optim.SGD(first.parameters())  # after this its step is hooked
+    made = [Derived(first.parameters(), lr=0.1), torch.optim.SGD(second.parameters(), lr=0.1)]
+    loader: Any = DataLoader(torch.ones(12, 2), batch_size=2)
+    first, second, *made, loader = run.prepare(first, second, *made, loader)
+    checkpoint = run.checkpoint(directory / "checkpoints")
+    run.log_to("jsonl", directory=directory, step=checkpoint.resume())
+    for x in loader:
+        loss = run.backward(first(x).square().mean() + second(x).square().mean())
+        for optimizer in (*made, made[1]):
+            optimizer.step()
+        run.log({"loss": loss})
+        if run._prepared.optimizer_steps == stops:
+            checkpoint.save(stops)
+            return
+
+
+def test_a_record_without_a_step_is_of_the_last_step_also_of_a_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    for ranks, stops in ((2, 4), (1, 0)):
+        world.run(ranks, counts, tmp_path, stops)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+
+
 class LosesAll:
     """A logger of a program that cannot be reached."""
 
@@ -159,4 +199,4 @@ def test_a_logger_that_loses_records_is_noted_once_and_the_others_go_on(tmp_path
 def test_a_script_without_a_logger_is_told_where_to_log() -> None:
     run = shoal.init(announce=lambda _: None)
     with pytest.raises(UsageError, match=r'run\.log_to\("jsonl"\)'):
-        run.log({"loss": 1.0}, step=1)
+        run.log({"loss": 1.0})

@@ -1,6 +1,7 @@
 """A run's whole model as one file, and a run that starts from such a file."""
 
 import json
+import math
 import os
 import tracemalloc
 import weakref
@@ -73,6 +74,25 @@ def test_a_moving_average_is_what_is_written_where_there_is_one(tmp_path: Path) 
     for name, value in stored(run, "ema.").items():
         assert torch.equal(found[name], value)
     assert found.keys() == stored(run, "model.").keys()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("pipeline=2", 2),
+        *(pytest.param(s, n, marks=pytest.mark.slow) for s, n in (("single", 1), ("zero3", 2))),
+    ],
+)
+def test_the_average_of_a_tied_weight_is_written_under_both_names(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    run = trained(tmp_path, strategy, ranks, GPT)
+    export(run, tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    average = stored(run, "ema.")["token_embedding.weight"]
+    assert not torch.equal(average, stored(run, "model.")["token_embedding.weight"])
+    assert torch.equal(found["token_embedding.weight"], average)
+    assert torch.equal(found["head.weight"], average)
 
 
 @pytest.mark.slow
@@ -192,6 +212,86 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_exported(
     capsys.readouterr()
     assert export(run, tmp_path / "model.safetensors").step < 12
     assert "note: checkpoint step-00000012 is skipped: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"), [("single", 1), pytest.param("zero3", 2, marks=pytest.mark.slow)]
+)
+def test_a_directory_has_the_hubs_form_and_begins_another_run(
+    tmp_path: Path, strategy: str, ranks: int
+) -> None:
+    run, hub = trained(tmp_path, strategy, ranks, GPT), tmp_path / "hub"
+    done = export(run, hub, dtype="bf16", max_shard_bytes=300)
+    export(run, tmp_path / "model.safetensors")
+    whole = load_file(tmp_path / "model.safetensors")
+    del whole["head.weight"]  # tied: the Hub has one name
+    index = json.loads((hub / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.numel() * 2 for t in whole.values())
+    assert index["weight_map"].keys() == whole.keys()
+    assert (done.files, done.tensors) == (len(set(index["weight_map"].values())), len(whole))
+    parts = {file.name: load_file(file) for file in hub.glob("*.safetensors")}
+    assert sorted(parts) == [
+        f"model-{i:05d}-of-{done.files:05d}.safetensors" for i in range(1, done.files + 1)
+    ]
+    assert done.files > 2
+    assert sum(file.stat().st_size for file in hub.glob("*.safetensors")) == done.size_bytes
+    # A tensor that is larger than a shard has its own.
+    sizes = [[t.numel() * 2 for t in part.values()] for part in parts.values()]
+    assert all(len(part) == 1 or sum(part) <= 300 for part in sizes)
+    assert max(map(sum, sizes)) > 300
+    for name, file in index["weight_map"].items():
+        assert torch.equal(parts[file][name], whole[name].bfloat16())
+    built = build(tiny(tmp_path / "next", GPT, model__weights=str(hub)), torch.device("cpu"))
+    state = built.model.state_dict()
+    assert all(torch.equal(state[n], t.bfloat16().float()) for n, t in whole.items())
+    assert built.model.get_parameter("head.weight") is built.model.get_parameter(
+        "token_embedding.weight"
+    )
+
+
+def test_the_library_of_the_hub_reads_it(tmp_path: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    run = trained(tmp_path, "single", 1, GPT)
+    for place, size in (("one", None), ("several", 300)):
+        export(run, tmp_path / place, max_shard_bytes=size)
+        model = build(tiny(tmp_path / "next", GPT), torch.device("cpu")).model
+        found = hub.load_torch_model(model, tmp_path / place, strict=False)
+        assert found.missing_keys in ([], ["head.weight"])  # of the tied pair
+        assert found.unexpected_keys == []
+        export(run, tmp_path / f"{place}.safetensors")
+        for name, value in load_file(tmp_path / f"{place}.safetensors").items():
+            assert torch.equal(model.state_dict()[name], value)
+    assert [file.name for file in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+
+
+def test_only_floating_point_is_converted_and_what_overflows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: large\n")
+    tensors = {"weight": torch.tensor([1.0, -7e4, math.inf]), "steps": torch.tensor([1 << 40])}
+    saved = {f"model.{name}": value for name, value in tensors.items()}
+    Checkpoints(tmp_path / "checkpoints").save(1, saved, {}, {})
+    with pytest.raises(CheckpointError, match=r"^weight has the value -70000, .* end at 65504\."):
+        export(tmp_path, tmp_path / "hub", dtype="fp16")
+    assert not [*(tmp_path / "hub").iterdir()]
+    export(tmp_path, tmp_path / "hub", dtype="bf16")  # keeps an infinite value
+    found = load_file(tmp_path / "hub/model.safetensors")
+    assert torch.equal(found["weight"], tensors["weight"].bfloat16())
+    assert torch.equal(found["steps"], tensors["steps"])
+
+
+def test_a_directory_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    run, hub = trained(tmp_path, "single", 1, MLP), tmp_path / "hub.v1"
+    with pytest.raises(UsageError, match=r"several files; name a directory, -o .*/model\.$"):
+        export(run, tmp_path / "model.safetensors", max_shard_bytes=300)
+    with pytest.raises(UsageError, match="or name a directory that is there"):
+        export(run, hub)
+    (hub / "model-00002-of-00002.safetensors.tmp").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"hub\.v1 was not written: Is a directory"):
+        export(run, hub, max_shard_bytes=300)
+    assert len([*hub.iterdir()]) == 1
+    (hub / "model-00002-of-00002.safetensors.tmp").rmdir()
+    assert export(run, hub, max_shard_bytes=300).files == 2
+    with pytest.raises(UsageError, match=r"it has weights, model-00001-of-00002\.safetensors"):
+        export(run, hub)
 
 
 def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) -> None:
