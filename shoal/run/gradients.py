@@ -18,6 +18,7 @@ def detach_gradients(local_model: LocalModel) -> dict[nn.Parameter, Tensor]:
     A strategy reduces all that lies in `.grad`, and the gradients of earlier calls are global means
     already. So they wait outside until `add_gradients`. The result is empty after `zero_grad()`.
     """
+    local_model.outside_step.settle_gradients()
     # Copies, because a gradient may be a view of a bucket that this call fills again.
     earlier = {
         p: p.grad.clone() for p in local_model.trainable_params.values() if p.grad is not None

@@ -100,6 +100,8 @@ class OutsideStep:
     """
     is_held: Callable[[], bool] = bool
     """Return True while such a forward pass lasts."""
+    settle_gradients: Callable[[], None] = no_op
+    """Set gradients of this rank to None where the script has set those of its models to None."""
     close: Callable[[], None] = no_op
     """Make the models what they were, before the strategies are applied again. Collective."""
 

@@ -177,6 +177,10 @@ SLOW_CASES = tuple(
         ),
         ("strategies/transforms/test_compile.py", "strategies/transforms", "torch.compile"),
         ("strategies/zero/test_gathered_dtype.py", "strategies/zero", "gathered bf16 under zero1"),
+        (
+            *("strategies/zero/test_gradients_set_to_none.py", "strategies/zero"),
+            "gradients set to None under zero1 and zero2",
+        ),
         ("strategies/zero/test_lockstep.py", "strategies/zero", "ranks that use other blocks"),
         ("strategies/zero/test_zero.py", "strategies/zero", "more of zero2 and shared modules"),
         ("strategies/test_any_step.py", "strategies/zero", "steps of any shape"),

@@ -27,7 +27,7 @@ from shoal.comm.mesh import register_cleanup
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.script_line import call_site
 from shoal.platform.torch_private.pytree import tree_map
-from shoal.platform.torch_private.tensor_state import is_view
+from shoal.platform.torch_private.tensor_state import is_view, version
 from shoal.strategies.base import Forward, ForwardOutput, LocalBatch, LocalModel, StepResult
 from shoal.strategies.former_modules import FormerModules
 from shoal.strategies.local_step import mean_result, scaled_for_mean
@@ -88,6 +88,8 @@ class ShardedStep:
         for engine in self.engines:
             type(engine).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
         self.root.open_for_calls({*user_models(model.module), *wrapped.values()}, self.release)
+        # What the optimizer steps, and the parameter of the model that shows its gradient.
+        self._shown: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._former.note_changes()
         self._offloads = "offload_policy" in arguments
         self.replicated = {
@@ -119,8 +121,33 @@ class ShardedStep:
     def hold(self, holds: bool) -> None:
         """Keep the forward pass of a loop open for its loss, or end it with each call."""
         self.root.begin_loss = self._configure if holds else None
+        self.root.end_call = self._show_gradients if holds else None
         if not holds:
             self.root.end_held(self.release)
+
+    def _show_gradients(self) -> None:
+        """Give gathered parameters a gradient where their shards have one: a loop may set those of
+        its model to None, or to zero, between the model's call and the backward pass.
+        """
+        shards = self.model.trainable_params
+        if all(shard.grad is None for shard in shards.values()):
+            return
+        for name, gathered in self.model.module.named_parameters():
+            shard = shards.get(name, gathered)
+            is_shown = gathered.dim() and shard is not gathered and gathered.grad is None
+            if is_shown and shard.grad is not None:
+                gathered.grad = gathered.new_zeros(()).expand_as(gathered)
+                self._shown.append((shard, gathered))
+
+    def settle_gradients(self) -> None:
+        """Do to gradients of shards what the loop has done to those that were shown."""
+        for shard, shown in self._shown:
+            if shown.grad is None:
+                shard.grad = None
+            elif shown.dim() and version(shown.grad) and shard.grad is not None:
+                shard.grad.zero_()
+            shown.grad = None
+        self._shown = []
 
     def forward(self, batch: LocalBatch) -> ForwardOutput:
         """Compute a micro-batch and its loss. The last one starts the sum of the totals."""
@@ -231,8 +258,9 @@ class ShardedStep:
         for (name, scalar), mean in zip(used.items(), means.unbind(), strict=True):
             stepped = self.replicated[name]
             assert isinstance(stepped, DTensor)
-            stepped.grad = _replicated(mean.to(scalar.dtype), stepped.device_mesh)
-            scalar.grad = None
+            scalar.grad = mean.to(scalar.dtype)
+            stepped.grad = _replicated(scalar.grad, stepped.device_mesh)
+            self._shown.append((stepped, scalar))
 
     def release(self) -> None:
         """Free the parameters that a forward pass without a backward pass has gathered."""

@@ -39,6 +39,7 @@ class StepRoot(nn.Module):
         in_step: a step is under way: its forward pass, or its backward pass.
         begin_loss: called when a loop begins to compute a loss by calling a model in training, with
             gradients; None where no loop does.
+        end_call: called when a call of a model for such a loss has returned.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -48,6 +49,7 @@ class StepRoot(nn.Module):
         self.is_open = False
         self.in_step = False
         self.begin_loss: Callable[[], None] | None = None
+        self.end_call: Callable[[], None] | None = None
         self._held = False
         self._opened_by: nn.Module | None = None
         self._normal_mode = ExitStack()
@@ -126,6 +128,8 @@ class StepRoot(nn.Module):
     def _on_return(
         self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
     ) -> Any:
+        if self._held and self.end_call is not None:
+            self.end_call()
         if self._opened_by is not module:
             return None
         self._opened_by = None

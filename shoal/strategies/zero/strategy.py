@@ -87,6 +87,7 @@ class Zero1(ZeroOptions, Strategy):
                 whole_models=engine.whole_models,
                 hold=engine.hold,
                 is_held=engine.root.is_held,
+                settle_gradients=engine.settle_gradients,
             ),
             pass_traits=replace(model.pass_traits, collective_forward=True),
         )
