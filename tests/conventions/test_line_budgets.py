@@ -28,7 +28,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/plotting": 470,
     "shoal/run": 9_560,
     "shoal/shm_backend": 2_750,
-    "shoal/strategies": 16_130,
+    "shoal/strategies": 16_150,
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_250,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_340,
+    "tests": 69_390,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
