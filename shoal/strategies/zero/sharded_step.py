@@ -35,6 +35,9 @@ from shoal.strategies.wrap_units import innermost, units, user_models
 from shoal.strategies.zero.lockstep import Lockstep
 from shoal.strategies.zero.step_root import StepRoot
 
+FREED = ("out of bounds for storage of size 0", "data is not allocated yet")
+"""Words of torch about a tensor whose memory the engine has freed."""
+
 
 class ShardedStep:
     """One rank's steps through `fully_shard`.
@@ -214,6 +217,12 @@ class ShardedStep:
                     f"zero{self.stage}: compute_loss takes a gradient by parameters "
                     "(torch.autograd.grad), and between its units a rank holds shards of them. "
                     "Use zero1 or ddp. Gradients by inputs are taken."
+                ) from error
+            if any(words in str(error) for words in FREED):
+                raise StrategyRefused(
+                    f"zero{self.stage}: a part of this loss was computed before the last step, and "
+                    "the weights that its graph needs were freed with that step. Compute it again "
+                    "for this loss, fake = generator(z); or use ddp."
                 ) from error
             if "DTensor" not in str(error):
                 raise

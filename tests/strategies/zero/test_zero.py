@@ -305,3 +305,41 @@ def test_two_dtypes_in_a_unit_are_refused_with_both_names() -> None:
     for text in world.run(2, two_dtypes):
         assert "0.scale (torch.float32) and 0.linear.weight (torch.bfloat16)" in text
         assert "model.float()" in text
+
+
+class ListedLayer(nn.Linear):
+    """A layer that overrides `parameters`, as the learner of MAML-Pytorch does."""
+
+    def parameters(self) -> list[nn.Parameter]:  # type: ignore[override]
+        return [self.weight, self.bias]
+
+
+class HeadedLayers(nn.Module):
+    """A layer in a unit, and one in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([ListedLayer(4, 4)])
+        self.head = ListedLayer(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers[0](x))  # type: ignore[no-any-return]
+
+
+def kept_graph() -> str:
+    """Train a generator by a sample that was made before the step of its critic."""
+    run = shoal.init("zero3", announce=lambda _: None)
+    generator, critic = HeadedLayers(), nn.Sequential(nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (generator, critic)]
+    generator, critic, *_ = run.prepare(generator, critic, *optimizers)
+    fake = generator(torch.ones(2, 4))
+    run.backward(critic(fake.detach()).mean(), rows=2)
+    with pytest.raises(StrategyRefused) as refusal:
+        run.backward(critic(fake).mean(), rows=2)
+    return str(refusal.value)
+
+
+def test_a_graph_of_before_the_last_step_is_refused_with_its_cure() -> None:
+    for text in world.run(2, kept_graph):
+        assert "computed before the last step" in text
+        assert "fake = generator(z)" in text
