@@ -124,7 +124,9 @@ class _Paths:
     def __init__(self, model: nn.Module) -> None:
         self.to_modules = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
         self.to_parameters = _paths_to_parameters(model)
-        self.owners = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        self.owners = Counter(
+            id(p) for m in model.modules() for p in nn.Module.parameters(m, recurse=False)
+        )
 
     def only_through(self, module: nn.Module) -> bool:
         """Return True if every path to the parameters of `module` goes through `module`.
@@ -142,4 +144,4 @@ class _Paths:
 def _paths_to_parameters(module: nn.Module) -> Counter[int]:
     """Map the id of each parameter to the number of paths from `module` to it."""
     modules = module.named_modules(remove_duplicate=False)
-    return Counter(id(p) for _, m in modules for p in m.parameters(recurse=False))
+    return Counter(id(p) for _, m in modules for p in nn.Module.parameters(m, recurse=False))

@@ -61,11 +61,15 @@ class Candidates:
 
     def _shared_modules(self, model: nn.Module) -> set[nn.Module]:
         """Return modules with several names, and those with a parameter of several modules."""
-        uses = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
+        uses = Counter(
+            id(p) for m in model.modules() for p in nn.Module.parameters(m, recurse=False)
+        )
         shared = {
             module
             for module in self.remaining
-            if any(uses[id(parameter)] > 1 for parameter in module.parameters(recurse=False))
+            if any(
+                uses[id(parameter)] > 1 for parameter in nn.Module.parameters(module, recurse=False)
+            )
         }
         # Without remove_duplicate=False each module would be listed under its first name only.
         paths = Counter(module for _, module in model.named_modules(remove_duplicate=False))
@@ -89,7 +93,9 @@ class Candidates:
         for module, name in list(self.remaining.items()):
             # Code that runs in parts, in several stages: the plan says so where it matters.
             is_whole = full_model.runs_whole(name)
-            is_read = any(id(p) in directly_read for p in module.parameters(recurse=False))
+            is_read = any(
+                id(p) in directly_read for p in nn.Module.parameters(module, recurse=False)
+            )
             if is_whole and is_read:
                 self.reasons[name] = "code around the blocks reads its parameters"
             if is_read or not is_whole:

@@ -98,7 +98,7 @@ def _drop_half_tied(model: nn.Module, names: set[str]) -> set[str]:
             id(parameter)
             for name, module in model.named_modules()
             if name not in names
-            for parameter in module.parameters(recurse=False)
+            for parameter in nn.Module.parameters(module, recurse=False)
         }
         half_tied = set()
         for name in names:

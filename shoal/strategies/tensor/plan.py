@@ -197,7 +197,9 @@ def _replicated(
     divided = made.parallel_styles()
     reasons = {}
     for path, module in model.named_modules():
-        has_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        has_matrix = any(
+            parameter.dim() > 1 for parameter in nn.Module.parameters(module, recurse=False)
+        )
         if has_matrix and enclosing(path, divided) is None:
             reason = _replication_reason(path, module, candidates, kept_modules)
             reasons[path or "(the model itself)"] = reason
