@@ -197,16 +197,17 @@ def _next(node: Any, way: Divisor, rows: int) -> list[tuple[Any, Divisor]]:
         if other is None:
             continue
         here = divisor if name != "Div" or index == 0 else 1.0
-        factor = 1.0  # also for 0, and for several numbers
+        number = 1.0  # also for several numbers
         if name == "Mul":
-            factor = _number(saved_value(node, "other" if index == 0 else "self")) or 1.0
+            number = _number(saved_value(node, "other" if index == 0 else "self"))
+        factor = number or 1.0
         # Behind a reduction over samples, a number may belong to one of them.
         own = (1.0 if begun else factor) * _slope(node, index, rows, begun) * of_classes
         after = way._replace(
             value=way.value * here,
             adds=way.adds or adds,
-            # A weight of the loss is no divisor, but 1 / len(x) is.
-            divides=way.divides or max(abs(here), 1 / abs(factor)) >= rows,
+            # A weight of the loss is no divisor, but 1 / len(x) is. A sum times 0 may be one too.
+            divides=way.divides or not number or max(abs(here), 1 / abs(factor)) >= rows,
             factor=way.factor * own,
             outer=way.outer if way.operation else way.outer * here,
         )
