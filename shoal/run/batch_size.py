@@ -41,6 +41,12 @@ OTHER_ROWS = (
     "all ranks."
 )
 """Note about batches that each rank has made by itself."""
+PART = (
+    "note: the first loss is of {rows} samples, and this rank has {share} of the batch. A loop "
+    "that cuts micro-batches itself cuts fewer on each rank than on one device, so a sum over them "
+    "is smaller: shoal.init(accumulate=N), and for micro in run.microbatches(batch)."
+)
+"""Note about a part of a batch."""
 SAME_ROWS = (
     "note: all ranks were given the same rows in the first step, so each computes the whole batch: "
     "the numbers of one device, in its time. Divide it: run.share(batch), or run.prepare(loader)."
@@ -143,10 +149,15 @@ class BatchSizes:
         if not self._data.is_same(self._history.shared_digest):
             raise UsageError(f"{SHARED}. {SHARED_CURE}")
 
-    def note_same_rows(self, batch: Any, announce: Callable[[str], None]) -> None:
+    def note_same_rows(
+        self, batch: Any, announce: Callable[[str], None], rows: int = 0, share: int = 0
+    ) -> None:
         """Announce whether all ranks compute one and the same batch or others. Collective.
 
-        Args: batch: the first of a run, a nest of tensors that no loader and no `share` has made.
+        Args:
+            batch: the first of a run, a nest of tensors that no loader and no `share` has made.
+            rows: samples in it.
+            share: samples of the batch that a loader has yielded last; 0 if none has.
         """
         if self._data.size == 1:
             return
@@ -154,7 +165,9 @@ class BatchSizes:
         has_tensors = _add_to(digest, batch)
         is_same = self._data.is_same(digest.digest())
         if has_tensors:  # else nothing was compared
-            announce(SAME_ROWS if is_same else OTHER_ROWS.format(ranks=self._data.size))
+            other = PART if rows < share else OTHER_ROWS
+            facts = {"ranks": self._data.size, "rows": rows, "share": share}
+            announce(SAME_ROWS if is_same else other.format(**facts))
 
     def track(self, tensor: Tensor, moved: Tensor) -> None:
         """Record that `moved` is `tensor` on another device."""

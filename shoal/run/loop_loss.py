@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal.data.tree_map import mark_sample_lists
+from shoal.data.tree_map import mark_sample_lists, tensors_in
 from shoal.errors import StrategyRefused, UsageError
 from shoal.platform.torch_private.pytree import tree_map
 from shoal.platform.torch_private.tensor_state import in_function_transform
@@ -83,7 +83,8 @@ NO_GRADIENT = (
 )
 ROWS = (
     "run.backward: the number of samples on this rank is not clear from the inputs of the models "
-    "({why}). Say it: run.backward(loss, rows=len(x))."
+    "({why}). Say it: run.backward(loss, rows=len(x)); for micro-batches there is "
+    "run.microbatches(batch)."
 )
 UNKNOWN = (
     "run.microbatches: the batch comes from no prepared loader and no run.share, so no rank knows "
@@ -109,6 +110,9 @@ class LoopLoss:
         # Of the first losses, since the one before.
         self._first_calls: list[ModelCall] = []
         self._hooks: dict[nn.Module, list[Any]] = {}
+        # Of modules below those: a method may call blocks of a list, or `self.net.forward`.
+        self._hooks_below: list[Any] = []
+        self._inner_depth = 0
         # Of the calls that are under way; None without autocast.
         self._contexts: list[torch.autocast | None] = []
         # Inputs of the calls of models since the last step.
@@ -150,8 +154,26 @@ class LoopLoss:
                     before, after = ModuleHook(self._before_inner), ModuleHook(self._after_inner)
                     self._hooks[model] += [
                         child.register_forward_pre_hook(before, with_kwargs=True),
-                        child.register_forward_hook(after, with_kwargs=True),
+                        child.register_forward_hook(after, with_kwargs=True, always_call=True),
                     ]
+                self._watch_below(False)
+                self._watch_below(self._graph_check.is_due())
+
+    def _watch_below(self, begins: bool) -> None:
+        """Look at what modules below those return, in steps whose losses are looked at."""
+        if not begins:
+            for hook in self._hooks_below:
+                hook.remove()
+            self._hooks_below = []
+        elif not self._hooks_below:
+            for model in self._hooks:
+                watched = {model, *(() if isinstance(model, nn.Sequential) else model.children())}
+                for module in model.modules():
+                    if module not in watched:
+                        self._hooks_below += [
+                            module.register_forward_pre_hook(ModuleHook(self._enter)),
+                            module.register_forward_hook(ModuleHook(self._leave), always_call=True),
+                        ]
 
     def before_function(self) -> None:
         """End what calls of models have begun: this loss comes from a function. Collective.
@@ -173,6 +195,7 @@ class LoopLoss:
             for hook in hooks:
                 hook.remove()
         self._hooks = {}
+        self._watch_below(False)
 
     def make_batch(self, loss: Any, rows: int | None, reduction: str) -> base.LocalBatch:
         """Return the batch of a step whose loss is there. Collective.
@@ -213,7 +236,9 @@ class LoopLoss:
         batch = self._batch(compute_loss, rows, calls or [()])
         prepared.watch.note_host_draws(batch.num_samples)
         if is_first and not batch.step.sizes_known:
-            prepared.sizes.note_same_rows(calls, prepared.announce)
+            share = 0 if prepared.watch.yielded is None else prepared.watch.yielded.rows
+            rows = batch.num_samples
+            prepared.sizes.note_same_rows(calls, prepared.announce, rows, share)
         return batch
 
     def check(self, batch: base.LocalBatch) -> None:
@@ -231,7 +256,8 @@ class LoopLoss:
         if not batch.step.sizes_known:
             samples = yielded.rows if yielded is not None else 0
         loss = batch.step.compute_loss()
-        self._graph_check.compare(loss, batch.num_samples, samples)
+        self._graph_check.compare(loss, batch.num_samples, samples, [*tensors_in(inputs)])
+        self._watch_below(self._graph_check.is_due())
         prepared.watch.judge_loss(inputs)
 
     def take_first_calls(self) -> list[ModelCall] | None:
@@ -342,21 +368,31 @@ class LoopLoss:
             context.__enter__()
         self._contexts.append(context)
 
-    def _before_inner(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_inner(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Note a call of a module that is no part of a call of its model."""
         if self._is_outer_call():
             self._prepared.watch.end()
             self._collectives.watch(self._graph_check.is_early_step())
             self._inner_calls.append((*args, *kwargs.values()))
+        self._enter(module, args)
 
-    def _after_inner(self, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_inner(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._leave(module, args, output)
+        if self._is_outer_call():
+            self._prepared.watch.follow((args, kwargs), output)
+
+    def _enter(self, _: nn.Module, args: Any) -> None:
+        self._inner_depth += 1
+
+    def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
+        self._inner_depth = max(self._inner_depth - 1, 0)  # a call may have begun before the hooks
         if self._is_outer_call():
             self._graph_check.add_outputs(output)
-            self._prepared.watch.follow((args, kwargs), output)
 
     def _is_outer_call(self) -> bool:
         return not (
             self._contexts
+            or self._inner_depth
             or self._phase.in_passes
             or torch.compiler.is_compiling()
             or in_function_transform()

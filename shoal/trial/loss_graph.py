@@ -187,6 +187,25 @@ UNPREPARED = (
 )
 
 
+LENGTHS = (
+    "note: models return other lengths on other ranks from inputs of one length, as "
+    "pad_packed_sequence does: {own} on rank 0, {other} on rank {rank}. Where attention or a mean "
+    "takes padding in, one device has the length of all samples: "
+    "pad_packed_sequence(..., total_length=len(padded)) is the same on all ranks."
+)
+
+
+def lengths_of(tensors: Sequence[Tensor], samples: int) -> list[list[int]]:
+    """Return the sizes of tensors in which samples lie along one of the first dimensions, without
+    that.
+    """
+    return [
+        [size for dim, size in enumerate(t.shape) if dim != list(t.shape).index(samples)]
+        for t in tensors
+        if t.dim() > 1 and samples in t.shape[:2]
+    ]
+
+
 def unprepared_leaf(
     loss: Tensor, outputs: Sequence[Tensor], samples: int, prepared: Container[int]
 ) -> Tensor | None:
@@ -280,16 +299,21 @@ class LossGraphCheck:
             self.add_outputs([gradient for gradient in gradients if gradient is not None])
             self._differentiated.extend(of)
 
-    def compare(self, loss: Tensor | Counted, rows: int, samples: int) -> None:
+    def compare(
+        self, loss: Tensor | Counted, rows: int, samples: int, inputs: Sequence[Tensor] = ()
+    ) -> None:
         """Compare a loss with those of other ranks and micro-batches. Collective.
 
-        Args: samples: of this rank, of which outputs have one or several rows each; 0 if unknown.
+        Args:
+            samples: of this rank, of which outputs have one or several rows each; 0 if unknown.
+            inputs: of the models.
 
         Raises: UsageError: on all ranks, if the loss is no mean over samples.
         """
         try:
             if self.is_due():
                 self._compare(loss, [*self._outputs], rows, samples)
+                self._compare_lengths(inputs, samples)
         finally:
             self._outputs.clear()  # also what the comparison itself has differentiated
             self._differentiated.clear()
@@ -331,6 +355,17 @@ class LossGraphCheck:
         is_one_mean = len(own) == 1 and not own[0].is_sum
         if self._in_parts and is_one_mean and own[0].outer == self._accumulate:
             self._note(DIVIDED, parts=self._accumulate)
+
+    def _compare_lengths(self, inputs: Sequence[Tensor], samples: int) -> None:
+        """Note that outputs are as long as this rank's own samples. Collective."""
+        own = [lengths_of(inputs, samples), lengths_of([*self._outputs], samples)]
+        told = self._data.all_gather_json(own)
+        for rank, (given, returned) in enumerate(told):
+            if given == told[0][0] and returned != told[0][1]:
+                pairs = zip(told[0][1], returned, strict=False)
+                one, other = next((pair for pair in pairs if pair[0] != pair[1]), ([], []))
+                self._note(LENGTHS, own=one, other=other, rank=rank)
+                return
 
     def is_due(self) -> bool:
         """Return True where a step is looked at and a batch is computed in parts."""

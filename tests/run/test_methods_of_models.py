@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
@@ -53,6 +54,17 @@ def normalised_advantages(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) ->
 def similar_embeddings(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
     z = model.embed(x)
     return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+def similar_outputs_of_a_part(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    z = F.normalize(model.body.forward(x))
+    return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+def similar_outputs_of_layers(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
+    for layer in model.body:
+        x = layer(x)
+    return F.cross_entropy(x @ x.T, torch.arange(len(x)))
 
 
 def pulled_away(run: shoal.Run, model: Agent, x: Tensor, y: Tensor) -> Tensor:
@@ -113,11 +125,12 @@ def trained(
 
 
 def test_samples_that_a_loss_mixes_are_refused_where_a_method_was_called() -> None:
-    mixed, compared = world.run(
-        2, in_turn, trained, (normalised_advantages,), (similar_embeddings,)
-    )[0]
+    calls = similar_embeddings, similar_outputs_of_a_part, similar_outputs_of_layers
+    every = [(loss,) for loss in (normalised_advantages, *calls)]
+    mixed, *compared = world.run(2, in_turn, trained, *every)[0]
     assert "the loop has computed from other samples of this rank (test_methods_of" in mixed[0]
-    assert "a loss in which samples influence one another" in compared[0]
+    for error, *_ in compared:
+        assert "a loss in which samples influence one another" in error
 
 
 def test_an_output_of_which_another_one_was_computed_is_looked_at_too() -> None:
@@ -162,3 +175,34 @@ def test_losses_of_methods_and_of_several_outputs_are_exact_otherwise(as_functio
         assert error == ""
         assert not [line for line in notes if "no prepared model" in line or "has sent" in line]
         torch.testing.assert_close(weights, exact, rtol=1e-10, atol=1e-12)
+
+
+class Packed(nn.Module):
+    """A recurrent layer of packed sequences, and the mean of its outputs with their padding."""
+
+    def __init__(self, has_total: bool) -> None:
+        super().__init__()
+        self.layer, self.has_total = nn.GRU(3, 4, batch_first=True), has_total
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        total = x.shape[1] if self.has_total else None
+        return pad_packed_sequence(self.layer(packed)[0], batch_first=True, total_length=total)[0]
+
+
+def lengths_of_packed(has_total: bool) -> list[str]:
+    notes: list[str] = []
+    run = shoal.init("ddp", announce=notes.append)
+    model = Packed(has_total)
+    data = TensorDataset(torch.randn(8, 5, 3), torch.arange(8) % 5 + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = run.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    for x, lengths in loader:
+        run.backward(model(x, lengths).mean(1).logsumexp(1).mean())
+    return [note for note in notes if "return other lengths on other ranks" in note]
+
+
+def test_outputs_that_are_as_long_as_a_ranks_own_samples_get_a_note() -> None:
+    (noted,), none = world.run(2, in_turn, lengths_of_packed, (False,), (True,))[0]
+    assert "[2, 4] on rank 0, [4, 4] on rank 1" in noted
+    assert none == []
