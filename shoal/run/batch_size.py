@@ -219,7 +219,10 @@ class BatchSizes:
         yielding = self._yielding
         if len(calls) < 2 or not yielding or _have_one_size(yielding):
             return
-        shares = _shares_of(calls, yielding)
+        # A loop may copy a batch into a tensor of its own, which is known by its length.
+        last = {yielded.last.rows: yielded.last for yielded in yielding if yielded.last is not None}
+        lengths = {len(tensor) for inputs in calls for tensor in _with_dims(tensors_in(inputs))[:1]}
+        shares = _shares_of(calls, yielding) or [last[n] for n in sorted(lengths & last.keys())]
         if len({share.rows / share.global_rows for share in shares}) > 1:
             sizes = " and ".join(f"{share.rows} of {share.global_rows}" for share in shares)
             raise UsageError(

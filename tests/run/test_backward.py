@@ -339,7 +339,7 @@ def test_a_loop_may_go_on_after_an_error_in_a_model() -> None:
         assert_equal(found, expected)
 
 
-def adapted_domains(sizes: tuple[int, int], at_once: bool) -> Any:
+def adapted_domains(sizes: tuple[int, int], at_once: bool, copies: bool = False) -> Any:
     """Train a loss of the batches of two loaders, as domain adaptation does."""
     torch.manual_seed(0)
     run = shoal.init("ddp", announce=lambda _: None)
@@ -351,6 +351,8 @@ def adapted_domains(sizes: tuple[int, int], at_once: bool) -> Any:
     try:
         for source, target in zip(*loaders, strict=False):
             optimizer.zero_grad()
+            if copies:  # as DANN does, into tensors of its own
+                source, target = source.clone(), target.clone()
             if at_once:
                 loss = model(source).square().mean()
                 run.backward(loss + model(target).exp().mean())
@@ -365,9 +367,10 @@ def adapted_domains(sizes: tuple[int, int], at_once: bool) -> Any:
 
 def test_a_loss_of_two_batches_that_ranks_have_other_shares_of_is_refused() -> None:
     expected = adapted_domains((8, 5), True)
-    calls = ((8, 5), True), ((8, 5), False)
-    for text, by_turns in world.run(2, in_turn, adapted_domains, *calls):
+    calls = ((8, 5), True), ((8, 5), False), ((8, 5), True, True)
+    for text, by_turns, of_copies in world.run(2, in_turn, adapted_domains, *calls):
         assert re.search("of which this rank has 4 of 8 and [32] of 5 samples", str(text))
+        assert re.search("of which this rank has [32] of 5 and 4 of 8 samples", str(of_copies))
         assert_equal(by_turns, expected)
 
 

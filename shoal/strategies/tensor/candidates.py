@@ -35,7 +35,7 @@ class Candidates:
         full_model: how the model is divided into pipeline stages; None for one stage.
 
     Attributes:
-        by_name: every module of the model.
+        by_name: every module of the model, by each of its names.
         remaining: the modules that may still be divided, with their names.
         shared: modules that are used in several places, or whose parameters are.
         reasons: module name -> why it stays replicated. Plans add their reasons here.
@@ -50,9 +50,9 @@ class Candidates:
     ) -> None:
         self.degree = degree
         self.full_model = full_model
-        self.by_name = dict(model.named_modules())
+        self.by_name = dict(model.named_modules(remove_duplicate=False))
         excluded_set = set(excluded)
-        self.remaining = {m: name for name, m in self.by_name.items() if m not in excluded_set}
+        self.remaining = {m: name for name, m in model.named_modules() if m not in excluded_set}
         self.shared = self._shared_modules(model)
         self.reasons: dict[str, str] = {}
         self._exclude_hooked_parameters()

@@ -120,6 +120,20 @@ class SlicedSequential(nn.Module):
         return scores
 
 
+class Learner(nn.Module):
+    """A network that it and its encoder hold, as that of byol-pytorch, and a test of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8))
+        self.online = nn.Sequential(self.net, nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert float(x.detach().abs().sum()) > 0
+        scores: Tensor = self.online(x)
+        return scores
+
+
 class MadeInForward(nn.Module):
     """A layer with weights is made on the way: nobody can divide what lies around it."""
 

@@ -11,6 +11,7 @@ from script_shaped_models import (
     LENGTH,
     WORDS,
     InterleavedGPT,
+    Learner,
     LecturesGPT,
     MadeInForward,
     ScriptGPT,
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.comm.norm import full_tensor
+from shoal.errors import StrategyRefused
 from shoal.strategies.tensor.strategy import TensorParallel, tensor_plan
 from shoal.testing import world
 
@@ -135,6 +137,13 @@ def test_modules_that_a_forward_pass_makes_end_no_trace_for_ever() -> None:
     assert styles(model) == {"net.0": "column", "net.2": "row"}
     assert (model.calls, model.seen, float(model.passes)) == (0, [], 0.0)
     assert styles(MadeInForward()) == {"last.0": "column", "last.2": "row"}
+
+
+def test_modules_under_two_names_are_left_whole() -> None:
+    with pytest.raises(
+        StrategyRefused, match=r"net\.0: its parameters, or itself, are used in sev"
+    ):
+        styles(Learner())
 
 
 def train_sliced(strategy: str) -> tuple[Any, ...]:
