@@ -387,8 +387,11 @@ def _objection_to(term: Sequence[Divisor], parts: Sequence[LossPart]) -> str:
         words, numbers = MULTIPLIED, [divisor.factor for divisor in term]
         # By 0 where a rank's number is beyond the bend.
         scaled = [value / (factor or _NONE) for value, factor in zip(values, numbers, strict=True)]
-        # As many terms as samples may be one for each, with a number of its own.
-        if _fit(scaled, rows) or any(len(part.divisors) >= part.rows for part in parts):
+        # As many terms of a kind as samples may be one for each, with a number of its own.
+        of_kind = [sum(each.operation == operation for each in part.divisors) for part in parts]
+        if _fit(scaled, rows) or any(
+            n >= part.rows for n, part in zip(of_kind, parts, strict=True)
+        ):
             return ""
     counts = ", ".join(
         f"{part.place} by {number:.6g} for {part.rows} samples"

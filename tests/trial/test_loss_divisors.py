@@ -197,6 +197,15 @@ def test_a_bend_between_the_means_of_parts_is_refused_and_one_beside_them_is_not
     assert objection(parts(-1.0)) == objection(parts(3.0)) == ""
 
 
+def test_a_bend_among_as_many_terms_of_other_kinds_as_samples_is_refused() -> None:
+    def loss(scores: Tensor, tokens: Tensor) -> Tensor:
+        mean = (scores - scores.detach() + 1 + (tokens < 0).any()).mean()
+        return (mean - 1.5).abs() + F.mse_loss(scores, torch.zeros_like(scores))
+
+    text = objection([part(loss, number, rows=2) for number in (1, LENGTH)])
+    assert "multiplies a term (mean) by another number: rank 1 by" in text
+
+
 def test_a_bend_of_means_over_samples_is_refused_where_parts_lie_on_other_sides_of_it() -> None:
     def loss(scores: Tensor, tokens: Tensor, level: float) -> Tensor:
         return scores.square().mean(dim=(0, 1)).clamp(min=level).sum()
