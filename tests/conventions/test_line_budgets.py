@@ -32,11 +32,11 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/testing": 240,
     "shoal/trace": 770,
     "shoal/train": 3_250,
-    "shoal/trial": 3_230,
+    "shoal/trial": 3_240,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_460,
+    "tests": 69_480,
     "benchmarks": 12_160,
 }
 SLACK = 0.03
