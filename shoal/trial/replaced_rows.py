@@ -283,13 +283,16 @@ class ReplacedRows(DispatchMode):
         if copies is None or copies[2] is not rows or copies[0].dtype == torch.bool:
             return
         is_of_some = copies[0].dim() == 1 and len(copies[0]) < len(rows) == len(args[0])
+        is_of_some &= copies[0].shape == copies[1].shape  # not those that a mask chooses
         if is_of_some and args[0].requires_grad and not torch.equal(copies[0], copies[1]):
             self.mixed_place = self.mixed_place or calling_line(frame) or "the loss"
 
     def _has_rows(self, matrix: Tensor) -> bool:
         """Return True for a matrix with a sample in each row, so not in those of its factor."""
         copies = self.copies_of(matrix)
-        return matrix.dim() == 2 and copies is not None and lie_in_order(*copies)
+        if matrix.dim() != 2 or copies is None or copies[0].shape != copies[1].shape:
+            return False
+        return lie_in_order(*copies)
 
     def _note_draw(self, func: Any, args: Any, kwargs: Any, frame: FrameType) -> None:
         """Note an operator that draws.
@@ -318,7 +321,7 @@ class ReplacedRows(DispatchMode):
     def _save(self, output: Any, results: list[Any], rows: Tensor) -> None:
         for result, same, replaced in zip(_tensors(output), *map(_tensors, results), strict=True):
             is_new = self.copies_of(result) is None and _is_plain(result)
-            if is_new and same.shape == result.shape == replaced.shape:
+            if is_new and same.shape == result.shape:  # torch.unique may find more in other rows
                 self._note(result, same, replaced, rows)
         if self._operators % 32 == 0:
             self._purge()
@@ -408,8 +411,11 @@ SELECTING = ("index", "index_select", "masked_select", "nonzero")
 
 def _selects_rows(func: Any, args: Any, samples: int) -> bool:
     """Return True if an operator takes some of the rows, or some twice; False for an order."""
-    if func.overloadpacket.__name__ not in SELECTING:
+    name = func.overloadpacket.__name__
+    if name not in SELECTING:
         return False
+    if name == "nonzero" and args[0].shape == (samples, samples):
+        return False  # pairs of samples, which are mixed
     chosen = _tensors(args[1:])
     if not chosen or chosen[0].dtype == torch.bool:
         return True
@@ -436,8 +442,9 @@ def _is_mixed(
     Args: beside: copies of what an operator takes beside them: which of equal rows, as a mask has
         them, belongs to a sample.
     """
-    if same.dim() and len(same) == len(rows):
+    if same.dim() and len(same) == len(rows) and same.shape == replaced.shape:
         fellows = [c for c in beside if c and c[2] is rows and len(c[0]) == len(rows)]
+        fellows = [c for c in fellows if c[0].shape == c[1].shape]
         columns = [same, *(c[0] for c in fellows)], [replaced, *(c[1] for c in fellows)]
         return mixes_rows(*columns, rows)
     return is_of_classes and same.dim() > 0 and not torch.equal(same, replaced)

@@ -232,12 +232,31 @@ def confident(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return (losses * (losses.detach() < 1.4)).mean()
 
 
+def weighted_by_pairs(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Weight each sample by the pairs that a miner finds, as pytorch-metric-learning does."""
+    scores = model(x)
+    near = torch.cdist(scores.detach(), scores.detach()) < 1.5
+    one, other = torch.where(near & (y[:, None] != y))
+    index, count = torch.unique(torch.cat([one, other]), return_counts=True)
+    weights = torch.full_like(scores[:, 0], 0.5).detach()
+    weights[index] = count.to(weights.dtype)
+    return (F.cross_entropy(scores, y, reduction="none") * weights).mean()
+
+
+def of_confident_alone(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    losses = each(model, x, y)
+    rows = (losses.detach() < 1.4).nonzero().flatten()
+    return (losses[rows].sum() + 0 * losses.sum()) / len(x)
+
+
 def test_a_mask_that_follows_from_other_samples_is_refused_and_one_of_the_sample_is_not() -> None:
-    for by_others, by_itself in world.run(
-        2, errors_of, "ddp", [(linear, above_median), (linear, confident)]
+    losses = above_median, weighted_by_pairs, confident, of_confident_alone
+    for *by_others, by_itself, chosen in world.run(
+        2, errors_of, "ddp", [(linear, loss) for loss in losses]
     ):
-        assert "computed from other samples of this rank (test_models_of_loops.py:" in by_others
-        assert by_itself == ""
+        for text in by_others:
+            assert "computed from other samples of this rank (test_models_of_loops.py:" in text
+        assert by_itself == chosen == ""
 
 
 def test_calls_inside_of_a_transform_of_functions_are_left_alone() -> None:
