@@ -6,10 +6,12 @@ import copy
 import resource
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -285,12 +287,17 @@ def test_a_hook_on_a_parameter_without_memory_is_refused() -> None:
         shoal.init(announce=str).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def peak_of_first_step(strategy: str, blocks: int, width: int) -> int:
-    """Return by how many bytes the peak of this process's memory grows up to the first step."""
+def peak_of_first_step(strategy: str, blocks: int, width: int, file: Path | None) -> int:
+    """Return by how many bytes the peak of this process's memory grows up to the first step.
+
+    Args: file: with the weights; None to draw them.
+    """
     run = shoal.init(strategy=strategy, announce=str, guards=False)
     with shoal.empty_weights():
         layers = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(blocks)]
         model = nn.Sequential(*layers, nn.Linear(width, 4))
+    if file is not None:
+        shoal.load_weights(model, file)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = TensorDataset(torch.ones(4, width), torch.ones(4, dtype=torch.int64))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -312,10 +319,21 @@ def peak_of_first_step(strategy: str, blocks: int, width: int) -> int:
         ),
     ],
 )
-def test_a_rank_holds_its_share_and_one_layer(strategy: str, copies: int) -> None:
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_rank_holds_its_share_and_one_layer(
+    strategy: str, copies: int, from_file: bool, tmp_path: Path
+) -> None:
     # malloc returns what is larger than 32 MiB at once.
     blocks, width, ranks = 9, 3072, 3
     layer = width * width * 4
-    peaks = world.run(ranks, peak_of_first_step, strategy, blocks, width)
+    file = tmp_path / "model.safetensors" if from_file else None
+    if file is not None:
+        weights = {f"{n}.0.weight": torch.ones(width, width) for n in range(blocks)}
+        weights |= {f"{n}.0.bias": torch.ones(width) for n in range(blocks)}
+        head = {f"{blocks}.weight": torch.ones(4, width), f"{blocks}.bias": torch.ones(4)}
+        save_file(weights | head, file)
+        del weights
+    peaks = world.run(ranks, peak_of_first_step, strategy, blocks, width, file)
     share = copies * blocks * layer // ranks
-    assert max(peaks) < share + layer + (24 << 20) < blocks * layer, peaks
+    layers = 1 + from_file  # pages of the file are mapped while they are copied
+    assert max(peaks) < share + layers * layer + (24 << 20) < blocks * layer, peaks

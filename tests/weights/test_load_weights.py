@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -28,6 +29,11 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(hidden)
         self.head = nn.Linear(hidden, 6, bias=False)
         self.head.weight = self.embedding.weight
+        self.norm.eval()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.norm(self.layers(self.embedding(tokens))))
+        return scores
 
 
 def saved(directory: Path) -> dict[str, Tensor]:
@@ -56,12 +62,15 @@ def loaded(strategy: str, directory: Path, empty: bool) -> dict[str, Tensor]:
     shoal.load_weights(model, directory)
     run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert model.head.weight is model.embedding.weight
+    if strategy.startswith("pipeline"):  # it is divided in the first step
+        tokens = run.share(torch.arange(6))
+        run.forward_backward(lambda x: F.cross_entropy(model(x), x), tokens)
     weights: dict[str, Tensor] = run.weights()
     return weights
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategies"), [(1, ["single"]), (2, ["zero3", "tensor=2", "server=1"])]
+    ("ranks", "strategies"), [(1, ["single"]), (2, ["zero3", "tensor=2", "server=1", "pipeline=2"])]
 )
 def test_a_model_gets_what_is_in_the_files(
     tmp_path: Path, ranks: int, strategies: list[str]
