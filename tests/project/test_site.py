@@ -36,6 +36,7 @@ def test_the_navigation_has_every_page_once() -> None:
         ("library.md", "[runs](runs.md#what)", "[runs](runs.md#what)"),
         ("strategies/zero.md", "[runs](../runs.md)", "[runs](../runs.md)"),
         ("library.md", "[init](../shoal/run/init.py)", "init (`shoal/run/init.py`)"),
+        ("library.md", "[the\ntimes](../benchmarks/x.md)", "the\ntimes (`benchmarks/x.md`)"),
         ("lessons/1.md", "[train.py](train.py)", "`lessons/train.py`"),
         ("library.md", "[torch](https://pytorch.org)", "[torch](https://pytorch.org)"),
         ("library.md", "[below](#below)", "[below](#below)"),
