@@ -10,7 +10,7 @@ import re
 from posixpath import dirname, normpath
 from typing import Any
 
-LINK = re.compile(r"\[([^\]\n]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 SUFFIXES = (".md", ".png", ".svg")
 
 

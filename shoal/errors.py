@@ -36,8 +36,7 @@ class ShoalError(Exception):
 class ConfigError(ShoalError):
     """One or more bad settings, reported together.
 
-    Args:
-        problems: one line each, `where: what is wrong; what would be right`.
+    Each argument is one problem: `where: what is wrong; what would be right`.
     """
 
     @property

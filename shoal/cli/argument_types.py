@@ -76,7 +76,7 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
         type=_checkpoint,
         default="latest",
         metavar="N",
-        help="that of step N, or latest or best (default: latest)",
+        help="step of the checkpoint, or latest or best (default: latest)",
     )
 
 

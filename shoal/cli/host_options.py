@@ -34,11 +34,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[=VALUE]",
         help="variable to carry to all hosts; may be repeated",
     )
-    group.add_argument("--address", help="of the first host, where ranks meet (default: tried)")
+    group.add_argument(
+        "--address",
+        help="address of the first host for the rendezvous (default: one that all hosts reach)",
+    )
     group.add_argument(
         "--min-hosts",
         type=argument_types.integer(1),
-        help="shoal train: go on without lost hosts while there are so many",
+        help="shoal train: go on without lost hosts as long as this many are left",
     )
 
 

@@ -86,7 +86,7 @@ def hang_limit_argument(parser: argparse.ArgumentParser, effect: str) -> None:
         "--hang-limit",
         type=argument_types.seconds,
         metavar="SECONDS",
-        help=f"{effect} if a rank does not come for so long (default: 60; 0 for no limit)",
+        help=f"{effect} if a rank shows no progress for this long (default: 60; 0 for no limit)",
     )
 
 

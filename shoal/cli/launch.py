@@ -64,13 +64,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--accumulate",
         type=argument_types.integer(1),
-        help="parts that each rank's share of a batch is computed in",
+        help="micro-batches of each rank's share of a batch",
     )
     parser.add_argument(
         "--output",
         choices=("first", "all"),
         default="first",
-        help="whose stdout is shown (default: first)",
+        help="stdout to show: rank 0's or all ranks' (default: first)",
     )
     job_options.trace_argument(parser)
     parser.add_argument(

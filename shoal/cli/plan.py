@@ -44,7 +44,7 @@ HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.preci
 def arguments(parser: argparse.ArgumentParser) -> None:
     job_options.arguments(parser, "ranks of the plan (default: 1)")
     size = argument_types.quantity(read_size, ", as in 16GiB")
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="of each rank, such as 16GiB")
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="memory of a rank, as in 16GiB")
     parser.add_argument(
         "--cluster", type=argument_types.path, metavar="FILE", help="YAML file of hosts and links"
     )
@@ -73,9 +73,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     failures = parser.add_argument_group("failures", "how often to save, and what is lost")
     for name, default, help in (
-        ("mtbf", None, "between failures of one rank: 50000h"),
-        ("save", 60.0, "that a save takes (default: 60s)"),
-        ("restart", 60.0, "that a restart takes (default: 60s)"),
+        ("mtbf", None, "mean time between failures of one rank: 50000h"),
+        ("save", 60.0, "time of a save (default: 60s)"),
+        ("restart", 60.0, "time of a restart (default: 60s)"),
     ):
         kind = argument_types.quantity(read_time, ", as in 50000h or 60s")
         failures.add_argument(f"--{name}", type=kind, default=default, metavar="TIME", help=help)

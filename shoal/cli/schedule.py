@@ -30,14 +30,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-m",
         "--microbatches",
         type=argument_types.integer(1, 4096),
-        help="that a batch is split in (default: 8; naive: 1)",
+        help="micro-batches of a batch (default: 8; naive: 1)",
     )
     parser.add_argument(
         "-v",
         "--stages",
         type=argument_types.integer(1, 64),
         default=0,
-        help="on each rank, for interleaved and zero-bubble",
+        help="stages on each rank, for interleaved and zero-bubble",
     )
 
 

@@ -33,7 +33,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tolerance",
         type=argument_types.tolerance,
         default=1e-10,
-        help="relative (default: 1e-10)",
+        help="relative error that is still rounding (default: 1e-10)",
     )
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
     script.add_argument(

@@ -85,7 +85,7 @@ class TrainConfig:
 
     epochs: int = setting(10, "passes over the data", POSITIVE)
     max_steps: int | None = setting(
-        None, "stop after so many steps, whatever train.epochs says", POSITIVE
+        None, "stop after this many steps, whatever train.epochs says", POSITIVE
     )
     batch_size: int = setting(
         128, "samples in one optimizer step, over all ranks and micro-batches", POSITIVE
@@ -232,8 +232,8 @@ class CheckpointConfig:
     every_epochs: int = setting(1, "epochs between checkpoints", POSITIVE)
     every_steps: int | Literal["auto"] | None = setting(
         None,
-        "further checkpoints every so many steps; auto: as many as lose least, by "
-        "checkpoint.job_mtbf and what saves and steps take",
+        "steps between further checkpoints; auto: the interval that loses least, from "
+        "checkpoint.job_mtbf and the times of saves and steps",
         POSITIVE_OR_AUTO,
     )
     job_mtbf: str | None = setting(

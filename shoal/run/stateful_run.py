@@ -198,8 +198,9 @@ class StatefulRun:
             objects: the script's own objects whose state belongs to the run, by name; each has
                 `state_dict` and `load_state_dict`, and the same state on every rank.
 
-        Raises: UsageError: an object has no such methods; `keep` is below 1. CheckpointError: an
-            optimizer has state that a checkpoint does not hold.
+        Raises:
+            UsageError: an object has no such methods; `keep` is below 1.
+            CheckpointError: an optimizer has state that a checkpoint does not hold.
         """
         check_path("run.checkpoint", directory)
         for optimizer in self._prepared.optimizers:

@@ -1,7 +1,7 @@
 """The rows of a batch, which is a nest of tensors, arrays and lists with one entry per sample.
 
-Any of them, for a trial; and shapes and labels that no batch of a run had before, for a loss that
-leaves out padding is a mean until the first padded sample comes.
+Any of them, for a trial; and shapes and labels that no batch of a run had before, because a loss
+that ignores padding is a mean as long as no sample is padded.
 """
 
 from __future__ import annotations

@@ -131,6 +131,20 @@ def test_continuous_integration_runs_the_tests_on_every_python_that_is_named() -
     assert [step["run"] for step in job["steps"] if "run" in step] == [".ci/run"]
 
 
+@pytest.mark.parametrize(
+    ("job", "command"),
+    [
+        ("pages", "make test-slow TESTS=tests/project"),
+        ("site", "make site"),
+        ("hugging-face", "make test-hf"),
+    ],
+)
+def test_continuous_integration_has_a_job_for(job: str, command: str) -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
+    assert [step["run"] for step in jobs[job]["steps"] if "run" in step] == [command]
+    assert command.split()[1] in make_targets()
+
+
 def test_the_tests_on_real_hosts_say_what_could_not_be_installed(tmp_path: Path) -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())["jobs"]
     (line,) = [step["run"] for step in jobs["real"]["steps"] if "run" in step]

@@ -36,19 +36,51 @@ def test_the_navigation_has_every_page_once() -> None:
         ("library.md", "[runs](runs.md#what)", "[runs](runs.md#what)"),
         ("strategies/zero.md", "[runs](../runs.md)", "[runs](../runs.md)"),
         ("library.md", "[init](../shoal/run/init.py)", "init (`shoal/run/init.py`)"),
+        ("library.md", "[the\ntimes](../benchmarks/x.md)", "the\ntimes (`benchmarks/x.md`)"),
         ("lessons/1.md", "[train.py](train.py)", "`lessons/train.py`"),
         ("library.md", "[torch](https://pytorch.org)", "[torch](https://pytorch.org)"),
         ("library.md", "[below](#below)", "[below](#below)"),
     ],
 )
 def test_links_that_leave_the_site_are_shown_as_paths(page: str, text: str, shown: str) -> None:
-    spec = spec_from_file_location("site_links", ROOT / "docs" / "site_links.py")
+    assert shown_by("site_links", page, text) == shown
+
+
+PAGE = """# Ranks
+
+`rank` and [a rank](x.md) are left, as is
+
+```
+a rank
+```
+Two ranks, then a rank: counted
+losses. An epoch is an epoch.
+"""
+
+
+def test_the_first_use_of_a_term_on_a_page_is_a_link_to_the_glossary() -> None:
+    shown = shown_by("site_terms", "lessons/1.md", PAGE)
+    ranks = "Two [ranks](../glossary.md#term-rank), then a rank"
+    loss = "[counted\nlosses](../glossary.md#term-counted-loss)"
+    expected = PAGE.replace("Two ranks, then a rank", ranks).replace("counted\nlosses", loss)
+    assert shown == expected
+
+
+def test_entries_of_the_glossary_have_anchors() -> None:
+    shown = shown_by("site_terms", "glossary.md", "- **push, pull**: to send\n- a **rank**: none")
+    assert shown == "- **push, pull**{#term-push}: to send\n- a **rank**: none"
+
+
+def shown_by(hook: str, page: str, text: str) -> str:
+    """Return a page as a hook of the site gives it to mkdocs."""
+    spec = spec_from_file_location(hook, ROOT / "docs" / f"{hook}.py")
     assert spec is not None
     assert spec.loader is not None
-    hook = module_from_spec(spec)
-    spec.loader.exec_module(hook)
-    file = SimpleNamespace(src_uri=page)
-    assert hook.on_page_markdown(text, page=SimpleNamespace(file=file)) == shown
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return str(
+        module.on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_uri=page)))
+    )
 
 
 def test_the_site_is_built_with_strict_links(tmp_path: Path) -> None:

@@ -212,7 +212,7 @@ def _weights_of_rows(step: StepComparison) -> ScriptCause | None:
         return None
     return ScriptCause(
         "weights of samples",
-        "samples weigh otherwise in the loss than on one device: the gradient of the output "
+        "samples have other weights in the loss than on one device: the gradient of the output "
         f"is {low / high:.3g} times as large for some samples as for others. A mean over each "
         "rank's own count (tokens, boxes, samples) is averaged over the ranks; divide by the "
         "count of all ranks.",

@@ -145,7 +145,7 @@ def _with_adapters() -> Gpt:
 class Lora(OneLossScript):
     """Adapters beside frozen layers; the mean over answers only."""
 
-    follows = "huggingface/peft examples"
+    follows = "Hu et al. 2021, by hand, without peft"
     needs = "FKC"
 
     def setup(self):
