@@ -61,7 +61,7 @@ _INSTEAD = {
         *("--gres", "--job-name", "--mail-type", "--mem", "--qos"),
     ),
     "several processes are -n N. Leave it out": ("--multi-gpu",),
-    "`--output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
+    "`--show-output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
     "`--address` names the address at which the first host is reached": ("--interface",),
     "without GPUs ranks use the CPU. Leave it out": ("--cpu",),
     "`shoal launch` starts Python files, and modules with -m": ("--no-python",),

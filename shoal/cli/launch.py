@@ -67,10 +67,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="parts that each rank's share of a batch is computed in",
     )
     parser.add_argument(
-        "--output",
+        "--show-output",
         choices=("first", "all"),
         default="first",
         help="whose stdout is shown (default: first)",
+    )
+    parser.add_argument(
+        "--output",
+        action=argument_types.OptionInstead,
+        nargs="?",
+        const="it is --show-output here, first or all; other verbs write a file to --output",
+        help=argparse.SUPPRESS,
     )
     job_options.trace_argument(parser)
     parser.add_argument(
@@ -131,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
         options.arguments,
         options.processes,
         environment,
-        options.output,
+        options.show_output,
         module=script.module,
     )
 
@@ -172,7 +179,7 @@ def _run_on_hosts(
         arguments=arguments,
         again=arguments,
         environment=environment,
-        output=options.output,
+        output=options.show_output,
         preload=preload.for_script(script.file),
     )
     request = FactsRequest(working_directory(), script=script.file)
@@ -191,7 +198,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         name=options.script.stem,
         words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
         environment=_environment(options, line) | servers,
-        output=options.output,
+        output=options.show_output,
         restarts=0,
     )
 

@@ -187,7 +187,7 @@ def _of_flags() -> Iterator[Command]:
     yield "launch", "-n", "2", "--strategy", "tensor=3", "script.py"
     for number in ("0", "-1", "x", HUGE):
         yield "launch", "-n", "2", "--accumulate", number, "script.py"
-    yield "launch", "-n", "2", "--output", "none", "script.py"
+    yield "launch", "-n", "2", "--show-output", "none", "script.py"
     yield "launch", "-n", "2", "--trace", "--trace-to", "file", "script.py"
     yield ("trian", "digits")
     yield ("",)

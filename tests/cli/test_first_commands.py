@@ -98,6 +98,7 @@ REFUSED = [
         "words of the script stand behind it: shoal launch ... SCRIPT --lr",
     ),
     ("launch -n 2 --lr 1 t.py", "the options: shoal launch --help"),
+    ("launch -n 2 --output all t.py", "--output: it is --show-output here, first or all"),
     ("launch --slurm --mail-type=END t.py", "--sbatch-option=NAME=VALUE"),
     ("verify missing.py", "there is no script missing.py"),
     ("verify t.py --precision bf16", "--precision: scripts are compared in float64"),
