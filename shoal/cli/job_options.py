@@ -56,12 +56,19 @@ def arguments(
         help="a distribuuuu YAML file; KEY VALUE pairs may follow",
     )
     parser.add_argument(
-        "--import",
-        dest="imports",
+        "--plugin",
+        dest="plugins",
         action="append",
         default=[],
         metavar="FILE",
-        help="register models, data",
+        help="take models and data sets from this Python file",
+    )
+    parser.add_argument(
+        "--import",
+        action=argument_types.OptionInstead,
+        nargs="?",
+        const="it is --plugin FILE",
+        help=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("settings", SETTINGS)
     for name in shown:
@@ -209,8 +216,8 @@ def _read_settings(
 ) -> tuple[Settings, list[str]]:
     from shoal import config
 
-    if options.imports:
-        flags += [("import", str(Path(file).resolve())) for file in options.imports]
+    if options.plugins:
+        flags += [("plugin", str(Path(file).resolve())) for file in options.plugins]
     if options.cfg is not None:
         return config.translate(options.cfg, options.source, ranks, flags)
     if len(options.source) != 1:

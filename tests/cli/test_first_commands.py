@@ -98,6 +98,8 @@ REFUSED = [
         "words of the script stand behind it: shoal launch ... SCRIPT --lr",
     ),
     ("launch -n 2 --lr 1 t.py", "the options: shoal launch --help"),
+    ("train digits --import t.py", "--import: it is --plugin FILE"),
+    ("train digits --imports [t.py]", "imports is not known; did you mean 'plugins'?"),
     ("launch -n 2 --output all t.py", "--output: it is --show-output here, first or all"),
     ("launch --slurm --mail-type=END t.py", "--sbatch-option=NAME=VALUE"),
     ("verify missing.py", "there is no script missing.py"),
