@@ -81,7 +81,7 @@ TAKES_SCRIPT = ("verify", "plan")
 
 HIDDEN = ("agent",)
 """Verbs that only Shoal itself calls."""
-WITHOUT_ANSWER = ("train", "launch", "agent", "completion")
+WITHOUT_ANSWER = ("launch", "agent", "completion")
 """Verbs without --json: they run scripts, or print what is no result."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
