@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callable[[], int]]:
     """Return the job, and what trains it and returns the exit code. All checks are made here."""
-    from shoal.train.run_directory import check_usable
+    from shoal.train.run_directory import check_usable, take_stop
 
     hosts = host_options.read(options)
     world = options.processes or info.world
@@ -120,6 +120,7 @@ def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callabl
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)
+        take_stop(settings.job.directory)
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     from shoal.train import entry
 
@@ -150,12 +151,14 @@ def _code_of(start: Callable[[], int], as_json: bool) -> tuple[int, str]:
 
 
 def _describe_stop(job: Job) -> str:
-    """Return from where an interrupted run goes on."""
-    from shoal.train.run_directory import last_saved
+    """Return where a run was interrupted, what it has saved, and how it goes on."""
+    from shoal.train.run_directory import last_saved, take_stop
 
-    step = last_saved(job.directory, job.checkpoint.fast_dir)
-    saved = "before the first save" if step is None else f"the newest save is of step {step}"
-    return f"interrupted; {saved}"
+    stopped, saved = take_stop(job.directory), last_saved(job.directory, job.checkpoint.fast_dir)
+    where = "interrupted" if stopped is None else f"interrupted after step {stopped}"
+    if saved is None:
+        return f"{where}, before the first save; the same command begins again"
+    return f"{where}; the newest save is of step {saved}, and the same command resumes there"
 
 
 def _result(job: Job) -> dict[str, Any]:
