@@ -18,7 +18,7 @@ from typing import Any
 from shoal.errors import ConfigError, UsageError, printable
 from shoal.train.console import envelope
 
-JSON_HELP = "print one JSON object: shoal, verb, ok, and result or errors"
+JSON_HELP = "print one JSON object"
 
 
 class WrongOptions(UsageError):

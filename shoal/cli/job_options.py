@@ -45,7 +45,8 @@ def arguments(
         processes: the help of -n.
         shown: settings that the help names.
     """
-    parser.add_argument("-n", "--processes", type=argument_types.processes, help=processes)
+    kind = argument_types.processes
+    parser.add_argument("-n", "--processes", type=kind, metavar="N", help=processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )
@@ -102,8 +103,7 @@ def trace_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="N@S",
-        help="trace N steps, after the first S of this start, into trace.json (--trace alone: "
-        f"{trace_window.DEFAULT})",
+        help=f"trace N steps after S of this start (alone: {trace_window.DEFAULT})",
     )
 
 

@@ -54,6 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--processes",
         type=argument_types.processes,
+        metavar="N",
         help="processes on this machine",
     )
     host_options.arguments(parser)

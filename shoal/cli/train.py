@@ -58,8 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="PATH",
-        help="start from these weights of the same model: a file or directory of safetensors, or a "
-        "state dict of torch (short for --model.weights)",
+        help="start from safetensors, or a state dict of torch",
     )
     job_options.trace_argument(parser)
     host_options.arguments(parser)

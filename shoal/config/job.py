@@ -279,9 +279,8 @@ class Job:
     strategy: str = setting(
         "ddp",
         "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
-        "pipeline=P, server=N, local=H, "
-        "diloco=H, recompute=K; with commas between them several at once; auto, which shoal plan "
-        "would take",
+        "pipeline=P, server=N, local=H, diloco=H, recompute=K; commas join several; auto, as shoal "
+        "plan",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)
     plugins: tuple[str, ...] = setting(
