@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
@@ -71,6 +72,13 @@ def test_the_help_of_each_verb_fits_on_a_screen_and_help_all_has_the_rest(
         if action.help != argparse.SUPPRESS
     }
     assert named <= {*re.split(r"[\s,\[\]]+", texts["--help-all"])}
+
+
+def test_the_readme_lists_the_verbs_in_the_order_of_the_help() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.partition("| verb |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^    (\S+)", program._listed_verbs(), re.MULTILINE)
+    assert re.findall(r"^\| `shoal (\S+?)[ `]", table, re.MULTILINE) == listed
 
 
 def test_the_program_takes_help_all_too(capsys: pytest.CaptureFixture[str]) -> None:
