@@ -78,6 +78,7 @@ VERBS = {
     "evaluate": "it is `shoal eval RUN`",
     "validate": "it is `shoal eval RUN`",
     "test": "`shoal eval RUN` evaluates a run, `shoal verify` compares a strategy with one process",
+    "plan-pipeline": "it is `shoal schedule pipeline=4,schedule=1f1b`, with a strategy of yours",
     "env": "it is `shoal doctor`",
     "info": "it is `shoal doctor`",
     "check": "`shoal doctor` looks at this machine, `shoal verify` compares a strategy",
