@@ -8,6 +8,7 @@ run.save("model.safetensors")
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from shoal.shm_backend.registration import register
@@ -83,6 +84,11 @@ _HOMES = {
 }
 
 
+if sys.platform == "win32":
+    _sentence = "Shoal does not run on Windows itself. Use WSL, and install it there"
+    if sys.argv[0].endswith("shoal.exe") or sys.orig_argv[1:3] == ["-m", "shoal"]:
+        sys.exit(f"shoal: {_sentence}")
+    raise ImportError(_sentence)
 register()  # the backend "shoal" of torch.distributed
 
 

@@ -1,4 +1,4 @@
-"""`--import faulty_data.py`: ranks that meet a fault once, after a given number of steps.
+"""`--plugin faulty_data.py`: ranks that meet a fault once, after a given number of steps.
 
 The file `order.RANK` in the directory FAULTS, JSON, says which fault this rank meets and after
 which step. The rank takes it away first, so that it meets it once. A fault that is none of a rank's

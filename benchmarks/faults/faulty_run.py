@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "tests/hosts"))  # hosts as namespaces
 DATA = Path(__file__).with_name("faulty_data.py")
 STEPS, LIMIT_S = 80, 3.0
 SETTINGS = {
-    "import": str(DATA),
+    "plugin": str(DATA),
     "data.name": "faulty",
     "data.samples": 256,
     "model.name": "mlp",

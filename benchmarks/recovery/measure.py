@@ -41,7 +41,7 @@ def shoal(strategy: str, victim: str, folder: Path, chance: random.Random) -> Re
     """Kill a rank, or a server, of `shoal train`."""
     notes = folder / "notes"
     notes.mkdir()
-    words = ["digits", "-n", "2", "--strategy", strategy, "--import", str(HERE / "pid_notes.py")]
+    words = ["digits", "-n", "2", "--strategy", strategy, "--plugin", str(HERE / "pid_notes.py")]
     words += [word for key, value in SETTINGS.items() for word in (f"--{key}", str(value))]
     training = WatchedTraining(folder / "run", words, {"NOTES": str(notes)})
     try:

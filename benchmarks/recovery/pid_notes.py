@@ -1,4 +1,4 @@
-"""`--import pid_notes.py`: each rank leaves its process id in the directory NOTES; rank 0 those of
+"""`--plugin pid_notes.py`: each rank leaves its process id in the directory NOTES; rank 0 those of
 the parameter servers too.
 """
 

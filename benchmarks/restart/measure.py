@@ -45,7 +45,7 @@ class Training(WatchedTraining):
         self.notes = folder / "notes"
         self.notes.mkdir()
         words = ["digits", "-n", str(RANKS), "--strategy", strategy, *SETTINGS]
-        words += ["--import", str(HERE / "pid_notes.py")]
+        words += ["--plugin", str(HERE / "pid_notes.py")]
         super().__init__(folder / "run", words, {"NOTES": str(self.notes)})
 
     def gone_on(self, since_s: float, known: int) -> dict[str, float]:

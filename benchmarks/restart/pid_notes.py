@@ -1,4 +1,4 @@
-"""`--import pid_notes.py`: every rank leaves its process id in the directory NOTES, as a file with
+"""`--plugin pid_notes.py`: every rank leaves its process id in the directory NOTES, as a file with
 its number.
 """
 

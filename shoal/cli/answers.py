@@ -9,13 +9,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 from shoal.errors import ConfigError, UsageError, printable
 from shoal.train.console import envelope
 
-JSON_HELP = "print one JSON object: shoal, verb, ok, and result or errors"
+JSON_HELP = "print one JSON object"
 
 
 class WrongOptions(UsageError):
@@ -26,6 +29,21 @@ def tell_start(what: str) -> None:
     """Tell a person what takes the next seconds: nothing is printed where stderr is no terminal."""
     if sys.stderr.isatty():
         print(f"shoal: {what} ...", file=sys.stderr)
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Send to stderr what this process and its children print meanwhile: stdout is for the JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def show(options: argparse.Namespace, result: Any, text: object, status: int = 0) -> int:

@@ -35,7 +35,7 @@ VALUES = {
 MORE = "sbatch-option"
 """Name of the option for all others of sbatch."""
 FLAGS = {
-    "slurm": "run on a Slurm cluster, as one job",
+    "slurm": "as one job of Slurm, with --nodes N: docs/clusters.md",
     "dry-run": "print the batch script, and submit nothing",
 }
 NAMES = tuple(f"--{name}" for name in (*NUMBERS, *VALUES, MORE, *FLAGS))
@@ -43,7 +43,7 @@ NAMES = tuple(f"--{name}" for name in (*NUMBERS, *VALUES, MORE, *FLAGS))
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options, as a group of their own."""
-    group = parser.add_argument_group("clusters", "See docs/clusters.md.")
+    group = parser.add_argument_group("clusters")
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
     for name, (low, help) in NUMBERS.items():

@@ -38,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--processes",
         type=argument_types.processes,
+        metavar="N",
         help="processes on this machine (default: 1)",
     )
     argument_types.checkpoint_argument(parser)

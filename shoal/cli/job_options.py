@@ -45,7 +45,8 @@ def arguments(
         processes: the help of -n.
         shown: settings that the help names.
     """
-    parser.add_argument("-n", "--processes", type=argument_types.processes, help=processes)
+    kind = argument_types.processes
+    parser.add_argument("-n", "--processes", type=kind, metavar="N", help=processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )
@@ -56,12 +57,19 @@ def arguments(
         help="a distribuuuu YAML file; KEY VALUE pairs may follow",
     )
     parser.add_argument(
-        "--import",
-        dest="imports",
+        "--plugin",
+        dest="plugins",
         action="append",
         default=[],
         metavar="FILE",
-        help="register models, data",
+        help="take models and data sets from this Python file",
+    )
+    parser.add_argument(
+        "--import",
+        action=argument_types.OptionInstead,
+        nargs="?",
+        const="it is --plugin FILE",
+        help=argparse.SUPPRESS,
     )
     group = parser.add_argument_group("settings", SETTINGS)
     for name in shown:
@@ -95,8 +103,7 @@ def trace_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace",
         metavar="N@S",
-        help="trace N steps, after the first S of this start, into trace.json (--trace alone: "
-        f"{trace_window.DEFAULT})",
+        help=f"trace N steps after S of this start (alone: {trace_window.DEFAULT})",
     )
 
 
@@ -209,8 +216,8 @@ def _read_settings(
 ) -> tuple[Settings, list[str]]:
     from shoal import config
 
-    if options.imports:
-        flags += [("import", str(Path(file).resolve())) for file in options.imports]
+    if options.plugins:
+        flags += [("plugin", str(Path(file).resolve())) for file in options.plugins]
     if options.cfg is not None:
         return config.translate(options.cfg, options.source, ranks, flags)
     if len(options.source) != 1:

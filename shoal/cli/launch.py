@@ -54,6 +54,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--processes",
         type=argument_types.processes,
+        metavar="N",
         help="processes on this machine",
     )
     host_options.arguments(parser)
@@ -67,10 +68,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="micro-batches of each rank's share of a batch",
     )
     parser.add_argument(
-        "--output",
+        "--show-output",
         choices=("first", "all"),
         default="first",
         help="stdout to show: rank 0's or all ranks' (default: first)",
+    )
+    parser.add_argument(
+        "--output",
+        action=argument_types.OptionInstead,
+        nargs="?",
+        const="it is --show-output here, first or all; other verbs write a file to --output",
+        help=argparse.SUPPRESS,
     )
     job_options.trace_argument(parser)
     parser.add_argument(
@@ -131,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
         options.arguments,
         options.processes,
         environment,
-        options.output,
+        options.show_output,
         module=script.module,
     )
 
@@ -172,7 +180,7 @@ def _run_on_hosts(
         arguments=arguments,
         again=arguments,
         environment=environment,
-        output=options.output,
+        output=options.show_output,
         preload=preload.for_script(script.file),
     )
     request = FactsRequest(working_directory(), script=script.file)
@@ -191,7 +199,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         name=options.script.stem,
         words=(*(("-m", script.module) if script.module else (script.file,)), *options.arguments),
         environment=_environment(options, line) | servers,
-        output=options.output,
+        output=options.show_output,
         restarts=0,
     )
 

@@ -34,8 +34,7 @@ EXAMPLES = """\
   shoal plan runs/digits                          beside the trace of a run, term by term
   shoal plan hf:llama-70b -n 64 --seq 4096        a config.json of transformers, without weights
 
-Speeds are those of `shoal calibrate`; without one, it is asked for. docs/plan.md says how to read a
-plan, and how far plans were from what was measured.
+docs/plan.md says how to read a plan. Its speeds are those of `shoal calibrate`.
 """
 HUB = "hf:"
 HUB_SETTINGS = ("strategy", "train.batch_size", "train.accumulate", "train.precision", "optimizer.")
@@ -71,7 +70,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=".png or .svg: the timeline and the memory of the plan",
     )
-    failures = parser.add_argument_group("failures", "how often to save, and what is lost")
+    failures = parser.add_argument_group("how often to save, and what failures cost")
     for name, default, help in (
         ("mtbf", None, "mean time between failures of one rank: 50000h"),
         ("save", 60.0, "time of a save (default: 60s)"),

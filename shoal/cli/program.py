@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,7 +82,7 @@ TAKES_SCRIPT = ("verify", "plan")
 
 HIDDEN = ("agent",)
 """Verbs that only Shoal itself calls."""
-WITHOUT_ANSWER = ("train", "launch", "agent", "completion")
+WITHOUT_ANSWER = ("launch", "agent", "completion")
 """Verbs without --json: they run scripts, or print what is no result."""
 GROUPS = {
     "Run": ("train", "launch", "verify", "eval"),
@@ -94,11 +95,14 @@ EPILOG = """\
   shoal launch -n 4 --strategy zero3 train.py   your own script
   shoal verify train.py -n 2                    is it right? your own script, unchanged
 
-`shoal VERB --help` has the options of a verb, and examples."""
-RARE = {*host_options.WITH_VALUE, *cluster_options.NAMES} - {
-    *("--hosts", "--server-hosts", "--slurm", "--nodes")
+`shoal VERB --help` has the usual options of a verb, and examples; `--help-all` has every option."""
+RARE = {
+    *({*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm"}),
+    *("--allreduce", "--cfg", "--accumulate", "--hang-limit", "--record", "--restarts"),
+    *("--trace-to", "--seq", "--servers", "--recalibrate", "--mtbf", "--save", "--restart"),
 }
-"""Options that the short help leaves out."""
+"""Options that the short help leaves out, with the examples that have one."""
+ALL = "--help-all"
 
 
 class Parser(argparse.ArgumentParser):
@@ -150,7 +154,7 @@ def _wants_json(words: list[str]) -> bool:
 
 def _run(words: list[str]) -> int:
     """Parse the words, run the verb, and return its exit status."""
-    parser, verb_parsers = parsers("--help-all" in words)
+    parser, verb_parsers = parsers(ALL in words)
     settings: list[tuple[str, str]] = []
     script_arguments: list[str] = []
     typed_words = list(words)
@@ -196,6 +200,7 @@ def parsers(shows_rare: bool = True) -> tuple[Parser, dict[str, argparse.Argumen
         formatter_class=formatter,
     )
     parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    parser.add_argument(ALL, action="help", help=argparse.SUPPRESS)
     subparsers = parser.add_subparsers(
         dest="verb", metavar="VERB", help=argparse.SUPPRESS, prog="shoal"
     )
@@ -210,12 +215,23 @@ def parsers(shows_rare: bool = True) -> tuple[Parser, dict[str, argparse.Argumen
             parser_of_verb.add_argument("--json", action="store_true", help=answers.JSON_HELP)
         if any("-n" in action.option_strings for action in parser_of_verb._actions):
             foreign_flags.arguments(parser_of_verb)
-        if rare := [each for each in parser_of_verb._actions if is_rare(each)]:
-            help = "every option, those for several hosts and clusters too"
-            parser_of_verb.add_argument("--help-all", action="help", help=help)
-            for action in [] if shows_rare else rare:
-                action.help = argparse.SUPPRESS
+        is_long = any(is_rare(action) for action in parser_of_verb._actions)
+        help = "every option" if is_long else argparse.SUPPRESS
+        parser_of_verb.add_argument(ALL, action="help", help=help)
+        if is_long and not shows_rare:
+            _shorten(parser_of_verb, verb.EXAMPLES)
     return parser, verb_parsers
+
+
+def _shorten(parser: argparse.ArgumentParser, examples: str) -> None:
+    """Leave the rare options and their examples out of the help of a verb."""
+    for action in parser._actions:
+        if is_rare(action):
+            action.help = argparse.SUPPRESS
+    usage = re.sub(r"\[-[^]]*\]", "", parser.format_usage()).split()  # "usage:", program and verb
+    parser.usage = " ".join([*usage[1:3], "[options]", *usage[3:]])
+    shown = [line for line in examples.splitlines(True) if RARE.isdisjoint(line.split())]
+    parser.epilog = f"examples:\n{''.join(shown)}"
 
 
 def _listed_verbs() -> str:

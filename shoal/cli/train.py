@@ -13,18 +13,22 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli import (
+    answers,
     argument_types,
     cluster_options,
     execution,
     host_options,
     job_options,
 )
-from shoal.errors import UsageError, raise_problems
+from shoal.errors import ShoalError, UsageError, headline_of, raise_problems
 from shoal.train.console import warn
 from shoal.watchdog.hang_limit import chosen_limit_s
 
@@ -54,8 +58,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights",
         metavar="PATH",
-        help="start from these weights of the same model: a file or directory of safetensors, or a "
-        "state dict of torch (short for --model.weights)",
+        help="start from safetensors, or a state dict of torch",
     )
     job_options.trace_argument(parser)
     host_options.arguments(parser)
@@ -76,10 +79,27 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if cluster_options.is_asked(options):
+        if options.json:
+            raise UsageError("--json: a job is only submitted here, without results. Leave it out")
         return cluster_options.submit(options, partial(_cluster_work, options))
-    from shoal.train.run_directory import check_usable
+    with answers.only_json() if options.json else nullcontext():
+        info = execution.rank_info(options.processes)
+        job, start = _prepared(options, info)
+        code, error = _code_of(start, options.json)
+        if code == EXIT_INTERRUPTED and info.rank == 0:
+            warn(error := _describe_stop(job))
+    if options.json and info.rank == 0:
+        if code:
+            answers.show_error("train", True, error or f"exit code {code}; stderr says why")
+        else:
+            answers.show(options, _result(job), "")
+    return code
 
-    info = execution.rank_info(options.processes)
+
+def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callable[[], int]]:
+    """Return the job, and what trains it and returns the exit code. All checks are made here."""
+    from shoal.train.run_directory import check_usable, take_stop
+
     hosts = host_options.read(options)
     world = options.processes or info.world
     if hosts is not None:
@@ -99,29 +119,59 @@ def run(options: argparse.Namespace) -> int:
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)
+        take_stop(settings.job.directory)
     limit_s = chosen_limit_s(options.hang_limit, os.environ, settings.job.train.hang_limit_s)
     from shoal.train import entry
 
-    try:
+    def start() -> int:
         if restarts is not None:
-            code = entry.train_on_ranks(settings.job, line, hosts or world, restarts, limit_s)
-        else:
-            entry.train(settings.job)
-            code = 0
+            return entry.train_on_ranks(settings.job, line, hosts or world, restarts, limit_s)
+        entry.train(settings.job)
+        return 0
+
+    return settings.job, start
+
+
+def _code_of(start: Callable[[], int], as_json: bool) -> tuple[int, str]:
+    """Train; return the exit code and, for JSON, an exception's headline."""
+    try:
+        return start(), ""
     except KeyboardInterrupt:
-        code = EXIT_INTERRUPTED
-    return _tell_saved(code, info.rank, settings.job)
+        return EXIT_INTERRUPTED, ""
+    except SystemExit as stop:  # after a request to stop, and a save
+        if not isinstance(stop.code, int):
+            raise
+        return stop.code, ""
+    except Exception as error:
+        if isinstance(error, ShoalError) or not as_json:
+            raise
+        traceback.print_exc()
+        return 1, headline_of(error)
 
 
-def _tell_saved(code: int, rank: int, job: Job) -> int:
-    """Print from where a run goes on, if it was interrupted; return the exit code."""
+def _describe_stop(job: Job) -> str:
+    """Return where a run was interrupted, what it has saved, and how it goes on."""
+    from shoal.train.run_directory import last_saved, take_stop
+
+    stopped, saved = take_stop(job.directory), last_saved(job.directory, job.checkpoint.fast_dir)
+    where = "interrupted" if stopped is None else f"interrupted after step {stopped}"
+    if saved is None:
+        return f"{where}, before the first save; the same command begins again"
+    return f"{where}; the newest save is of step {saved}, and the same command resumes there"
+
+
+def _result(job: Job) -> dict[str, Any]:
+    """Return what --json tells of a run that has ended."""
+    from shoal.loggers.metrics_file import NAME, read_metrics
     from shoal.train.run_directory import last_saved
 
-    if code == EXIT_INTERRUPTED and rank == 0:
-        step = last_saved(job.directory, job.checkpoint.fast_dir)
-        saved = "before the first save" if step is None else f"the newest save is of step {step}"
-        warn(f"interrupted; {saved}")
-    return code
+    records = read_metrics(Path(job.directory, NAME))[0]
+    evaluated = [record for record in records if record.get("kind") == "validation"]
+    return {
+        "run": job.directory,
+        "step": last_saved(job.directory, job.checkpoint.fast_dir),
+        "validation": evaluated[-1] if evaluated else None,
+    }
 
 
 def _settings(

@@ -24,7 +24,7 @@ NON_SEMANTIC = {
     "name",
     "out",
     "strategy",
-    "imports",
+    "plugins",
     "model.compile",
     "model.channels_last",
     "data.path",

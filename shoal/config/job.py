@@ -31,7 +31,7 @@ class ModelConfig:
     """The network that is trained."""
 
     name: str = setting(
-        "residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --import registers"
+        "residual_cnn", "ours, torchvision's, 'timm:NAME', or one that --plugin registers"
     )
     options: dict[str, Any] = setting(
         {}, "keyword arguments of the model's constructor; another name starts without"
@@ -53,7 +53,7 @@ class DataConfig:
 
     name: str = setting(
         "digits",
-        "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --import registers",
+        "digits, cifar10, cifar100, imagefolder, stdlib, dummy, or one that --plugin registers",
     )
     path: str | None = setting(None, "directory that holds the files; data/NAME if not given", PATH)
     train_split: str = setting("train", "imagefolder: subdirectory of the training images")
@@ -279,12 +279,11 @@ class Job:
     strategy: str = setting(
         "ddp",
         "how ranks train one model: single, dataparallel, ddp, zero1, zero2, zero3, tensor=T, "
-        "pipeline=P, server=N, local=H, "
-        "diloco=H, recompute=K; with commas between them several at once; auto, which shoal plan "
-        "would take",
+        "pipeline=P, server=N, local=H, diloco=H, recompute=K; commas join several; auto, as shoal "
+        "plan",
     )
     out: str | None = setting(None, "run directory; runs/NAME if not given", PATH)
-    imports: tuple[str, ...] = setting(
+    plugins: tuple[str, ...] = setting(
         (),
         "Python files with dicts `models` (called with num_classes and input_shape by keyword) and "
         "`data`",

@@ -26,6 +26,7 @@ MAX_BYTES = 1 << 16  # of a configuration file; one with every setting has 5 KiB
 
 # The words of other programs for our settings.
 FOREIGN_NAMES = {
+    "imports": "plugins",
     "arch": "model.name",
     "architecture": "model.name",
     "pretrained": "model.weights",
@@ -150,7 +151,7 @@ def _foreign_code(file: Path, layer: Layer) -> list[str]:
     named = [
         value
         for name, value in layer.items()
-        if (name == "imports" and value.value)
+        if (name == "plugins" and value.value)
         # A class of a user's module, `module:Class`.
         or (name == "strategy" and any(":" in w.partition("=")[0] for w in value.text.split(",")))
     ]
@@ -161,15 +162,15 @@ def _foreign_code(file: Path, layer: Layer) -> list[str]:
 def flag_layer(flags: Iterable[tuple[str, str]], problems: list[str]) -> Layer:
     """Return the settings in pairs of dotted name and text. The last of repeated flags counts.
 
-    Several pairs `("import", FILE)` together are the setting `imports`.
+    Several pairs `("plugin", FILE)` together are the setting `plugins`.
     """
     layer: Layer = {}
-    imports: list[LocatedValue] = []
+    plugins: list[LocatedValue] = []
     for name, text in flags:
         origin = f"flag --{name}"
-        if name == "import":
-            imports.append(LocatedValue(text, origin, text))
-            layer["imports"] = LocatedValue(imports, origin)
+        if name == "plugin":
+            plugins.append(LocatedValue(text, origin, text))
+            layer["plugins"] = LocatedValue(plugins, origin)
             continue
         if not text.strip():
             problems.append(f"{origin}: the value is empty; `none` is the word for no value")

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from shoal.config.job import OWN_SCHEDULES, Job, ScheduleConfig
 
-# Only numbers that are known without reading the data. Data sets that --import registers are
+# Only numbers that are known without reading the data. Data sets that --plugin registers are
 # checked where they are loaded.
 CLASSES = {"digits": 10, "cifar10": 10, "cifar100": 100, "stdlib": 256}
 LANGUAGE = {"stdlib"}

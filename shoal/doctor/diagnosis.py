@@ -19,6 +19,7 @@ LITTLE_SHARED_MEMORY_BYTES = 128 * 2**20
 FEW_OPEN_FILES = 1024
 WIDTH = 96
 RANKS = "several ranks"
+ONLY_HERE = " for shoal train; not for a script of your own"
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,8 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
     return {
         RANKS: _ranks(facts),
         "torchvision models": _torchvision(software),
-        "timm models": _extra("timm", software),
-        "transformers": _extra("transformers", software),
+        "timm models": _imported("timm", software),
+        "transformers": _imported("transformers", software),
         "plots": _extra("matplotlib", software),
         "TensorBoard": _extra("tensorboard", software),
         "servers: TLS": _needs(
@@ -178,8 +179,18 @@ def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
 def _torchvision(software: Mapping[str, Any]) -> Diagnosis:
     if error := software["torchvision_error"]:
         return Diagnosis(False, error)
-    only_here = "torchvision" in software["plain_import_errors"]
-    return Diagnosis(True, " for shoal train; not for a script of your own" if only_here else "")
+    return Diagnosis(True, ONLY_HERE if "torchvision" in software["plain_import_errors"] else "")
+
+
+def _imported(package: str, software: Mapping[str, Any]) -> Diagnosis:
+    """Judge a package of an extra, which a script of the user's imports by itself."""
+    error = software["plain_import_errors"].get(package)
+    if error is None or software[package] is None:
+        return _extra(package, software)
+    # `shoal train` imports torchvision before timm, in a way of its own.
+    if package == "timm" and "torchvision" in error and not software["torchvision_error"]:
+        return Diagnosis(True, ONLY_HERE)
+    return Diagnosis(False, f"a {package} that can be imported; see the problems")
 
 
 def _gpus(devices: Mapping[str, Any]) -> Diagnosis:

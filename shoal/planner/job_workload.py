@@ -18,7 +18,7 @@ from shoal.planner.strategy_search import Workload
 from shoal.planner.trace_model import trace_model
 from shoal.platform.torch_private.fake_tensors import fake_tensors
 from shoal.train import optimizer as job_optimizer
-from shoal.train.build import build_model, load_imports
+from shoal.train.build import build_model, load_plugins
 from shoal.train.job_precheck import absent_files
 from shoal.train.task import Task
 
@@ -30,7 +30,7 @@ def with_samples(job: Job) -> tuple[Job, str]:
 
     A plan needs no more of them than their shape; of an image folder, as many classes as ImageNet.
     """
-    if job.imports or not (absent := absent_files(job)):  # a file may bring data of that name
+    if job.plugins or not (absent := absent_files(job)):  # a file may bring data of that name
         return job, ""
     side, classes = {"cifar10": (32, 10), "cifar100": (32, 100)}.get(
         job.data.name, (job.data.image_size, 1000)
@@ -50,7 +50,7 @@ def job_workload(job: Job) -> Workload:
             "model.compile: what a compiled model costs is not known before it is compiled. Plan "
             "with --model.compile false."
         )
-    registered = load_imports(job.imports)
+    registered = load_plugins(job.plugins)
     source = data.load(job.data, job.seed, registered["data"])
     sample: Any = source.train[0]
     batch = default_collate([sample])

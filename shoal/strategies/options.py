@@ -261,8 +261,7 @@ class PipelineOptions(StrategyOptions):
 
     Args:
         ranks: ranks of each pipeline.
-        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule NAME` draws
-            it.
+        schedule: naive, gpipe, 1f1b, interleaved, zero-bubble or zbv. `shoal schedule` draws it.
         microbatches: micro-batches of the local batch; 0 to choose.
         stages: stages on each rank, for interleaved and zero-bubble; 0 for the schedule's default.
         balance: time (forward and backward, measured on a sample) or parameters.

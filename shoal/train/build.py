@@ -1,6 +1,6 @@
 """From a job to what a training loop needs: data, model, task and loaders.
 
-`--import FILE` adds the user's own models and data sets, in dicts of a Python file:
+`--plugin FILE` adds the user's own models and data sets, in dicts of a Python file:
 
     models = {"my_net": MyNet}      # called as MyNet(num_classes=..., input_shape=..., **options)
     data = {"my_data": load}        # called as load(config.data, seed) -> shoal.data.source.Source
@@ -88,7 +88,7 @@ def build(job: Job, device: torch.device) -> Components:
         ConfigError: a setting does not go with the model, the data or this machine.
         DataError: the data cannot be read.
     """
-    registered = load_imports(job.imports)
+    registered = load_plugins(job.plugins)
     source = data.load(job.data, job.seed, registered["data"])
     dataset: Any = source.train
     if job.train.mixup or job.train.cutmix:
@@ -190,7 +190,7 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
     workers = job.data.workers
     return {
         "num_workers": workers,
-        # A new interpreter could not import a data set of an --import file by name. A fork has
+        # A new interpreter could not import a data set of a --plugin file by name. A fork has
         # it already.
         "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
         "persistent_workers": workers > 0,
@@ -198,7 +198,7 @@ def _worker_arguments(job: Job) -> dict[str, Any]:
     }
 
 
-def load_imports(files: Iterable[str]) -> Registered:
+def load_plugins(files: Iterable[str]) -> Registered:
     """Run the files, which `job_precheck` has seen, and collect their `models` and `data`.
 
     Raises:
@@ -207,9 +207,9 @@ def load_imports(files: Iterable[str]) -> Registered:
     registered: Registered = {"models": {}, "data": {}}
     for name in files:
         if not Path(name).is_file():
-            raise ConfigError(f"--import {name}: there is no such file")
+            raise ConfigError(f"--plugin {name}: there is no such file")
         # The prefix keeps a file from hiding a library's module of the same name.
-        spec = importlib.util.spec_from_file_location(f"shoal_import_{Path(name).stem}", name)
+        spec = importlib.util.spec_from_file_location(f"shoal_plugin_{Path(name).stem}", name)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
@@ -217,7 +217,7 @@ def load_imports(files: Iterable[str]) -> Registered:
         try:
             spec.loader.exec_module(module)
         except ImportError as error:
-            raise ConfigError(f"--import {name}: {error}") from error
+            raise ConfigError(f"--plugin {name}: {error}") from error
         for kind, found in registered.items():
             found.update(getattr(module, kind, {}))
     return registered

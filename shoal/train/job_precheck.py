@@ -33,9 +33,9 @@ REFUSED_SCHEDULES = {
 
 def problems(job: Job) -> list[str]:
     """Return a line for each thing that a job names and that is not there."""
-    found = [*_strategy(job), *_imports(job), *_weights(job), *_optimizer(job), *_schedule(job)]
+    found = [*_strategy(job), *_plugins(job), *_weights(job), *_optimizer(job), *_schedule(job)]
     found += _packages(job)
-    if not job.imports:  # otherwise its files may register the names
+    if not job.plugins:  # otherwise its files may register the names
         found += [*_data(job), *_model(job)]
     return found
 
@@ -47,7 +47,7 @@ def _packages(job: Job) -> Iterator[str]:
         return  # a login node, which only submits the job
     if name.startswith("timm:"):
         yield from missing_for("model.name", ("timm", "torchvision"))
-    elif name in TORCHVISION_MODELS or (name not in OUR_MODELS and not job.imports):
+    elif name in TORCHVISION_MODELS or (name not in OUR_MODELS and not job.plugins):
         yield from missing_for("model.name", ("torchvision",))
     if job.data.name in ("cifar10", "cifar100", "imagefolder"):
         yield from missing_for("data.name", ("torchvision", "PIL"))
@@ -58,21 +58,21 @@ def _packages(job: Job) -> Iterator[str]:
         yield from missing_for("optimizer.name", ("torchao",))
 
 
-def _imports(job: Job) -> Iterator[str]:
-    for name in job.imports:
+def _plugins(job: Job) -> Iterator[str]:
+    for name in job.plugins:
         path = Path(name)
         if not is_path(name) or not path.is_file():
-            yield f"--import {name}: there is no such file"
+            yield f"--plugin {name}: there is no such file"
             continue
         try:
             text = path.read_bytes()
             ast.parse(text, name)
         except (SyntaxError, ValueError, RecursionError, OSError) as error:
-            yield f"--import {name}: is no Python file: {error}"
+            yield f"--plugin {name}: is no Python file: {error}"
             continue
         # A name may be assigned in any way, so only files that never mention one are refused here.
         if not re.search(rb"\b(models|data)\b|import \*", text):
-            yield f"--import {name}: it defines neither a `models` nor a `data` dict"
+            yield f"--plugin {name}: it defines neither a `models` nor a `data` dict"
 
 
 def _strategy(job: Job) -> Iterator[str]:

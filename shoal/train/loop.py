@@ -28,7 +28,7 @@ from shoal.train.build import build, describe, init_run, steps_of_epochs, take_s
 from shoal.train.console import Progress
 from shoal.train.log import Log
 from shoal.train.record import Record
-from shoal.train.run_directory import check_shared, claim_for_all, make_again
+from shoal.train.run_directory import check_shared, claim_for_all, leave_stop, make_again
 from shoal.train.run_saver import RunSaver, SaveInterval, State, load_newest, open_fast_saver
 from shoal.train.training_state import TrainingState
 
@@ -158,6 +158,10 @@ class Training:
             if self.fast_saver is not None and self.run.rank == 0:
                 shutil.rmtree(self.fast_saver.checkpoints.directory.parent, ignore_errors=True)
             self._finish()
+        except KeyboardInterrupt:
+            if self.run.rank == 0:
+                leave_stop(self.directory, self.step)
+            raise
         finally:
             self.loader.close()
             self.saver.close()

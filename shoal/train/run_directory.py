@@ -7,6 +7,7 @@ runs/digits/
   checkpoints/      step-00000120/ ..., latest, best
   curves.png        drawn when the run ends
   .lock             locked while a run trains here
+  .stopped          the step at which Ctrl-C stopped the ranks, until the command has told it
   .fast             a random word in the name of this run's directory in `checkpoint.fast_dir`
 
 That all hosts share it is checked before training: rank 0 makes a small file, and the others look
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # run directories are looked at without torch
 CONFIG = "config.yaml"
 LOCK = ".lock"
 FAST = ".fast"
+STOPPED = ".stopped"
 MAX_WORD_BYTES = 100
 RESULTS = ("checkpoints", "metrics.jsonl")
 """Results of training: a directory without these may get another experiment."""
@@ -185,6 +187,23 @@ def last_saved(directory: str, fast_dir: str | None = None) -> int | None:
     found = [path for place in places if place for path in place.glob("checkpoints/step-*")]
     names = [path.name.removeprefix("step-") for path in found]
     return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
+def leave_stop(directory: Path, step: int) -> None:
+    """Leave the step at which a run was interrupted, for the command that has started its ranks."""
+    with suppress(OSError):
+        (directory / STOPPED).write_text(str(step))
+
+
+def take_stop(directory: str) -> int | None:
+    """Return and forget the step at which a run was interrupted; None if none was left."""
+    path = Path(directory, STOPPED)
+    try:
+        step = int(path.read_text())
+        path.unlink()
+    except (OSError, ValueError):
+        return None
+    return step
 
 
 def _check_contents(directory: Path, job: Job) -> None:

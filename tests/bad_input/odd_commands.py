@@ -19,7 +19,7 @@ FILES = [
     *("empty", "comments", "braces", "null", "list", "word", "number", "tabs", "open", "quote"),
     *("colon", "tag", "twice", "unknown", "flat", "section", "listed", "two", "alias", "self"),
     *("base", "bases", "baselist", "key", "keynull", "keynumber", "dots", "nul", "deep", "bomb"),
-    *("imports", "importsdir", "importsmap", "deepoption", "binary", "latin", "utf16", "large"),
+    *("plugins", "pluginsdir", "pluginsmap", "deepoption", "binary", "latin", "utf16", "large"),
     *("link", "pipe", "missing"),
 ]
 
@@ -39,18 +39,18 @@ def commands() -> Iterator[Command]:
 def _of_files() -> Iterator[Command]:
     for name in FILES:
         yield "train", f"{name}.yaml"
-    for name in ("empty", "deep", "pipe", "binary", "missing", "tag", "imports"):
+    for name in ("empty", "deep", "pipe", "binary", "missing", "tag", "plugins"):
         for verb in ("config", "verify", "plan-tensor"):
-            if (verb, name) != ("config", "imports"):
+            if (verb, name) != ("config", "plugins"):
                 yield verb, f"{name}.yaml"
     for source in ("directory", "file", "/dev/null", "/dev/zero", "", " ", LONG, "a\nb", "~", "."):
         yield "train", source
     yield "train", "digits", "digits"
     yield ("train",)
     for file in ("missing.py", "directory", "broken.py", "nothing.py"):
-        yield "train", "digits", "--import", file
+        yield "train", "digits", "--plugin", file
     for file in ("", LONG, "pipe.yaml", "binary.pt"):
-        yield "train", "digits", "--import", file
+        yield "train", "digits", "--plugin", file
     for cfg in ("missing.yaml", "cfgodd.yaml", "empty.yaml", "directory", "deep.yaml", "list.yaml"):
         yield "train", "--cfg", cfg
     for pairs in (
@@ -93,7 +93,7 @@ def _odd_values(setting: Setting) -> Iterator[str]:
         yield from ("x", ".nan", ".inf", "-1", "[0.1]", "''", "true", "1e400", "1,5")
         yield from () if is_optional else ("none",)
     elif get_origin(annotation) is tuple:
-        if setting.name != "imports":
+        if setting.name != "plugins":
             yield from ("x", "[x]", "[1.5]", "[[1]]", "[-1]", f"[{HUGE}]")
     elif get_args(annotation):
         yield from ("x", "''", "none", "[a]", LONG)
@@ -187,7 +187,7 @@ def _of_flags() -> Iterator[Command]:
     yield "launch", "-n", "2", "--strategy", "tensor=3", "script.py"
     for number in ("0", "-1", "x", HUGE):
         yield "launch", "-n", "2", "--accumulate", number, "script.py"
-    yield "launch", "-n", "2", "--output", "none", "script.py"
+    yield "launch", "-n", "2", "--show-output", "none", "script.py"
     yield "launch", "-n", "2", "--trace", "--trace-to", "file", "script.py"
     yield ("trian", "digits")
     yield ("",)
@@ -299,7 +299,7 @@ def _of_evaluations() -> Iterator[Command]:
     yield "verify", "broken.py"
     yield "verify", f"{LONG}.py"
     for file in ("missing.py", "broken.py", "needs.py"):
-        yield "plan-tensor", "stdlib_gpt", "--import", file
+        yield "plan-tensor", "stdlib_gpt", "--plugin", file
     yield "plan-tensor", "stdlib_gpt", "--model.weights", "missing"
     for name in ("nope", "resnet19", "timm:nope", "timm:resnet19x", "__init__"):
         yield "plan-tensor", "stdlib_gpt", "--model.name", name

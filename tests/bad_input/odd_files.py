@@ -42,9 +42,9 @@ def make_files(directory: Path) -> None:
         "bomb.yaml": "".join(
             f"k{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10) if i else '1'}]\n" for i in range(12)
         ),
-        "imports.yaml": "imports: [missing.py]\n",
-        "importsdir.yaml": "imports: [directory]\n",
-        "importsmap.yaml": "imports: {a: b}\n",
+        "plugins.yaml": "plugins: [missing.py]\n",
+        "pluginsdir.yaml": "plugins: [directory]\n",
+        "pluginsmap.yaml": "plugins: {a: b}\n",
         "deepoption.yaml": f"model: {{options: {{a: {'[' * 40}{']' * 40}}}}}\n",
         "script.py": "print(1)\n",
         "evaluated.yaml": "MODEL:\n  ARCH: resnet18\nTEST:\n  DATASET: nowhere\n",

@@ -117,12 +117,12 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     )
     out = tmp_path / "run"
     status, _, err = shoal(
-        capsys, "train", job, "--import", file, "--out", out, "--log.tensorboard", "false"
+        capsys, "train", job, "--plugin", file, "--out", out, "--log.tensorboard", "false"
     )
     assert status == 0, err
     assert shoal(capsys, "eval", out)[0] == 0
     status, _, err = shoal(
-        capsys, "train", job, "--import", tmp_path / "no.py", "--out", tmp_path / "other"
+        capsys, "train", job, "--plugin", tmp_path / "no.py", "--out", tmp_path / "other"
     )
     assert status == 2
     assert "no.py: there is no such file" in err

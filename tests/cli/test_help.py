@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +49,41 @@ def test_each_verb_ends_its_help_with_examples_of_its_own(
     others = [other.EXAMPLES for name, other in program.VERBS.items() if name != verb]
     assert program.VERBS[verb].EXAMPLES not in others
     assert any(command[0] == verb for command in example_commands(verb))
-    assert " ".join(program.VERBS[verb].EXAMPLES.split()) in printed(capsys, verb, "--help")
+    assert " ".join(program.VERBS[verb].EXAMPLES.split()) in printed(capsys, verb, "--help-all")
+
+
+@pytest.mark.parametrize("verb", program.VERBS)
+def test_the_help_of_each_verb_fits_on_a_screen_and_help_all_has_the_rest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    texts = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            cli.main([verb, flag])
+        texts[flag] = capsys.readouterr().out
+    assert texts["--help"].count("\n") <= 40
+    listed = re.findall(r"^ +(--\S+)", texts["--help"], re.MULTILINE)
+    assert program.RARE.isdisjoint(listed)
+    named = {
+        option
+        for action in program.parsers()[1][verb]._actions
+        for option in action.option_strings
+        if action.help != argparse.SUPPRESS
+    }
+    assert named <= {*re.split(r"[\s,\[\]]+", texts["--help-all"])}
+
+
+def test_the_readme_lists_the_verbs_in_the_order_of_the_help() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    table = readme.partition("| verb |")[2].partition("\n\n")[0]
+    listed = re.findall(r"^    (\S+)", program._listed_verbs(), re.MULTILINE)
+    assert re.findall(r"^\| `shoal (\S+?)[ `]", table, re.MULTILINE) == listed
+
+
+def test_the_program_takes_help_all_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, "--help-all") == printed(capsys, "--help")
+    assert printed(capsys, "doctor", "--help-all") == printed(capsys, "doctor", "--help")
 
 
 @pytest.mark.parametrize("verb", program.VERBS)

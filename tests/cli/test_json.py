@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from cli_calls import TINY, shoal
 import shoal as package
 from shoal.cli import program
 
-WITHOUT_RESULT = {"train", "launch", "agent", "completion"}
+WITHOUT_RESULT = {"launch", "agent", "completion"}
 
 
 def answer(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any], str]:
@@ -34,6 +36,38 @@ def test_every_verb_that_prints_a_result_takes_it() -> None:
         return "--json" in parser.format_help()
 
     assert {name for name, parser in parsers.items() if not takes_json(parser)} == WITHOUT_RESULT
+
+
+@pytest.mark.parametrize("ranks", [(), ("-n", "2")], ids=["alone", "two ranks"])
+def test_a_training_prints_nothing_else_on_stdout(tmp_path: Path, ranks: tuple[str, ...]) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "train",
+        "digits",
+        "--out",
+        tmp_path / "run",
+        "--json",
+    ]
+    words = list(map(str, [*command, *ranks, *TINY]))
+    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    result = json.loads(ended.stdout)["result"]
+    assert ended.stdout.count("\n") == 1
+    assert (result["step"], result["validation"]["samples"]) == (3, 360)
+    assert "final validation" in ended.stderr
+
+
+def test_a_training_that_fails_says_why_on_stdout(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text("models = {'net': lambda **options: 1 / 0}")
+    command = [sys.executable, "-m", "shoal", "train", "digits", "--plugin", plugin, "--json"]
+    words = map(str, [*command, "--model.name", "net", "--out", tmp_path / "run"])
+    ended = subprocess.run(list(words), capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "division by zero" in json.loads(ended.stdout)["errors"][0]
+    assert "Traceback" in ended.stderr
 
 
 def test_a_run_is_evaluated_exported_and_drawn(
@@ -71,6 +105,8 @@ def test_a_result_has_its_names(
     ("line", "said"),
     [
         ("config digits --optimizer.lrr 1 --train.epochs x", ["did you mean", "train.epochs"]),
+        ("train digits --train.epochs x", ["train.epochs"]),
+        ("train digits --slurm --nodes 2", ["--json: a job is only submitted here"]),
         ("eval missing", ["missing is no run directory"]),
         ("eval", ["one run directory is needed"]),
         ("export missing", ["missing is no run directory"]),

@@ -89,6 +89,6 @@ def test_an_explanation_fits_in_100_columns(name: str) -> None:
 def test_a_long_value_does_not_push_the_origins_of_others_away() -> None:
     settings = read(None)
     long = replace(
-        settings, job=replace(settings.job, imports=("a/long/path/to/some/file.py",) * 3)
+        settings, job=replace(settings.job, plugins=("a/long/path/to/some/file.py",) * 3)
     )
     assert f"seed{' ' * 27}0{' ' * 25}default" in explain(long)

@@ -29,7 +29,7 @@ def test_what_makes_another_experiment_is_named_with_both_values() -> None:
         "name=x",
         "out=x",
         "strategy=single",
-        "import=x.py",
+        "plugin=x.py",
         "data.path=x",
         "data.workers=7",
         "train.accumulate=4",

@@ -53,9 +53,9 @@ def test_a_run_is_called_after_its_file_unless_the_file_says_otherwise(here: Pat
 
 
 def test_text_stays_as_it_was_written(here: Path) -> None:
-    (here / "007.yaml").write_text("out: 1e3\nimports: [1.0]\n")
+    (here / "007.yaml").write_text("out: 1e3\nplugins: [1.0]\n")
     job = read("007.yaml", [("data.path", "010")]).job
-    assert (job.name, job.out, job.imports, job.data.path) == ("007", "1e3", ("1.0",), "010")
+    assert (job.name, job.out, job.plugins, job.data.path) == ("007", "1e3", ("1.0",), "010")
 
 
 def test_a_file_may_start_from_a_built_in_one_or_from_a_neighbour(here: Path) -> None:
@@ -109,11 +109,11 @@ def test_flags_take_lists_and_clear_with_none() -> None:
         ("train.clip_norm", "none"),
         ("schedule.milestones", "[3, 6]"),
     ]
-    job = read(None, [*flags, ("data.shape", "5"), ("import", "a.py"), ("import", "b.py")]).job
+    job = read(None, [*flags, ("data.shape", "5"), ("plugin", "a.py"), ("plugin", "b.py")]).job
     assert job.train.clip_norm is None
     assert job.schedule.milestones == (3, 6)
     assert job.data.shape == (5,)
-    assert job.imports == ("a.py", "b.py")
+    assert job.plugins == ("a.py", "b.py")
 
 
 def test_whole_numbers_may_be_written_as_floats_and_bools_are_no_numbers() -> None:
@@ -172,7 +172,7 @@ def test_an_unknown_name_comes_with_what_was_meant(name: str, hint: str) -> None
 def test_a_name_like_nothing_at_all_lists_what_there_is() -> None:
     (line,) = problems(None, ("xyzzy", "1"))
     assert line.startswith(
-        "flag --xyzzy: xyzzy is not known; known: name, seed, strategy, out, imports, model, data,"
+        "flag --xyzzy: xyzzy is not known; known: name, seed, strategy, out, plugins, model, data,"
     )
 
 

@@ -11,12 +11,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/checkpoint": 1_680,
-    "shoal/cli": 2_820,
+    "shoal/cli": 2_950,
     "shoal/comm": 3_100,
-    "shoal/config": 1_790,
+    "shoal/config": 1_800,
     "shoal/costs": 2_020,
     "shoal/data": 3_310,
-    "shoal/doctor": 490,
+    "shoal/doctor": 500,
     "shoal/integrations": 750,
     "shoal/launch": 5_960,
     "shoal/loggers": 550,
@@ -31,12 +31,12 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/strategies": 16_150,
     "shoal/testing": 240,
     "shoal/trace": 770,
-    "shoal/train": 3_250,
+    "shoal/train": 3_280,
     "shoal/trial": 3_240,
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_560,
+    "tests": 69_710,
     "benchmarks": 12_160,
 }
 SLACK = 0.03

@@ -136,12 +136,30 @@ def test_each_problem_comes_with_its_cure(report, section, changes, fact, cure):
         ({"compiler": None}, "torch.compile", "C++ compiler"),
         ({"compiler": "/usr/bin/g++", "python_headers": False}, "torch.compile", "Python.h"),
         ({"torchvision_error": "ImportError: CUDA 13"}, "torchvision models", "CUDA 13"),
+        (
+            {"transformers": "5.0", "plain_import_errors": {"transformers": "tokenizers>=0.22"}},
+            "transformers",
+            "a transformers that can be imported; see the problems",
+        ),
+        (
+            {"timm": "1.0", "plain_import_errors": {"timm": "no module named yaml"}},
+            "timm models",
+            "a timm that can be imported; see the problems",
+        ),
     ],
 )
 def test_what_a_feature_lacks_is_named(report, changes, feature, missing):
     verdict = altered(report, "software", **changes).features[feature]
     assert not verdict.ready
     assert missing in verdict.remark
+
+
+def test_timm_without_torchvisions_operators_is_ready_for_shoal_alone(report):
+    broken = {"timm": "operator torchvision::nms does not exist"}
+    found = altered(report, "software", timm="1.0", plain_import_errors=broken)
+    verdict = found.features["timm models"]
+    assert verdict == diagnosis.Diagnosis(True, diagnosis.ONLY_HERE)
+    assert len(found.problems) == 1
 
 
 def test_a_gpu_is_shown_with_its_memory(report):

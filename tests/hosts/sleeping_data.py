@@ -1,4 +1,4 @@
-"""A data set on which a rank falls asleep in a forward pass, once: `--import sleeping_data.py`.
+"""A data set on which a rank falls asleep in a forward pass, once: `--plugin sleeping_data.py`.
 
 `data.path` is a directory. The file `sleeps.RANK` in it holds the number of steps after which that
 rank sleeps. The rank takes the file away, so that it sleeps once.

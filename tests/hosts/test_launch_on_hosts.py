@@ -38,7 +38,7 @@ def is_ready(folder: Path, ranks: int = 2) -> bool:
 
 @pytest.mark.slow
 def test_a_script_runs_on_two_hosts_with_the_numbers_of_one_process(folder: Path) -> None:
-    words = ["launch", "--hosts", "noisy-a:1,b:2", "--output", "all", "--env", "CARRIED=x y"]
+    words = ["launch", "--hosts", "noisy-a:1,b:2", "--show-output", "all", "--env", "CARRIED=x y"]
     with hosts_command(folder, *words, "train.py", "--name", "$x 'y'") as command:
         code, stdout, stderr = command.end()
         assert (code, stderr.count("warning of")) == (0, 3), stderr

@@ -76,7 +76,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 def test_ranks_of_all_hosts_compute_what_one_process_does(tmp_path: Path, network, names):
     with Hosts(tmp_path / "hosts", 3, network, names) as hosts:
         shutil.copy(HERE / "ddp_script.py", hosts.shared / "train.py")
-        words = ["--hosts", "node1:1,node2:2,node3:1", "--output", "all"]
+        words = ["--hosts", "node1:1,node2:2,node3:1", "--show-output", "all"]
         code, stdout, stderr = launch(hosts, *words, "train.py").end()
         assert code == 0, stderr
         assert sorted(line.split(" of 4 ")[0] for line in stdout.splitlines()) == [

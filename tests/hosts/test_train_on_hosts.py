@@ -23,13 +23,13 @@ pytestmark = pytest.mark.slow
 TRAIN_TESTS = ROOT / "tests/train"
 MORTAL = {
     **MLP,
-    "import": str(TRAIN_TESTS / "crashing_data.py"),
+    "plugin": str(TRAIN_TESTS / "crashing_data.py"),
     "data.name": "mortal",
     "checkpoint.every_epochs": 2,
 }
 VARIABLES = {"PYTHONPATH": f"{ROOT}:{TRAIN_TESTS}", "SHOAL_HOSTS_LEASE": "3"}
 SLEEPY = {
-    "import": str(Path(__file__).with_name("sleeping_data.py")),
+    "plugin": str(Path(__file__).with_name("sleeping_data.py")),
     "data.name": "sleepy",
     "train.hang_limit_s": 2.0,
 }

@@ -96,6 +96,42 @@ def test_a_command_that_starts_ranks_names_torchrun(words, status, tmp_path):
     )
 
 
+WINDOWS = """\
+import sys
+
+for name in ("fcntl", "grp", "pwd", "resource"):
+    sys.modules[name] = None
+sys.platform = "win32"
+"""
+"""Hides what Windows lacks, as far as `import shoal` may look for it."""
+
+
+@pytest.mark.parametrize(
+    ("words", "begin"),
+    [
+        (["-m", "shoal", "--help"], "shoal: "),
+        (["-c", "import sys; sys.argv[0] = 'C:/shoal.exe'; import shoal.cli"], "shoal: "),
+        (["-c", "import shoal"], "ImportError: "),
+    ],
+    ids=["module", "command", "script"],
+)
+def test_windows_is_answered_by_one_sentence(words, begin, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WINDOWS)
+    path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
+    ended = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = ended.stderr.splitlines()
+    assert ended.returncode == 1
+    assert said[-1] == f"{begin}Shoal does not run on Windows itself. Use WSL, and install it there"
+    assert (len(said) == 1) == (begin == "shoal: ")
+
+
 @pytest.mark.slow
 def test_parameter_servers_are_refused(tmp_path):
     printed = output(tmp_path, *TORCHRUN, "train.py", "server=1", status=1)

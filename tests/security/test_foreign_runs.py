@@ -35,7 +35,7 @@ def run_of_stranger(public: Path) -> tuple[Path, Path]:
     ran = public / "ran"
     bomb = f"open({str(ran)!r}, 'w').close()\nmodels = {{}}\n"
     directory = strangers_files(public / "run", {"bomb.py": bomb})
-    config = f"imports: [{directory / 'bomb.py'}]\nout: {directory}\ntrain: {{max_steps: 1}}\n"
+    config = f"plugins: [{directory / 'bomb.py'}]\nout: {directory}\ntrain: {{max_steps: 1}}\n"
     strangers_files(directory, {"config.yaml": config})
     return directory, ran
 

@@ -1,4 +1,4 @@
-"""A data set whose ranks, or their servers, die once: `--import crashing_data.py`.
+"""A data set whose ranks, or their servers, die once: `--plugin crashing_data.py`.
 
 `data.path` is a directory. The file `fate.RANK` in it, JSON, says what that rank meets: {"part":
 "training" or "saving", "point": n}, death at its nth call there; or {"shard": s, "sample": n}, the

@@ -32,7 +32,7 @@ REMEMBERING = {"model.name": "remembering", "data.name": "noisy", "checkpoint.ev
 
 def recorded(out: Path, *parts: dict[str, Any], strategy: str = STALE, **more: Any) -> Job:
     job = tiny(out, *parts, strategy=strategy, train__record=True, log__every=100, **more)
-    return replace(job, imports=(str(DATA), str(DATA.with_name("stateful_model.py"))))
+    return replace(job, plugins=(str(DATA), str(DATA.with_name("stateful_model.py"))))
 
 
 def trains_unevenly(job: Job) -> int:

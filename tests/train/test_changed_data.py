@@ -29,7 +29,7 @@ data = {{"mine": load}}
 
 def test_changed_data_is_refused_with_both_facts_and_accepted_by_name(tmp_path: Path) -> None:
     source = tmp_path / "mine.py"
-    settings = {**MLP, "import": str(source), "data.name": "mine", "data.samples": 1000}
+    settings = {**MLP, "plugin": str(source), "data.name": "mine", "data.samples": 1000}
     source.write_text(SOURCE.format(count=30, flips=False))
     job = tiny(tmp_path / "run", settings)
     with world.start(2, is_signalled, job, 5, signal.SIGTERM) as stopping:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 MORTAL = {
     **MLP,
-    "import": str(Path(__file__).with_name("crashing_data.py")),
+    "plugin": str(Path(__file__).with_name("crashing_data.py")),
     "data.name": "mortal",
     "model.options.hidden": [6, 6],
     "train.ema": 0.9,

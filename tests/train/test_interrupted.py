@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -18,9 +20,16 @@ TINY = (
 @pytest.mark.parametrize(
     ("words", "epoch", "saved"),
     [
-        (("-n", "2", "--train.batch_size", "500"), 3, "the newest save is of step "),
+        (
+            ("-n", "2", "--train.batch_size", "500"),
+            3,
+            r"; the newest save is of step \d+, and the same command resumes there",
+        ),
         pytest.param(
-            ("--train.batch_size", "5"), 1, "before the first save", marks=pytest.mark.slow
+            ("--train.batch_size", "5"),
+            1,
+            ", before the first save; the same command begins again",
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["two ranks", "alone"],
@@ -44,5 +53,8 @@ def test_an_interrupted_training_says_what_it_has_saved(
         training.stdout.read()
         said = training.stderr.read()
     assert training.returncode == 130
-    assert said.startswith("note: interrupted; " + saved)
-    assert said.count("\n") == 1
+    found = re.fullmatch(r"note: interrupted after step (\d+)" + saved + "\n", said)
+    assert found, said
+    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    assert int(found[1]) >= last["step"] > 0
+    assert not (tmp_path / "run/.stopped").exists()

@@ -17,7 +17,7 @@ def test_the_model_and_the_data_set_that_the_page_shows_train(tmp_path: Path) ->
     code = PAGE.read_text().partition("```python\n# mine.py\n")[2].partition("```")[0]
     (tmp_path / "mine.py").write_text(code)
     settings = {
-        "imports": [str(tmp_path / "mine.py")],
+        "plugins": [str(tmp_path / "mine.py")],
         "model": {"name": "net", "options": {"width": 64}},
         "data": {"name": "signs"},
         "train": {"epochs": 2, "batch_size": 50},

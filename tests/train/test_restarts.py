@@ -14,7 +14,7 @@ from shoal.config.job import Job
 
 MORTAL = {
     **MLP,
-    "import": str(Path(__file__).with_name("crashing_data.py")),
+    "plugin": str(Path(__file__).with_name("crashing_data.py")),
     "data.name": "mortal",
     "train.ema": 0.9,
     "checkpoint.every_epochs": 2,

@@ -1,4 +1,4 @@
-"""Data sets for tiny_jobs.py, registered as a user's own would be: `--import tiny_data.py`.
+"""Data sets for tiny_jobs.py, registered as a user's own would be: `--plugin tiny_data.py`.
 
 `data.path`, which changes no number, says where they leave notes about themselves.
 """

@@ -27,7 +27,7 @@ TIMES = ("time_s", "samples_per_s")
 
 # 30 samples in batches of 8: three full ones and one of 6.
 COMMON = {
-    "import": str(DATA),
+    "plugin": str(DATA),
     "data.samples": 30,
     "train.epochs": 3,
     "train.batch_size": 8,

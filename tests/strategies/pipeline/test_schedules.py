@@ -64,6 +64,20 @@ def test_a_docstring_draws_the_table_that_is_run(name: str) -> None:
     assert [line for line in drawn if line.startswith("rank")] == render(made).splitlines()
 
 
+def test_a_strategy_is_drawn_as_its_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = []
+    for words in (
+        ["interleaved", "-p", "2", "-m", "4", "-v", "2"],
+        ["tensor=2,pipeline=2,schedule=interleaved,stages=2", "-m", "4"],
+        ["pipeline=2,schedule=interleaved,microbatches=4"],
+    ):
+        with pytest.raises(SystemExit):
+            main(["schedule", *words])
+        drawn.append(capsys.readouterr().out)
+    assert "rank 1" in drawn[0]
+    assert drawn == [drawn[0]] * 3
+
+
 def test_a_rank_of_the_v_holds_the_first_and_the_last_stage() -> None:
     assert table("zbv", 4, 8).stages_of(0) == [0, 7]
     assert table("interleaved", 4, 8).stages_of(0) == [0, 4]
