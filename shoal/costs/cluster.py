@@ -26,7 +26,7 @@ import yaml
 
 from shoal.errors import ConfigError, did_you_mean, raise_problems
 
-_SIZES = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_SIZES = {"": 1, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 _SIZES |= {f"{prefix}i": 2 ** (10 * power) for power, prefix in enumerate("KMGT", 1)}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -115,7 +115,7 @@ def read_size(text: Any) -> float:
     """Return bytes of "16GiB", "80 GB" or a number. Raise ValueError: also of a text of digits."""
     if isinstance(text, str) and text.strip()[-1:].isdigit():
         raise ValueError(f"'{text}' is a number without a unit")
-    return _quantity(text, r"([kMGT]i?|Ki)?B?", lambda unit: _SIZES[unit or ""])
+    return _quantity(text, r"(k|[KMGT]i?)?B?", lambda unit: _SIZES[unit or ""])
 
 
 def read_rate(text: Any) -> float:

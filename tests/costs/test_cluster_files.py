@@ -25,6 +25,7 @@ def load(tmp_path: Path, text: str) -> cluster.Cluster:
 
 def test_quantities_have_units() -> None:
     assert cluster.read_size("16GiB") == 16 * 2**30
+    assert cluster.read_size("5KB") == cluster.read_size("5kB") == 5_000
     assert cluster.read_size("16 GB") == 16e9
     assert cluster.read_rate("400 Mbit/s") == 50e6
     assert cluster.read_rate("50GB/s") == 50e9
