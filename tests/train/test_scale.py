@@ -5,7 +5,6 @@ same numbers.
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -34,15 +33,15 @@ class Scaling(threading.Thread):
     """Gives `shoal scale RUN N` for each N, once the run waits in the middle of an epoch."""
 
     def __init__(self, folder: Path, wanted: list[int]) -> None:
-        super().__init__()
+        super().__init__(daemon=True)
         self.folder, self.wanted = folder, wanted
         self.answers: list[tuple[int, str]] = []
+        self.run_ended = threading.Event()
         self.start()
 
     def run(self) -> None:
-        deadline_s = time.monotonic() + 60
-        while time.monotonic() < deadline_s and not self.can_be_called():
-            time.sleep(0.01)
+        while not self.can_be_called() and not self.run_ended.wait(0.01):
+            pass
         for processes in self.wanted:
             command = [
                 sys.executable,
@@ -94,6 +93,7 @@ def test_each_remaining_sample_comes_once_with_the_losses_of_one_run(
     scaling = Scaling(tmp_path, wanted)
     with pytest.raises(SystemExit) as stop:
         cli.main(["train", str(tmp_path / "job.yaml"), "-n", str(ranks)])
+    scaling.run_ended.set()
     scaling.join()
     said = capfd.readouterr()
     assert stop.value.code == 0, said.err
