@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shoal.config.setting_fields import PATH, is_path
 from shoal.errors import UsageError
@@ -86,6 +86,13 @@ def _checkpoint(text: str) -> str | int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"'{text}' is no step, and neither latest nor best")
     return integer(0)(text)
+
+
+def answer_option(parser: Any, *names: str, sentence: str) -> None:
+    """Answer an option of another program, or of former days, by what to do. Help leaves it out."""
+    parser.add_argument(
+        *names, action=OptionInstead, nargs="?", const=sentence, help=argparse.SUPPRESS
+    )
 
 
 class OptionInstead(argparse.Action):

@@ -104,15 +104,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("-H", dest="hosts", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     for sentence, flags in _INSTEAD.items():
         names = [name for each in flags for name in _spellings(each) if name not in own]
-        if not names:
-            continue
-        parser.add_argument(
-            *names,
-            action=argument_types.OptionInstead,
-            nargs="?",
-            const=sentence,
-            help=argparse.SUPPRESS,
-        )
+        if names:
+            argument_types.answer_option(parser, *names, sentence=sentence)
 
 
 def instead_of_verb(word: str) -> str:

@@ -64,13 +64,7 @@ def arguments(
         metavar="FILE",
         help="take models and data sets from this Python file",
     )
-    parser.add_argument(
-        "--import",
-        action=argument_types.OptionInstead,
-        nargs="?",
-        const="it is --plugin FILE",
-        help=argparse.SUPPRESS,
-    )
+    argument_types.answer_option(parser, "--import", sentence="it is --plugin FILE")
     group = parser.add_argument_group("settings", SETTINGS)
     for name in shown:
         setting = all_settings()[name]

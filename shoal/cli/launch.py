@@ -73,13 +73,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="stdout to show: rank 0's or all ranks' (default: first)",
     )
-    parser.add_argument(
-        "--output",
-        action=argument_types.OptionInstead,
-        nargs="?",
-        const="it is --show-output here, first or all; other verbs write a file to --output",
-        help=argparse.SUPPRESS,
-    )
+    sentence = "it is --show-output here, first or all; other verbs write a file to --output"
+    argument_types.answer_option(parser, "--output", sentence=sentence)
     job_options.trace_argument(parser)
     parser.add_argument(
         "--trace-to",

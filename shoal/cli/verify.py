@@ -36,12 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="relative error that is still rounding (default: 1e-10)",
     )
     script = parser.add_argument_group("a script", "Python file in place of NAME_OR_YAML")
-    script.add_argument(
-        "--precision",
-        action=argument_types.OptionInstead,
-        const="scripts are compared in float64, where rounding hides nothing. Leave it out",
-        help=argparse.SUPPRESS,
-    )
+    sentence = "scripts are compared in float64, where rounding hides nothing. Leave it out"
+    argument_types.answer_option(script, "--precision", sentence=sentence)
     script.add_argument(
         "--keep", type=argument_types.path, metavar="DIR", help="keep the records of both runs"
     )
