@@ -185,8 +185,6 @@ SENT = (
     "gradient to the other ranks: the mean over ranks is a part of one device's. "
     "run.gather(tensor) gives the rows of all ranks, and passes each its gradient."
 )
-
-
 COUNTED_TWICE = (
     "note: torch.distributed is called ({place}) over all {ranks} ranks, of which {times} each "
     "have the same samples: a sum over ranks counts a sample {times} times. run.gather(tensor) "
@@ -211,14 +209,9 @@ class ScriptCollectives:
 
     def _look_at(self, arguments: Any) -> None:
         mesh = self._prepared.mesh
-        place = calling_line(caller(2), by_distributed=True)
-        if mesh.data.size < mesh.size and place:
-            sizes = {
-                "ranks": mesh.size,
-                "data": mesh.data.size,
-                "times": mesh.size // mesh.data.size,
-            }
-            self._prepared.note_once(COUNTED_TWICE, place=place, **sizes)
+        times = mesh.size // mesh.data.size
+        if times > 1 and (place := calling_line(caller(2), by_distributed=True)):
+            self._prepared.note_once(COUNTED_TWICE, place=place, ranks=mesh.size, times=times)
         if torch.is_grad_enabled():
             for tensor in tensors_in(arguments):
                 if tensor.grad_fn is not None:

@@ -312,8 +312,7 @@ class LossGraphCheck:
         """
         try:
             if self.is_due():
-                self._compare(loss, [*self._outputs], rows, samples)
-                self._compare_lengths(inputs, samples)
+                self._compare(loss, [*self._outputs], rows, samples, inputs)
         finally:
             self._outputs.clear()  # also what the comparison itself has differentiated
             self._differentiated.clear()
@@ -321,7 +320,12 @@ class LossGraphCheck:
                 self.begin_step()
 
     def _compare(
-        self, loss: Tensor | Counted, outputs: list[Tensor], rows: int, samples: int
+        self,
+        loss: Tensor | Counted,
+        outputs: list[Tensor],
+        rows: int,
+        samples: int,
+        inputs: Sequence[Tensor],
     ) -> None:
         place = f"rank {self._data.rank}"
         if self._in_parts:
@@ -340,26 +344,26 @@ class LossGraphCheck:
         if couples_samples(total, outputs, samples, self._has_whole_models()):
             fault = COUPLED.format(place=place)
         value = loss_of_all_rows(loss, outputs)
-        told = self._data.all_gather_json([fault, value, self._parts])
-        _check_equal([value for _, value, _ in told])
+        lengths = [lengths_of(tensors, samples) for tensors in (inputs, outputs)]
+        told = self._data.all_gather_json([fault, value, self._parts, lengths])
+        _check_equal([value for _, value, *_ in told])
         parts = []
-        for fault, _, of_rank in told:
+        for fault, _, of_rank, _ in told:
             if fault:
                 raise UsageError(fault)
             for place, rows, divisors in of_rank:
                 parts.append(LossPart(place, rows, [Divisor(*divisor) for divisor in divisors]))
         if text := objection(parts):
             raise UsageError(text)
+        self._note_lengths([lengths for *_, lengths in told])
         if reason := doubt(parts):
             self._note(UNSEEN, reason=reason)
         is_one_mean = len(own) == 1 and not own[0].is_sum
         if self._in_parts and is_one_mean and own[0].outer == self._accumulate:
             self._note(DIVIDED, parts=self._accumulate)
 
-    def _compare_lengths(self, inputs: Sequence[Tensor], samples: int) -> None:
-        """Note that outputs are as long as this rank's own samples. Collective."""
-        own = [lengths_of(inputs, samples), lengths_of([*self._outputs], samples)]
-        told = self._data.all_gather_json(own)
+    def _note_lengths(self, told: Sequence[Any]) -> None:
+        """Note outputs as long as a rank's own samples. Args: told: lengths of inputs, outputs."""
         for rank, (given, returned) in enumerate(told):
             if given == told[0][0] and returned != told[0][1]:
                 pairs = zip(told[0][1], returned, strict=False)

@@ -53,17 +53,16 @@ def mixes_rows(same: Sequence[Tensor], replaced: Sequence[Tensor], replaced_rows
             return False
         columns, other_columns = zip(*choice, strict=True)
         before, after = samples_in(columns), samples_in(other_columns)
-        gone, new = rows_of_one(before, after), rows_of_one(after, before)
-        number = len(new)
-        if number > most:
+        gone, new = _rows_missing_in(after, before), _rows_missing_in(before, after)
+        if len(new) > most:
             rows = [column[gone] for column in columns], [column[new] for column in other_columns]
-            number = _beyond_rounding(*rows)
-        if number <= most:
-            return False
+            if _beyond_rounding(*rows) > most:
+                continue
+        return False
     return True
 
 
-def rows_of_one(samples: Sequence[bytes], others: Sequence[bytes]) -> list[int]:
+def _rows_missing_in(others: Sequence[bytes], samples: Sequence[bytes]) -> list[int]:
     """Return the rows of `samples` that are not in `others`, or not as often."""
     left = Counter(others)
     rows = []
