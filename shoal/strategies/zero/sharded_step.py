@@ -128,17 +128,18 @@ class ShardedStep:
         if not holds:
             self.root.end_held(self.release)
 
-    def _show_gradients(self) -> None:
+    def _show_gradients(self, name: str) -> None:
         """Give gathered parameters a gradient where their shards have one: a loop may set those of
         its model to None, or to zero, between the model's call and the backward pass.
+
+        Args: name: of a module.
         """
-        shards = self.model.trainable_params
-        if all(shard.grad is None for shard in shards.values()):
-            return
-        for name, gathered in self.model.module.named_parameters():
-            shard = shards.get(name, gathered)
-            is_shown = gathered.dim() and shard is not gathered and gathered.grad is None
-            if is_shown and shard.grad is not None:
+        module = self.model.module.get_submodule(name)
+        for path, gathered in module.named_parameters(prefix=name):
+            shard = self.model.trainable_params.get(path, gathered)
+            if shard is gathered or shard.grad is None:
+                continue
+            if gathered.dim() and gathered.grad is None:
                 gathered.grad = gathered.new_zeros(()).expand_as(gathered)
                 self._shown.append((shard, gathered))
 

@@ -39,7 +39,8 @@ class StepRoot(nn.Module):
         in_step: a step is under way: its forward pass, or its backward pass.
         begin_loss: called when a loop begins to compute a loss by calling a model in training, with
             gradients; None where no loop does.
-        end_call: called when a call of a model for such a loss has returned.
+        end_call: called with the name of a module whose call for such a loss has returned; with ""
+            for the first one.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,7 +50,7 @@ class StepRoot(nn.Module):
         self.is_open = False
         self.in_step = False
         self.begin_loss: Callable[[], None] | None = None
-        self.end_call: Callable[[], None] | None = None
+        self.end_call: Callable[[str], None] | None = None
         self._held = False
         self._opened_by: nn.Module | None = None
         self._normal_mode = ExitStack()
@@ -99,7 +100,9 @@ class StepRoot(nn.Module):
         for module in modules:
             on_call = partial(self._on_call, f"call of {names[module]}")
             module.register_forward_pre_hook(uncompiled(on_call), prepend=True)
-            module.register_forward_hook(uncompiled(partial(self._on_return, release)))
+            module.register_forward_hook(
+                uncompiled(partial(self._on_return, release, names[module]))
+            )
             module.register_forward_hook(uncompiled(self._on_error), always_call=True)
 
     def is_held(self) -> bool:
@@ -126,10 +129,11 @@ class StepRoot(nn.Module):
             self._open(name)
 
     def _on_return(
-        self, release: Callable[[], None], module: nn.Module, _inputs: Any, output: Any
+        self, release: Callable[[], None], name: str, module: nn.Module, _inputs: Any, output: Any
     ) -> Any:
         if self._held and self.end_call is not None:
-            self.end_call()
+            # The first one to be called has opened the root, which has parameters of its own.
+            self.end_call("" if self._opened_by is module else name)
         if self._opened_by is not module:
             return None
         self._opened_by = None
