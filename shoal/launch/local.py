@@ -9,7 +9,7 @@ from shoal.launch import preload as preloads
 from shoal.launch import rank
 from shoal.launch.output import Output
 from shoal.launch.start import start
-from shoal.launch.supervise import Supervision, caught
+from shoal.launch.supervise import Supervision, caught, stop_arrived
 
 
 def run(
@@ -62,6 +62,7 @@ def run(
                 output,
                 preload=modules,
                 torch_store=torch_store,
+                is_stopped=lambda: stop_arrived(signals),
             ) as ranks,
         ):
             return Supervision(ranks).run(signals)

@@ -71,6 +71,7 @@ def start(
     preload: Iterable[str] = (),
     torch_store: bool = True,
     share: HostShare | None = None,
+    is_stopped: Callable[[], bool] = lambda: False,
 ) -> Ranks:
     """Start `processes` ranks, each of which calls `target(*arguments)`.
 
@@ -87,6 +88,9 @@ def start(
             user of the machine can connect to it.
         share: this host's part of the world; None where this host has all of it. Ranks on several
             hosts always meet in a store of torch's.
+        is_stopped: tells, once everything is imported, whether the run shall end before it has
+            begun. No rank is started then: a signal to one that is just starting would end it in
+            the middle of anything.
 
     Raises:
         LaunchError: `processes` is below 1; the system is not Linux; the target or an argument
@@ -119,7 +123,7 @@ def start(
     own = {name: value for name, value in os.environ.items() if not name.startswith(outer)}
     common = {**share.variables, **own, **environment, **common}
     try:
-        for local_rank in range(processes):
+        for local_rank in range(0 if is_stopped() else processes):
             rank = share.first_rank + local_rank
             variables = {
                 **common,

@@ -66,6 +66,14 @@ def arrived(signals: socket.socket) -> bytes:
         return b""
 
 
+def stop_arrived(signals: socket.socket) -> bool:
+    """Return whether a SIGINT or SIGTERM is among the signals that `arrived` returns next."""
+    try:
+        return not {signal.SIGINT, signal.SIGTERM}.isdisjoint(signals.recv(64, socket.MSG_PEEK))
+    except BlockingIOError:
+        return False
+
+
 @dataclass
 class Supervision:
     """The state of one world from its start to its end. Call `step` until no rank is alive.
@@ -107,11 +115,12 @@ class Supervision:
 
         Args: signals: as `caught` yields it.
         """
-        while self.ranks.alive:
-            self.step(sources=[signals])
+        while True:
             for number in arrived(signals):
                 self.forward(number)
-        return self.exit_code()
+            if not self.ranks.alive:
+                return self.exit_code()
+            self.step(sources=[signals])
 
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.
@@ -174,7 +183,7 @@ class Supervision:
             return cause.code
         codes = self.codes.values()
         all_ended = len(codes) == len(self.ranks.all)
-        all_saved = all_ended and set(codes) <= {0, EXIT_RESTART}
+        all_saved = all_ended and set(codes) <= {0, EXIT_RESTART} and len(codes) > 0
         if self.stop_signal is not None and not all_saved:
             return 128 + self.stop_signal
         return EXIT_RESTART if EXIT_RESTART in codes else 0

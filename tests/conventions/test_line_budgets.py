@@ -18,7 +18,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/data": 3_310,
     "shoal/doctor": 500,
     "shoal/integrations": 750,
-    "shoal/launch": 5_960,
+    "shoal/launch": 5_980,
     "shoal/loggers": 550,
     "shoal/models": 850,
     "shoal/optim": 250,
@@ -36,7 +36,7 @@ BUDGETS = {  # lines of Python, docstrings and blank lines included
     "shoal/verification": 3_460,
     "shoal/watchdog": 910,
     "shoal/weights": 590,
-    "tests": 69_710,
+    "tests": 69_730,
     "benchmarks": 12_160,
 }
 SLACK = 0.03

@@ -1,4 +1,7 @@
-"""never_ending_program.py FOLDER: two ranks with data-loader workers that never end."""
+"""never_ending_program.py FOLDER [MODULE...]: two ranks with data-loader workers that never end.
+
+The fork server imports each MODULE before it starts them.
+"""
 
 from __future__ import annotations
 
@@ -24,4 +27,4 @@ def run(folder: str) -> None:
 if __name__ == "__main__":
     import never_ending_program
 
-    sys.exit(local.run(never_ending_program.run, (sys.argv[1],), 2, preload=()))
+    sys.exit(local.run(never_ending_program.run, (sys.argv[1],), 2, preload=sys.argv[2:]))

@@ -21,7 +21,7 @@ import pytest
 from shoal.errors import LaunchError
 from shoal.launch import local, start
 from shoal.platform.cgroups import usable_cores
-from tests.harness.process_tree import children, command_of, marked
+from tests.harness.process_tree import marked
 from tests.harness.waiting import until
 
 
@@ -195,7 +195,7 @@ def wordless(process: subprocess.Popen[bytes]) -> bool:
 
 @contextlib.contextmanager
 def program(
-    folder: Path, **options: object
+    folder: Path, *modules: str, **options: object
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], list[int]]]]:
     """Run a program with two ranks that never end. Yield it, and a function of its descendants.
 
@@ -204,7 +204,7 @@ def program(
     mark = f"SHOAL_TEST_MARK={uuid.uuid4()}"
 
     environ = dict([*os.environ.items(), mark.split("=")])
-    command = [sys.executable, never_ending_program.__file__, str(folder)]
+    command = [sys.executable, never_ending_program.__file__, str(folder), *modules]
     with subprocess.Popen(  # type: ignore[call-overload]
         command, env=environ, start_new_session=True, **options
     ) as process:
@@ -235,17 +235,35 @@ def test_ctrl_c_on_the_foreground_group_leaves_no_process(tmp_path):
         until(lambda: not descendants())
 
 
-def test_ctrl_c_during_the_import_of_torch_leaves_no_process(tmp_path):
-    with program(tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
+WAITING_MODULE = """
+import os
+import time
+from pathlib import Path
+
+folder = Path(__file__).parent
+os.register_at_fork(after_in_child=lambda: (folder / f"{os.getpid()}.forked").touch())
+(folder / "importing").touch()
+while not (folder / "interrupted").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_during_the_imports_starts_no_rank_and_leaves_no_process(
+    tmp_path, monkeypatch, number, code
+):
+    (tmp_path / "waiting_module.py").write_text(WAITING_MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with program(tmp_path, "waiting_module", stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as (
         process,
         descendants,
     ):
-        # By the children alone: a look at all processes takes so long, on a loaded machine, that
-        # the import may be over, and the interrupt reach a rank that forks a worker.
-        until(lambda: any("forkserver" in (command_of(pid) or "") for pid in children(process.pid)))
-        os.killpg(process.pid, signal.SIGINT)
-        assert (wordless(process), process.returncode) == (True, 130)
+        until((tmp_path / "importing").exists)
+        os.killpg(process.pid, number)
+        (tmp_path / "interrupted").touch()
+        assert (process.communicate()[0], process.returncode) == (b"", code)
         until(lambda: not descendants())
+    assert len(list(tmp_path.glob("*.forked"))) <= 1  # the process that serves torch's store
 
 
 def test_a_launcher_that_is_killed_takes_ranks_workers_and_server_with_it(tmp_path):
