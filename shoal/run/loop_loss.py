@@ -170,9 +170,10 @@ class LoopLoss:
                 watched = {model, *(() if isinstance(model, nn.Sequential) else model.children())}
                 for module in model.modules():
                     if module not in watched:
+                        enter, leave = ModuleHook(self._enter), ModuleHook(self._leave)
                         self._hooks_below += [
-                            module.register_forward_pre_hook(ModuleHook(self._enter)),
-                            module.register_forward_hook(ModuleHook(self._leave), always_call=True),
+                            module.register_forward_pre_hook(enter),
+                            module.register_forward_hook(leave, with_kwargs=True, always_call=True),
                         ]
 
     def before_function(self) -> None:
@@ -377,17 +378,24 @@ class LoopLoss:
         self._enter(module, args)
 
     def _after_inner(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._leave(module, args, output)
+        self._leave(module, args, kwargs, output)
         if self._is_outer_call():
             self._prepared.watch.follow((args, kwargs), output)
 
     def _enter(self, _: nn.Module, args: Any) -> None:
         self._inner_depth += 1
 
-    def _leave(self, _: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._inner_depth = max(self._inner_depth - 1, 0)  # a call may have begun before the hooks
         if self._is_outer_call():
-            self._graph_check.add_outputs(output)
+            self._add_output(ModelCall(module, args, kwargs, output))
+
+    def _add_output(self, call: ModelCall) -> None:
+        """Note what a model has returned, or a module that a method of a model has called."""
+        self._graph_check.add_outputs(call.output)
+        is_kept = self._losses < FIRST_LOSSES and len(self._first_calls) < MOST_CALLS
+        if is_kept and torch.is_grad_enabled():
+            self._first_calls.append(call)
 
     def _is_outer_call(self) -> bool:
         return not (
@@ -415,10 +423,7 @@ class LoopLoss:
         context = self._contexts.pop() if self._contexts else None
         is_watched = not (self._phase.in_passes or in_function_transform())
         if is_watched:
-            self._graph_check.add_outputs(output)
-            is_kept = self._losses < FIRST_LOSSES and len(self._first_calls) < MOST_CALLS
-            if is_kept and torch.is_grad_enabled():
-                self._first_calls.append(ModelCall(model, args, kwargs, output))
+            self._add_output(ModelCall(model, args, kwargs, output))
         if context is not None:
             context.__exit__(None, None, None)
             output = output if any(self._contexts) else tree_map(_in_float32, output)

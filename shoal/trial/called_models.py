@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shoal.data.tree_map import tensors_in
 from shoal.platform.autograd_graph import nodes_behind
+from shoal.platform.torch_private.pytree import tree_map
 from shoal.strategies.loss_terms import Counted
 from shoal.trial.judge_loss import TOLERANCE, try_loss
 from shoal.trial.loss_verdict import CannotTry, LossKind, LossVerdict
@@ -75,6 +76,12 @@ def try_calls(
     Returns: the first verdict of samples that influence one another, or else a mean.
     """
     for call in calls:
+        # Another pass would free the graph of what the loop has computed before this call.
+        args, kwargs = tree_map(_detached, (call.args, dict(call.kwargs)))
+        call, extra = call._replace(args=args, kwargs=kwargs), list[nn.Module]()
+        if not any(p.requires_grad for p in call.model.parameters()):
+            extra = [Shifted(call.model)]
+            call = call._replace(model=extra[0])
         tensors = [t for t in tensors_in([call.args, dict(call.kwargs)]) if t.dim()]
         if not tensors or not all(num_samples in t.shape[:2] for t in tensors):
             continue  # something that the model was given has no row for each sample
@@ -86,7 +93,7 @@ def try_calls(
         functions = [_mean_of_outputs(call, each, sizes) for each in chosen]
         for function in [*functions, *(_kept_number(call, *place) for place in call.kept)]:
             given = call.args, dict(call.kwargs), torch.arange(num_samples)
-            verdict = try_loss(function, given, {}, num_samples, models)
+            verdict = try_loss(function, given, {}, num_samples, [*models, *extra])
             # What fails on parts may do so for another reason: where others differ, it mixes too.
             if verdict.kind in _MIXING and verdict.difference >= TOLERANCE:
                 return verdict
@@ -94,6 +101,30 @@ def try_calls(
 
 
 _MIXING = {LossKind.COUPLED, LossKind.FAILS_ON_PARTS}
+
+
+class Shifted(nn.Module):
+    """A module without weights of its own, and one in front of it whose gradient tells of mixing.
+
+    It is no weight of a norm's, whose outputs would not change with it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.amount = module, nn.Parameter(torch.zeros(()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with inputs that `amount` changes."""
+        args, kwargs = tree_map(self._shifted, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _shifted(self, value: Any) -> Any:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value + self.amount.to(value) * value.sin() if is_floating else value
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _kept_number(call: ModelCall, module: nn.Module, name: str) -> Any:

@@ -1,5 +1,7 @@
 """`run.backward(loss)` refuses outputs that a model, or a choice, takes from several samples."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,31 @@ class NormOfBatch(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.batch_norm(self.body(x), None, None, training=True).tanh())
+
+
+class NormLayer(nn.Module):
+    """A layer that does so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True).tanh()
+
+
+class NormInMethod(nn.Module):
+    """Has that layer between two others, or in a block."""
+
+    def __init__(self, in_block: bool = False) -> None:
+        super().__init__()
+        layers = nn.Linear(5, 8), NormLayer()
+        self.body = nn.Sequential(nn.Sequential(*layers)) if in_block else nn.Sequential(*layers)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def scores(self, x: Tensor) -> Tensor:
+        for layer in self.body:
+            x = layer(x)
+        return self.head(x)
 
 
 class Observed(NormOfBatch):
@@ -111,7 +138,7 @@ class Padded(NormOfBatch):
         return hidden.expand(-1, -1, 5) * self.body.weight[0] + self.body.bias[:5]
 
 
-def error_of(strategy: str, model_class: type[nn.Module], compute_loss: Any) -> str:
+def error_of(strategy: str, model_class: Callable[[], nn.Module], compute_loss: Any) -> str:
     """Return the error of a loop of three steps; "" without one."""
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
@@ -132,12 +159,20 @@ def error_of(strategy: str, model_class: type[nn.Module], compute_loss: Any) -> 
     return ""
 
 
-def errors_of(strategy: str, cases: list[tuple[type[nn.Module], Any]]) -> list[str]:
+def errors_of(strategy: str, cases: list[tuple[Callable[[], nn.Module], Any]]) -> list[str]:
     return [error_of(strategy, *case) for case in cases]
 
 
 def cross_entropy(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
+
+
+def by_forward(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model.forward(x), y)
+
+
+def by_method(run: shoal.Run, model: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model.scores(x), y)
 
 
 def with_balance(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -178,14 +213,17 @@ def of_first_steps(run: shoal.Run, model: nn.Module, x: Tensor, y: Tensor) -> Te
     return model(x)[:, 0].square().mean()
 
 
-MIXING: list[tuple[type[nn.Module], Any]] = [
+MIXING: list[tuple[Callable[[], nn.Module], Any]] = [
     (NormOfBatch, cross_entropy),
     (Observed, cross_entropy),
     (CountedIds, cross_entropy),
     (Balanced, with_balance),
     (BalanceKept, with_kept_balance),
+    (NormInMethod, by_forward),
+    (NormInMethod, by_method),
+    (partial(NormInMethod, in_block=True), by_method),
 ]
-SINGLE: list[tuple[type[nn.Module], Any]] = [
+SINGLE: list[tuple[Callable[[], nn.Module], Any]] = [
     (TimeFirst, lambda run, model, x, y: cross_entropy(run, model, x.t(), y)),
     (Balanced, without_balance),
     (BalanceKept, cross_entropy),
@@ -193,6 +231,7 @@ SINGLE: list[tuple[type[nn.Module], Any]] = [
     (SumInside, divided_sum),
     (Squeezed, squared),
     (Padded, of_first_steps),
+    (Squeezed, lambda run, model, x, y: F.mse_loss(model.forward(x), y.double())),
 ]
 
 
@@ -202,7 +241,7 @@ def test_a_model_that_computes_outputs_of_several_samples_together_is_refused(
 ) -> None:
     for found in world.run(2, errors_of, strategy, MIXING):
         for text, (model_class, _) in zip(found, MIXING, strict=True):
-            assert "a model has computed from several samples" in text, model_class.__name__
+            assert "a model has computed from several samples" in text, model_class
             assert 'run.backward(loss, reduction="ranks")' in text
 
 
