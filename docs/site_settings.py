@@ -1,7 +1,7 @@
-"""The tables of docs/configuration.md, generated from the settings.
+"""The tables of docs/configuration.md and docs/distribuuuu.md, generated from the settings.
 
-`python docs/site_settings.py docs/configuration.md` writes them. A test fails where the
-page is not up to date.
+`python docs/site_settings.py docs/configuration.md docs/distribuuuu.md` writes them. A test fails
+where a page is not up to date.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from shoal.platform.plain_types import describe
 def refreshed(page: str) -> str:
     """Return the page with new tables, each between `<!-- NAME -->` and `<!-- end of NAME -->`."""
     for name, table in (("settings", settings_table()), ("distribuuuu", distribuuuu_table())):
-        opening = f"<!-- {name} -->"
-        closing = f"<!-- end of {name} -->"
-        before, _, rest = page.partition(opening)
-        after = rest.partition(closing)[2]
-        page = f"{before}{opening}\n{table}{closing}{after}"
+        before, opening, rest = page.partition(f"<!-- {name} -->")
+        _, closing, after = rest.partition(f"<!-- end of {name} -->")
+        if opening:
+            page = f"{before}{opening}\n{table}{closing}{after}"
     return page
 
 
