@@ -1,4 +1,6 @@
-"""Streams of Hugging Face's `datasets`: each sample once over the ranks, after a restart too."""
+"""Tables and streams of Hugging Face's `datasets`: each sample once over the ranks, after a restart
+too.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ def samples() -> Iterator[dict[str, int]]:
         yield {"x": index}
 
 
-def stream(kind: str) -> Any:
+def data_set(kind: str) -> Any:
     import datasets
     from datasets.distributed import split_dataset_by_node
 
     if kind == "generator":
         return datasets.IterableDataset.from_generator(samples)
-    data = datasets.Dataset.from_dict({"x": list(range(SAMPLES))}).to_iterable_dataset(num_shards=2)
+    table = datasets.Dataset.from_dict({"x": list(range(SAMPLES))})
+    if kind in ("table", "shuffled table"):
+        return table.map(lambda rows: {"x": [x + 1 for x in rows["x"]]}, batched=True)
+    data = table.to_iterable_dataset(num_shards=2)
     if kind == "shuffled":
         return data.shuffle(seed=3, buffer_size=16)
     if kind == "mapped":
@@ -41,7 +46,9 @@ def stream(kind: str) -> Any:
 
 
 def loader_of(kind: str, workers: int = 0) -> DataLoader:
-    return DataLoader(stream(kind).with_format("torch"), batch_size=BATCH, num_workers=workers)
+    data = data_set(kind).with_format("torch")
+    shuffle = True if kind == "shuffled table" else None
+    return DataLoader(data, batch_size=BATCH, num_workers=workers, shuffle=shuffle)
 
 
 def read(kind: str, workers: int, saved: Path, stop: int | None = None) -> Rows:
@@ -78,7 +85,10 @@ def joined(of_ranks: list[Rows]) -> Rows:
 
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("plain", 0), ("plain", 2), ("generator", 0), ("mapped", 0), ("shuffled", 0)],
+    [
+        *(("table", 0), ("shuffled table", 2)),
+        *(("plain", 0), ("plain", 2), ("generator", 0), ("mapped", 0), ("shuffled", 0)),
+    ],
 )
 def test_ranks_share_the_batches_of_one_process_and_go_on_in_the_middle(
     kind: str, workers: int, tmp_path: Path
@@ -91,7 +101,7 @@ def test_ranks_share_the_batches_of_one_process_and_go_on_in_the_middle(
     expected = sorted(x for batch in loader_of(kind) for x in batch["x"].tolist())
     for epoch in (whole[:half], whole[half:]):
         assert sorted(chain(*epoch)) == expected
-    if kind != "shuffled":
+    if not kind.startswith("shuffled"):
         plain = [batch["x"].tolist() for batch in loader_of(kind, workers)]
         assert whole[:half] == plain
 
