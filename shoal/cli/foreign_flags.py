@@ -40,6 +40,7 @@ _ONE_MACHINE = (
     "processes. `shoal plan --cluster FILE` plans for several"
 )
 _SERVERS = "servers are a strategy: --strategy server=2, or server=2,staleness=async"
+_ALLREDUCE = "it is an option of ddp: --strategy ddp,allreduce=ring or tree or hierarchical"
 _RECORD = "only runs of `shoal train` can be recorded, for `shoal replay`"
 _RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
 _INSTEAD = {
@@ -52,6 +53,7 @@ _INSTEAD = {
     _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
     _ONE_MACHINE: ("--slurm", "--nodes", "--ntasks-per-node", "--hosts", "--server-hosts"),
     _SERVERS: ("--servers", "--num-servers", "--num-ps", "--staleness"),
+    _ALLREDUCE: ("--allreduce",),
     _RECORD: ("--record",),
     _RESTARTS: ("--max-restarts",),
     _HOSTFILE: ("--hostfile",),

@@ -50,7 +50,6 @@ def arguments(
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )
-    allreduce_argument(parser)
     parser.add_argument(
         "--cfg",
         type=argument_types.path,
@@ -70,16 +69,6 @@ def arguments(
         setting = all_settings()[name]
         default = "" if setting.default is None else f" (default: {write(setting.default)})"
         group.add_argument(f"--{name}", metavar=METAVARS[name], help=setting.help + default)
-
-
-def allreduce_argument(parser: argparse.ArgumentParser, more: str = "") -> None:
-    """Add --allreduce; `more` ends its help."""
-    from shoal.comm.algorithms.algorithm_names import NAMES
-
-    help = (
-        f"algorithm of ddp: {', '.join(NAMES)}; short for --strategy ddp,allreduce=ALGORITHM{more}"
-    )
-    parser.add_argument("--allreduce", choices=NAMES, metavar="ALGORITHM", help=help)
 
 
 def hang_limit_argument(parser: argparse.ArgumentParser, effect: str) -> None:
@@ -152,7 +141,7 @@ def settings(
         ranks: the number of ranks that will train.
         note: prints what differs from what a reader may expect.
     """
-    from shoal.strategies import add_allreduce_option, parse_line
+    from shoal.strategies import parse_line
 
     read, notes = _read_settings(options, ranks, list(options.settings))
     if read.job.strategy == AUTO:
@@ -162,14 +151,9 @@ def settings(
         options.settings = [*options.settings, ("strategy", chosen)]
         read, notes = _read_settings(options, ranks, list(options.settings))
         notes.append(reason)
-    line = parse_line(read.job.strategy)
-    if options.allreduce is not None:
-        line = add_allreduce_option(line, options.allreduce)
-        # Once more, so that the job has the strategy with the option.
-        read, notes = _read_settings(options, ranks, [*options.settings, ("strategy", line.text)])
     for text in notes:
         note(text)
-    return read, line
+    return read, parse_line(read.job.strategy)
 
 
 def script_strategy(options: argparse.Namespace) -> str | None:
@@ -179,7 +163,7 @@ def script_strategy(options: argparse.Namespace) -> str | None:
         ConfigError: there is no such strategy.
         UsageError: the script is no Python file, or there is another setting.
     """
-    from shoal.strategies import add_allreduce_option, parse_line
+    from shoal.strategies import parse_line
 
     script, given = options.source[0], dict(options.settings)
     strategy = given.pop("strategy", None)
@@ -197,12 +181,7 @@ def script_strategy(options: argparse.Namespace) -> str | None:
             ast.parse(file.read(), script)
     except (SyntaxError, ValueError, RecursionError, OSError) as error:
         raise UsageError(f"{options.verb}: {script} is no Python file: {error}") from error
-    if strategy is None and options.allreduce is None:
-        return None
-    line = parse_line(strategy or "ddp")
-    return (
-        line if options.allreduce is None else add_allreduce_option(line, options.allreduce)
-    ).text
+    return None if strategy is None else parse_line(strategy).text
 
 
 def _read_settings(

@@ -43,8 +43,8 @@ EXAMPLES = """\
   shoal launch --slurm --nodes 4 train.py       four nodes of a Slurm cluster
 """
 FLAGS = (
-    *("-n", "--processes", "--strategy", "--accumulate", "--allreduce", "--hosts", "--slurm"),
-    *("--nodes", "--ntasks-per-node", "--sbatch-option"),
+    *("-n", "--processes", "--strategy", "--accumulate", "--hosts", "--slurm", "--nodes"),
+    *("--ntasks-per-node", "--sbatch-option"),
 )
 """Flags of which there is a note where they stand behind the script."""
 
@@ -61,7 +61,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
     )
-    job_options.allreduce_argument(parser, "; needs --strategy")
     parser.add_argument(
         "--accumulate",
         type=argument_types.integer(1),
@@ -122,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if options.strategy == job_options.AUTO:
         options.strategy = _choose(options, script)
     # Errors in the options are raised here, once, and not in every rank.
-    line = _strategy_line(options.strategy, options.allreduce)
+    line = _strategy_line(options.strategy)
     if problems := [*_problems(options, line, world), *script.problems]:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
@@ -187,7 +186,7 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
 
     script = Script.of(options)
     problems += script.problems
-    line = _strategy_line(options.strategy, options.allreduce)
+    line = _strategy_line(options.strategy)
     problems += _problems(options, line, ranks)
     servers = cluster_options.server_variables(options, line, problems)
     return ClusterWork(
@@ -283,20 +282,8 @@ def flags_behind_script(options: argparse.Namespace) -> list[str]:
     ]
 
 
-def _strategy_line(strategy: str | None, allreduce: str | None) -> StrategyLine | None:
-    """Return the strategies of --strategy and --allreduce; None if neither is given.
+def _strategy_line(strategy: str | None) -> StrategyLine | None:
+    """Return the strategies of --strategy; None where it is not given. Raise ConfigError."""
+    from shoal.strategies import parse_line
 
-    Raises:
-        ConfigError: there is no such strategy, or it has no such option.
-        UsageError: --allreduce is given alone.
-    """
-    from shoal.strategies import add_allreduce_option, parse_line
-
-    if strategy is not None:
-        line = parse_line(strategy)
-        return line if allreduce is None else add_allreduce_option(line, allreduce)
-    if allreduce is not None:
-        raise UsageError(
-            "--allreduce: only the script knows its strategy. Say it too: --strategy ddp"
-        )
-    return None
+    return None if strategy is None else parse_line(strategy)

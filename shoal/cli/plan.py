@@ -167,7 +167,7 @@ def _of_job(request: _Request) -> Answer:
     if note:
         print_note(note)
     words = [f"--{name}={text}" for name, text in options.settings if name != "strategy"]
-    asked = any(name == "strategy" for name, _ in options.settings) or options.allreduce
+    asked = any(name == "strategy" for name, _ in options.settings)
     request = request._replace(
         command=Command(("shoal", "train", *options.source, *words), (), "--train.accumulate"),
         strategy=line.text if asked else None,

@@ -98,7 +98,7 @@ EPILOG = """\
 `shoal VERB --help` has the usual options of a verb, and examples; `--help-all` has every option."""
 RARE = {
     *({*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm"}),
-    *("--allreduce", "--cfg", "--accumulate", "--hang-limit", "--record", "--restarts"),
+    *("--cfg", "--accumulate", "--hang-limit", "--record", "--restarts"),
     *("--trace-to", "--seq", "--servers", "--recalibrate", "--mtbf", "--save", "--restart"),
 }
 """Options that the short help leaves out, with the examples that have one."""

@@ -208,26 +208,6 @@ def _with_parsed_options(spec: StrategySpec, problems: list[str]) -> StrategySpe
     return StrategySpec(spec.name, spec.value, spec.words, parsed)
 
 
-def add_allreduce_option(line: StrategyLine, algorithm: str) -> StrategyLine:
-    """Return `line` with the option `allreduce=algorithm` of ddp, as the flag --allreduce asks.
-
-    Raises: ConfigError: the batch is split by another strategy; the algorithm is unknown.
-    """
-    specs: list[StrategySpec] = []
-    problems: list[str] = []
-    for spec in line.specs:
-        if spec.name in DATA and spec.name != "ddp":
-            only_ddp = f"only ddp has algorithms to choose from; the strategy is '{line}'"
-            raise ConfigError(f"flag --allreduce: {only_ddp}. Leave one of both out")
-        if spec.name == "ddp":
-            words = tuple((dict(spec.words) | {"allreduce": algorithm}).items())
-            spec = _with_parsed_options(StrategySpec(spec.name, spec.value, words), problems)
-        specs.append(spec)
-    text = ",".join(str(spec) for spec in specs)
-    _raise_problems(text, problems)
-    return StrategyLine(text, tuple(specs))
-
-
 def build_strategies(line: StrategyLine) -> list[Strategy]:
     """Make the strategies of a line. Needs torch.
 

@@ -174,8 +174,6 @@ def _of_flags() -> Iterator[Command]:
     for window in ("0", "x", "3@", "-1", HUGE, ""):
         yield "train", "digits", f"--trace={window}"
         yield "launch", "-n", "1", f"--trace={window}", "script.py"
-    for name in ("x", "", "RING"):
-        yield "train", "digits", "--allreduce", name
     yield "launch", "-n", "2", "--allreduce", "ring", "script.py"
     yield "launch", "-n", "2", "missing.py"
     yield "launch", "-n", "2", "directory"

@@ -128,22 +128,17 @@ def test_models_and_data_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "no.py: there is no such file" in err
 
 
-def test_the_flag_allreduce_is_short_for_an_option_of_ddp(
+def test_the_flag_allreduce_is_answered_by_the_option_of_ddp(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    _, printed, _ = shoal(
-        capsys, "config", "digits", "--allreduce", "ring", "--strategy", "ddp,bucket_mb=1"
-    )
-    assert yaml.safe_load(printed)["strategy"] == "ddp,bucket_mb=1,allreduce=ring"
-    status, _, err = shoal(capsys, "config", "digits", "--strategy", "zero3", "--allreduce", "ring")
-    assert (status, "only ddp has algorithms to choose from; the strategy is 'zero3'" in err) == (
+    status, _, err = shoal(capsys, "train", "digits", "--allreduce", "ring")
+    assert (
+        status,
+        "--allreduce: it is an option of ddp: --strategy ddp,allreduce=ring" in err,
+    ) == (
         2,
         True,
     )
-    status, _, err = shoal(capsys, "config", "digits", "--allreduce", "rnig")
-    assert (status, "invalid choice: 'rnig'" in err) == (2, True)
-    status, _, err = shoal(capsys, "launch", "-n", 2, "--allreduce", "ring", "script.py")
-    assert (status, "Say it too: --strategy ddp" in err) == (2, True)
 
 
 def test_an_error_that_ends_a_verb_is_known_to_what_runs_at_the_end_of_the_program(

@@ -13,7 +13,7 @@ from cli_calls import shoal
 TYPED = [
     ("tr", ["train", "trace"]),
     ("train --optimizer.l", ["--optimizer.lr"]),
-    ("launch --allreduce ri", ["ring"]),
+    ("launch --show-output al", ["all"]),
     ("verify --strategy zero", ["zero1", "zero2", "zero3"]),
     ("servers rem", ["remove"]),
     ("launch --nproc", []),
