@@ -43,6 +43,11 @@ def integer(low: int, high: int = 2**63 - 1) -> Callable[[str], int]:
 processes = integer(1, MAX_PROCESSES)
 
 
+def processes_argument(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add -n."""
+    parser.add_argument("-n", "--processes", type=processes, metavar="N", help=help)
+
+
 def quantity(read: Callable[[str], float], hint: str = "") -> Callable[[str], float]:
     """Return a type of numbers. Args: read: raises ValueError; hint: ends what that says."""
 

@@ -1,4 +1,4 @@
-"""`--slurm` of `launch` and `train`: the options; check, render, submit."""
+"""Several machines, of `launch` and `train`: by ssh (`--hosts`), or as a job (`--slurm`)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from shoal.cli import argument_types, execution
 from shoal.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
+    from shoal.launch.hosts.hosts_job import HostsOptions
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
@@ -38,11 +39,40 @@ FLAGS = {
     "slurm": "as one job of Slurm, with --nodes N: docs/clusters.md",
     "dry-run": "print the batch script, and submit nothing",
 }
-NAMES = tuple(f"--{name}" for name in (*NUMBERS, *VALUES, MORE, *FLAGS))
+OF_HOSTS = ("env", "address", "min-hosts", "server-hosts")
+"""Options that go with --hosts alone."""
+NAMES = tuple(f"--{name}" for name in (*OF_HOSTS, *NUMBERS, *VALUES, MORE, *FLAGS))
+
+
+def host_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of hosts that are reached by ssh."""
+    group = parser.add_argument_group("several hosts, by ssh")
+    group.add_argument("--hosts", metavar="LIST", help="hosts and their ranks: a:2,user@b:2")
+    group.add_argument(
+        "--server-hosts",
+        metavar="LIST",
+        help="hosts of the parameter servers alone: c,d (default: the servers are beside ranks)",
+    )
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="variable to carry to all hosts; may be repeated",
+    )
+    group.add_argument(
+        "--address",
+        help="address of the first host for the rendezvous (default: one that all hosts reach)",
+    )
+    group.add_argument(
+        "--min-hosts",
+        type=argument_types.integer(1),
+        help="shoal train: go on without lost hosts as long as this many are left",
+    )
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options, as a group of their own."""
+    """Add the options of a cluster, and --python, which hosts have too."""
     group = parser.add_argument_group("clusters")
     for name, help in FLAGS.items():
         group.add_argument(f"--{name}", action="store_true", help=help)
@@ -96,7 +126,7 @@ def submit(options: argparse.Namespace, make_work: Callable[[int, list[str]], Cl
         )
     if options.hosts is not None or options.server_hosts is not None:
         problems.append("--hosts and --server-hosts are for ssh. With --slurm give --nodes instead")
-    if given := _given(options, ("env", "address", "min-hosts")):
+    if given := _given(options, OF_HOSTS[:3]):
         problems.append(f"{', '.join(given)}: for hosts that are reached by ssh. Leave it out")
     nodes, ranks_per_node = options.nodes or 1, options.ntasks_per_node or 1
     if options.hang_limit is not None:
@@ -186,3 +216,76 @@ def _given(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     return [
         f"--{name}" for name in names if values[name.replace("-", "_")] not in (None, [], False)
     ]
+
+
+def hosts_of(options: argparse.Namespace) -> HostsOptions | None:
+    """Return the options of a command for several hosts; None where it names no host.
+
+    Raises:
+        UsageError: an option makes no sense.
+    """
+    if options.hosts is None:
+        if given := _given(options, OF_HOSTS):
+            raise UsageError(f"{given[0]} is about several hosts. Name them by --hosts")
+        return None
+    from shoal.launch.hosts.hosts_job import HostsOptions
+    from shoal.launch.hosts.ssh_hosts import parse_hosts, parse_server_hosts
+
+    hosts = parse_hosts(options.hosts)
+    if options.server_hosts is not None:
+        hosts += parse_server_hosts(options.server_hosts, hosts)
+    found = HostsOptions(
+        hosts=hosts,
+        python=options.python or sys.executable,
+        variables=dict(_variable(text) for text in options.env),
+        address=options.address,
+        min_hosts=options.min_hosts,
+    )
+    _check_numbers(options.processes, found)
+    return found
+
+
+def check_servers(hosts: HostsOptions, line: StrategyLine | None) -> None:
+    """Raise UsageError if hosts are for servers, and the strategies have none, or fewer."""
+    from shoal.strategies.options import ServerOptions
+
+    named = hosts.with_servers
+    if not named:
+        return
+    listed = f"--server-hosts {','.join(map(str, named))}"
+    if line is None:
+        raise UsageError(
+            f"{listed}: only the script knows its strategy. Say it too: "
+            f"--strategy server={len(named)}"
+        )
+    chosen = [spec.options for spec in line.specs if isinstance(spec.options, ServerOptions)]
+    if not chosen:
+        raise UsageError(
+            f"{listed}: strategy {line} has no parameter servers. Use --strategy "
+            f"server={len(named)}, or leave --server-hosts out"
+        )
+    if chosen[0].servers < len(named):
+        raise UsageError(
+            f"{listed}: server={chosen[0].servers} leaves hosts without a server. Use "
+            f"server={len(named)} or more, or name fewer hosts"
+        )
+
+
+def _check_numbers(processes: int | None, found: HostsOptions) -> None:
+    """Raise UsageError if -n or --min-hosts does not go with the hosts."""
+    if processes is not None and processes != found.processes:
+        raise UsageError(
+            f"-n {processes}: the hosts have {found.processes} ranks "
+            f"({', '.join(map(str, found.with_ranks))}; 1 where the list says no number). "
+            "Leave -n out."
+        )
+    hosts = len(found.with_ranks)
+    if found.min_hosts is not None and found.min_hosts > hosts:
+        raise UsageError(f"--min-hosts {found.min_hosts}: there are {hosts} hosts")
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name or (not equals and name not in os.environ):
+        raise UsageError(f"--env {text}: give NAME=VALUE, or the name of a variable that is set")
+    return name, value if equals else os.environ[name]

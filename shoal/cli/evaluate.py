@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli import answers, argument_types, execution
 from shoal.config.setting_fields import is_path
@@ -34,13 +34,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=argument_types.path,
         help="a distribuuuu YAML file; evaluates MODEL.WEIGHTS, without a run",
     )
-    parser.add_argument(
-        "-n",
-        "--processes",
-        type=argument_types.processes,
-        metavar="N",
-        help="processes on this machine (default: 1)",
-    )
+    argument_types.processes_argument(parser, "processes on this machine (default: 1)")
     argument_types.checkpoint_argument(parser)
     parser.add_argument(
         "--strategy",
@@ -51,20 +45,33 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from shoal.train import entry
-    from shoal.train.run_directory import job_of
 
     info = execution.rank_info(options.processes)
     world = options.processes or info.world
+    arguments = _arguments(options, world)
+    if info.world > 1 or world == 1:
+        entry.evaluate(*arguments)
+        return 0
+    from shoal.launch.local import run as run_ranks
+
+    code = run_ranks(entry.evaluate, arguments, world, preload=entry.PRELOAD, torch_store=False)
+    if code and options.json:
+        answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
+    return code
+
+
+def _arguments(options: argparse.Namespace, world: int) -> tuple[Job | Path, Any, str | None, bool]:
+    """Return the arguments of `entry.evaluate`. All checks are made here, before ranks start."""
+    from shoal.train.run_directory import job_of
+
     if options.cfg is not None:
         if options.strategy is not None:
             raise UsageError("--strategy: only for a run, as in `shoal eval RUN --strategy zero3`.")
-        job = _job_of_cfg(options, world)
-        weights = "evaluate_weights", (job,), options.json
-        return execution.call(info.world, world, entry.evaluate, weights)
+        return _job_of_cfg(options, world), "latest", None, options.json
     if len(options.run) != 1 or not is_path(options.run[0]):
         raise UsageError("one run directory is needed, as in `shoal eval runs/digits`.")
     directory = Path(options.run[0])
-    job_of(directory)  # reports a wrong directory before any process starts
+    job_of(directory)
     if options.checkpoint != "latest":
         from shoal.checkpoint.search import checkpoint_at
 
@@ -75,12 +82,7 @@ def run(options: argparse.Namespace) -> int:
         from shoal.strategies.precheck import check
 
         raise_problems(check(parse_line(options.strategy), world))
-    arguments = (directory, options.checkpoint, options.strategy)
-    what = "evaluate_run", arguments, options.json
-    code = execution.call(info.world, world, entry.evaluate, what)
-    if code and options.json:
-        answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
-    return code
+    return directory, options.checkpoint, options.strategy, options.json
 
 
 def _job_of_cfg(options: argparse.Namespace, ranks: int) -> Job:

@@ -45,8 +45,7 @@ def arguments(
         processes: the help of -n.
         shown: settings that the help names.
     """
-    kind = argument_types.processes
-    parser.add_argument("-n", "--processes", type=kind, metavar="N", help=processes)
+    argument_types.processes_argument(parser, processes)
     parser.add_argument(
         "source", nargs="*", metavar="NAME_OR_YAML", help="built-in experiment, or a YAML file"
     )

@@ -20,7 +20,6 @@ from shoal.cli import (
     argument_types,
     cluster_options,
     execution,
-    host_options,
     job_options,
 )
 from shoal.config import builtin_names, trace_window
@@ -50,14 +49,8 @@ FLAGS = (
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "-n",
-        "--processes",
-        type=argument_types.processes,
-        metavar="N",
-        help="processes on this machine",
-    )
-    host_options.arguments(parser)
+    argument_types.processes_argument(parser, "processes on this machine")
+    cluster_options.host_arguments(parser)
     parser.add_argument(
         "--strategy", help="what shoal.init() uses in place of the script's own, e.g. ddp"
     )
@@ -108,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
             f"{info.reason}. Let that launcher start the ranks, without `shoal launch`: "
             f"python {options.script}"
         )
-    hosts = host_options.read(options)
+    hosts = cluster_options.hosts_of(options)
     if hosts is None and options.processes is None:
         raise UsageError(
             f"-n: how many processes? For example: shoal launch -n 4 {options.script}; on several "
@@ -126,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
     if hosts is not None:
-        host_options.check_servers(hosts, line)
+        cluster_options.check_servers(hosts, line)
         return _run_on_hosts(options, script, hosts, environment)
     return run_script(
         script.file,

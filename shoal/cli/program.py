@@ -22,7 +22,6 @@ from shoal.cli import (
     evaluate,
     export,
     foreign_flags,
-    host_options,
     job_options,
     launch,
     plan,
@@ -97,7 +96,7 @@ EPILOG = """\
 
 `shoal VERB --help` has the usual options of a verb, and examples; `--help-all` has every option."""
 RARE = {
-    *({*host_options.WITH_VALUE, *cluster_options.NAMES} - {"--hosts", "--slurm"}),
+    *({*cluster_options.NAMES} - {"--slurm"}),
     *("--cfg", "--accumulate", "--hang-limit", "--record", "--restarts"),
     *("--trace-to", "--seq", "--servers", "--recalibrate", "--mtbf", "--save", "--restart"),
 }

@@ -25,7 +25,6 @@ from shoal.cli import (
     argument_types,
     cluster_options,
     execution,
-    host_options,
     job_options,
 )
 from shoal.errors import ShoalError, UsageError, headline_of, raise_problems
@@ -61,7 +60,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="start from safetensors, or a state dict of torch",
     )
     job_options.trace_argument(parser)
-    host_options.arguments(parser)
+    cluster_options.host_arguments(parser)
     parser.add_argument(
         "--record",
         action="store_true",
@@ -100,7 +99,7 @@ def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callabl
     """Return the job, and what trains it and returns the exit code. All checks are made here."""
     from shoal.train.run_directory import check_usable, take_stop
 
-    hosts = host_options.read(options)
+    hosts = cluster_options.hosts_of(options)
     world = options.processes or info.world
     if hosts is not None:
         _check_single(info)
@@ -115,7 +114,7 @@ def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callabl
     settings, line = _settings(options, world, warn if info.rank == 0 else lambda _: None)
     raise_problems(_problems(settings, line, world))
     if hosts is not None:
-        host_options.check_servers(hosts, line)
+        cluster_options.check_servers(hosts, line)
     if info.world == 1:
         # Only a check, so that it fails before processes start; rank 0 claims the directory.
         check_usable(settings.job)

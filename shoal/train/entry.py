@@ -11,6 +11,7 @@ import tempfile
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from shoal.config import read, to_yaml
 from shoal.config.job import Job
@@ -97,13 +98,18 @@ def train_settings(settings: str) -> None:
     train(job)
 
 
-def evaluate(function: str, arguments: tuple[object, ...], as_json: bool) -> None:
-    """Call a function of `shoal.train.evaluation`; print what it returns on rank 0. Collective."""
+def evaluate(what: Path | Job, which: Any, strategy: str | None, as_json: bool) -> None:
+    """Evaluate a run, or a job's own weights; print the result on rank 0. Collective.
+
+    Args: which, strategy: as of `evaluation.evaluate_run`.
+    """
     from shoal.train import evaluation
 
-    rank, report = getattr(evaluation, function)(*arguments)
-    if rank == 0 and as_json:
-        print(envelope("eval", True, result=report))
-    elif rank == 0:
+    if isinstance(what, Job):
+        rank, report = evaluation.evaluate_weights(what)
+    else:
+        rank, report = evaluation.evaluate_run(what, which, strategy)
+    if rank == 0:
         step = [f"step {report['step']}"] if "step" in report else []
-        print("  ".join([*step, *measures(report), f"{report['samples']} samples"]))
+        text = "  ".join([*step, *measures(report), f"{report['samples']} samples"])
+        print(envelope("eval", True, result=report) if as_json else text)

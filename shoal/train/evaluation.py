@@ -12,11 +12,11 @@ from shoal.checkpoint import Checkpoints, Which
 from shoal.checkpoint.tensor_files import no_layout
 from shoal.config.job import Job
 from shoal.errors import CheckpointError
-from shoal.run import init_with_place
+from shoal.run import Run, init_with_place
 from shoal.run.ema import Ema
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
-from shoal.train.build import build
+from shoal.train.build import Components, build
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
 
@@ -54,10 +54,8 @@ def evaluate_run(
         built.model.load_state_dict(_begins_with("model.", saved.tensors))
         if job.train.ema:  # of parameters alone, and of a tied one once
             built.model.load_state_dict(_begins_with("ema.", saved.tensors), strict=False)
-    measures = supervised(built.task.measures, built.model)
     with nullcontext() if ema is None else ema.in_place():
-        sums = run.evaluate(measures, built.validation_loader, built.model)
-    return run.rank, {**built.task.report(sums), "step": saved.step}
+        return _measured(run, built, step=saved.step)
 
 
 def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
@@ -68,10 +66,13 @@ def evaluate_weights(job: Job) -> tuple[int, dict[str, float | int]]:
         ConfigError: the weights do not fit, or the data or the model cannot be built.
     """
     run = init_with_place("ddp", seed=job.seed, announce=lambda _: None)
-    built = build(job, run.device)
+    return _measured(run, build(job, run.device))
+
+
+def _measured(run: Run, built: Components, **more: int) -> tuple[int, dict[str, float | int]]:
     measures = supervised(built.task.measures, built.model)
     sums = run.evaluate(measures, built.validation_loader, built.model)
-    return run.rank, built.task.report(sums)
+    return run.rank, {**built.task.report(sums), **more}
 
 
 def _begins_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
