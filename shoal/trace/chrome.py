@@ -29,7 +29,7 @@ from shoal.trace.breakdown import Collectives, Spans, group_collectives, wait_of
 from shoal.trace.recorder import BLOCKED, EXCHANGE, KINDS, STEP, Span
 
 NAME = "trace.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the entry "shoal" in "otherData"."""
 STEPS_THREAD = 0
 PHASES_THREAD = 1
@@ -100,7 +100,8 @@ def _trace(document: Any, file: Path) -> Trace:
     spans: dict[int, list[Span]] = {rank: [] for rank in hosts}
     for event in document["traceEvents"]:
         if event["ph"] == "X" and event["cat"] in KINDS:
-            spans[event["pid"]].append(_span(event))
+            fields = event["args"]
+            spans[event["pid"]].append(Span(**{**fields, "ranks": tuple(fields["ranks"])}))
     steps = [int(step) for step in header["steps"]]
     return Trace(spans, hosts, steps, float(header["clock_error_s"]), file)
 
@@ -116,23 +117,8 @@ def _missing(path: Path) -> str:
     return f"{path}: holds no {NAME}. It is made by `shoal train ... --trace`, while the run trains"
 
 
-def _span(event: Mapping[str, Any]) -> Span:
-    args = event.get("args", {})
-    start_ns = round(event["ts"] * 1000)
-    return Span(
-        kind=event["cat"],
-        name=args.get("name", event["name"]),
-        start_ns=start_ns,
-        end_ns=start_ns + round(event["dur"] * 1000),
-        size_bytes=args.get("bytes", 0),
-        collective_id=args.get("meeting", ""),
-        number=args.get("number", 0),
-        ranks=tuple(args.get("waits_for", ())),
-    )
-
-
 def _document(trace: Trace) -> dict[str, Any]:
-    """Return the JSON document. The keys are those of format 1."""
+    """Return the JSON document, whose times begin with the first step."""
     origin_ns = min(
         (span.start_ns for spans in trace.spans.values() for span in spans if span.kind == STEP),
         default=0,
@@ -143,97 +129,57 @@ def _document(trace: Trace) -> dict[str, Any]:
         "hosts": {str(rank): host for rank, host in trace.hosts.items()},
         "clock_error_s": trace.clock_error_s,
     }
-    collectives = group_collectives(trace.spans)
+    moved = {rank: [s.moved(-origin_ns) for s in spans] for rank, spans in trace.spans.items()}
+    collectives = group_collectives(moved)
     events: list[dict[str, Any]] = []
-    for rank in trace.spans:
-        events += _RankEvents(trace, rank, origin_ns).all(collectives)
+    for rank, spans in moved.items():
+        events += _events_of(rank, trace.hosts[rank], spans, collectives)
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"shoal": header}}
 
 
-class _RankEvents:
-    """Makes the events of one rank.
+def _events_of(
+    rank: int, host: str, spans: Sequence[Span], collectives: Collectives
+) -> Iterator[dict[str, Any]]:
+    """Yield the names of a rank's process and threads, then its spans, each with all its fields."""
+    # In the order that viewers want: by start, and outer spans before those inside them.
+    spans = sorted(spans, key=lambda span: (span.start_ns, -span.end_ns))
+    lanes = assign_lanes([span for span in spans if span.kind == EXCHANGE])
+    threads = {STEPS_THREAD: "step", PHASES_THREAD: "this rank"}
+    for lane in sorted(set(lanes.values())):
+        threads[FIRST_LANE + lane] = f"communication {lane + 1}"
 
-    Args: origin_ns: the time that becomes 0 in the file.
-    """
+    def metadata(kind: str, thread: int, **args: Any) -> dict[str, Any]:
+        return {"name": kind, "ph": "M", "pid": rank, "tid": thread, "args": args}
 
-    def __init__(self, trace: Trace, rank: int, origin_ns: int) -> None:
-        self.rank = rank
-        self.host = trace.hosts[rank]
-        self.origin_ns = origin_ns
-        # In the order that viewers want: by start, and outer spans before those inside them.
-        self.spans = sorted(trace.spans[rank], key=lambda span: (span.start_ns, -span.end_ns))
-        self.lanes = assign_lanes([span for span in self.spans if span.kind == EXCHANGE])
-
-    def all(self, collectives: Collectives) -> Iterator[dict[str, Any]]:
-        """Yield names of process and threads, then all spans."""
-        yield self._metadata("process_name", 0, f"rank {self.rank} ({self.host})")
-        yield self._metadata("process_sort_index", 0, self.rank)
-        threads = {STEPS_THREAD: "step", PHASES_THREAD: "this rank"}
-        for lane in sorted(set(self.lanes.values())):
-            threads[FIRST_LANE + lane] = f"communication {lane + 1}"
-        for thread, name in threads.items():
-            yield self._metadata("thread_name", thread, name)
-            yield self._metadata("thread_sort_index", thread, thread)
-        for span in self.spans:
-            thread = self._thread_of(span)
-            yield self._event(span, thread)
-            if span.kind == EXCHANGE:
-                yield from self._exchange_parts(span, collectives, thread)
-
-    def _thread_of(self, span: Span) -> int:
-        if span.kind == STEP:
-            return STEPS_THREAD
-        if span.kind == EXCHANGE:
-            return FIRST_LANE + self.lanes[id(span)]
-        return PHASES_THREAD
-
-    def _event(self, span: Span, thread: int) -> dict[str, Any]:
-        """Return a span as an event. `args` has the fields of the span that `read` needs."""
-        args: dict[str, Any] = {}
-        name = span.name
-        if span.kind == EXCHANGE:
-            name = f"{span.name} {bytes_text(span.size_bytes)}"
-            args = {"bytes": span.size_bytes, "waits_for": list(span.ranks)}
-        if span.kind == BLOCKED:
-            name = f"wait: {span.name}"
-        if span.collective_id:
-            args |= {"name": span.name, "meeting": span.collective_id, "number": span.number}
-        elif name != span.name:
-            args["name"] = span.name
-        return self._complete(name, span.kind, span.interval, thread, args)
-
-    def _exchange_parts(
-        self, span: Span, collectives: Collectives, thread: int
-    ) -> Iterator[dict[str, Any]]:
-        """Yield wait and transfer of an exchange, as events inside its own."""
-        wait = wait_of(span, collectives)
-        transfer_start_ns = span.start_ns
-        if wait is not None:
-            transfer_start_ns = wait.stretch[1]
-            name = f"waiting for rank {wait.rank}"
-            yield self._complete(name, "detail", wait.stretch, thread, {})
-        if span.end_ns > transfer_start_ns:
-            interval = (transfer_start_ns, span.end_ns)
-            yield self._complete("transfer", "detail", interval, thread, {})
-
-    def _complete(
-        self, name: str, kind: str, interval: tuple[int, int], thread: int, args: dict[str, Any]
+    def complete(
+        name: str, kind: str, start_ns: int, end_ns: int, thread: int, args: dict[str, Any]
     ) -> dict[str, Any]:
-        start_ns, end_ns = interval
-        return {
-            "name": name,
-            "cat": kind,
-            "ph": "X",
-            "ts": (start_ns - self.origin_ns) / 1000,
-            "dur": (end_ns - start_ns) / 1000,
-            "pid": self.rank,
-            "tid": thread,
-            "args": args,
-        }
+        times = {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}
+        place = {"pid": rank, "tid": thread, "args": args}
+        return {"name": name, "cat": kind, "ph": "X", **times, **place}
 
-    def _metadata(self, kind: str, thread: int, value: str | int) -> dict[str, Any]:
-        key = "name" if isinstance(value, str) else "sort_index"
-        return {"name": kind, "ph": "M", "pid": self.rank, "tid": thread, "args": {key: value}}
+    yield metadata("process_name", 0, name=f"rank {rank} ({host})")
+    yield metadata("process_sort_index", 0, sort_index=rank)
+    for thread, name in threads.items():
+        yield metadata("thread_name", thread, name=name)
+        yield metadata("thread_sort_index", thread, sort_index=thread)
+    for span in spans:
+        thread, name = PHASES_THREAD, span.name
+        if span.kind == STEP:
+            thread = STEPS_THREAD
+        elif span.kind == BLOCKED:
+            name = f"wait: {span.name}"
+        elif span.kind == EXCHANGE:
+            thread = FIRST_LANE + lanes[id(span)]
+            name = f"{span.name} {bytes_text(span.size_bytes)}"
+        yield complete(name, span.kind, *span.interval, thread, span._asdict())
+        if span.kind == EXCHANGE:  # its wait and its transfer, inside
+            transfer_ns = span.start_ns
+            if (wait := wait_of(span, collectives)) is not None:
+                transfer_ns = wait.stretch[1]
+                yield complete(f"waiting for rank {wait.rank}", "detail", *wait.stretch, thread, {})
+            if span.end_ns > transfer_ns:
+                yield complete("transfer", "detail", transfer_ns, span.end_ns, thread, {})
 
 
 def assign_lanes(spans: Sequence[Span]) -> dict[int, int]:
