@@ -18,10 +18,10 @@ loads.
 A restore finds the newest manifest whose files are there; each rank compares some of them, until
 all are; then each reads its tensors.
 
-The files of this package: `store` is the protocol, `retention` its steps [7] and [8], `async_save`
-the same in the background. `search` finds checkpoints that can be loaded, `manifest` verifies one.
-`tensor_files` writes and reads tensors in the `shard_format`, `tensor_index` tells where each lies.
-`durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
+The files of this package: `store` is the protocol, `async_save` the same in the background.
+`search` finds checkpoints that can be loaded, and has the steps [7] and [8]; `manifest` verifies
+one. `tensor_files` writes and reads tensors in the `shard_format`, `tensor_index` tells where each
+lies. `durable_io` writes to the disk, `rank_consensus` lets ranks succeed or fail together.
 """
 
 from shoal.checkpoint.async_save import AsyncSaver

@@ -16,8 +16,14 @@ from torch import Tensor
 from shoal.checkpoint import manifest, tensor_files, tensor_index
 from shoal.checkpoint.manifest import Manifest, name_of, step_of
 from shoal.checkpoint.rank_consensus import RankConsensus, rank, world_size
-from shoal.checkpoint.retention import Retention, remove
-from shoal.checkpoint.search import Which, checkpoint_at, newest_good, saved_names
+from shoal.checkpoint.search import (
+    Retention,
+    Which,
+    checkpoint_at,
+    newest_good,
+    remove,
+    saved_names,
+)
 from shoal.checkpoint.shard_format import RESERVED_NAME
 from shoal.errors import CheckpointError, CleanupFailed, UsageError
 from shoal.platform.files import fsync_directory
