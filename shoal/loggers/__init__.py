@@ -23,7 +23,7 @@ from shoal.platform.optional_packages import missing
 
 LOGGERS = {
     "jsonl": ("metrics_file", "MetricsFile", ""),
-    "tensorboard": ("tensorboard_events", "Events", "tensorboard"),
+    "tensorboard": ("trackers", "Events", "tensorboard"),
     "wandb": ("trackers", "WandbLogger", "wandb"),
     "mlflow": ("trackers", "MlflowLogger", "mlflow"),
     "trackio": ("trackers", "TrackioLogger", "trackio"),
