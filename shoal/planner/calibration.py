@@ -20,8 +20,8 @@ import copy
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from statistics import geometric_mean
 from typing import Any
 
@@ -264,62 +264,58 @@ class _TinyBlock(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-@dataclass(frozen=True, eq=False)
-class EngineCase:
-    """A step whose operations cost little beside what a strategy does around them.
-
-    Args: line: its strategy; the number of ranks is appended to what ends with =.
-    """
-
-    line: str
-    blocks: int
-    layers: int = 1
-
-    def strategy(self, ranks: int) -> str:
-        return f"{self.line}{ranks}" if self.line.endswith("=") else self.line
-
-    def step(self) -> tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]:
-        model = nn.Sequential(*(_TinyBlock(self.layers) for _ in range(self.blocks)))
-        return model, torch.zeros(32, 8), torch.optim.SGD
+Step = tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]
+"""A model, its batch, and what trains it."""
 
 
-@dataclass(frozen=True, eq=False)
-class WholeCase:
-    """A network of `shoal.models`, trained by AdamW as on CPUs: its operations find caches cold."""
-
-    name: str
-    options: dict[str, Any]
-    samples: Tensor
-
-    def step(self) -> tuple[nn.Module, Tensor, type[torch.optim.Optimizer]]:
-        model = build(self.name, 32, tuple(self.samples.shape[1:]), self.options)
-        return model, self.samples, torch.optim.AdamW
+def tiny_blocks(blocks: int, layers: int = 1) -> Step:
+    """Return a step whose operations cost little beside what a strategy does around them."""
+    model = nn.Sequential(*(_TinyBlock(layers) for _ in range(blocks)))
+    return model, torch.zeros(32, 8), torch.optim.SGD
 
 
-PLAIN = EngineCase("ddp", 8)
-ENGINES: Mapping[tuple[str, ...], Sequence[EngineCase]] = {
-    ("fsdp message", "fsdp tensor"): (EngineCase("zero3", 8), EngineCase("zero3", 8, layers=6)),
-    ("pipeline pass", "pipeline unit"): (EngineCase("pipeline=", 8), EngineCase("pipeline=", 24)),
-    ("tensor sum",): (EngineCase("tensor=", 8, layers=2),),
+def network(name: str, options: dict[str, Any], samples: Tensor) -> Step:
+    """Return a step of a network of `shoal.models`: its operations find caches cold."""
+    model = build(name, 32, tuple(samples.shape[1:]), options)
+    return model, samples, torch.optim.AdamW
+
+
+MakeStep = Callable[[], Step]
+PLAIN: MakeStep = partial(tiny_blocks, 8)
+ENGINES: Mapping[tuple[str, ...], tuple[str, Sequence[MakeStep]]] = {
+    ("fsdp message", "fsdp tensor"): (
+        "zero3",
+        (partial(tiny_blocks, 8), partial(tiny_blocks, 8, layers=6)),
+    ),
+    ("pipeline pass", "pipeline unit"): (
+        "pipeline={ranks}",
+        (partial(tiny_blocks, 8), partial(tiny_blocks, 24)),
+    ),
+    ("tensor sum",): ("tensor={ranks}", (partial(tiny_blocks, 8, layers=2),)),
 }
 """Names of `Compute.overheads`, as strategies' `cost` uses them -> steps that tell them apart."""
-WHOLE = (
-    WholeCase("mlp", {"hidden": [512, 256]}, torch.zeros(24, 1, 20, 20)),
-    WholeCase("residual_cnn", {"widths": [24, 48]}, torch.zeros(12, 3, 12, 12)),
-    WholeCase("gpt", {"width": 96, "layers": 2, "heads": 3}, torch.zeros(6, 48, dtype=torch.long)),
+WHOLE: Sequence[MakeStep] = (
+    partial(network, "mlp", {"hidden": [512, 256]}, torch.zeros(24, 1, 20, 20)),
+    partial(network, "residual_cnn", {"widths": [24, 48]}, torch.zeros(12, 3, 12, 12)),
+    partial(
+        network,
+        "gpt",
+        {"width": 96, "layers": 2, "heads": 3},
+        torch.zeros(6, 48, dtype=torch.long),
+    ),
 )
 
 
-def _steps_of(strategy: str, cases: Sequence[EngineCase | WholeCase]) -> list[float]:
+def _steps_of(strategy: str, cases: Sequence[MakeStep]) -> list[float]:
     """Return the processor seconds of a step of each case. Collective."""
     return [_step_of(strategy, case) for case in cases]
 
 
-def _step_of(strategy: str, case: EngineCase | WholeCase) -> float:
+def _step_of(strategy: str, case: MakeStep) -> float:
     """Return the processor seconds of a step. Collective."""
     run = shoal.init(strategy, announce=lambda _: None)
     torch.manual_seed(0)
-    model, batch, optimizer_class = case.step()
+    model, batch, optimizer_class = case()
     optimizer: Any = optimizer_class(model.parameters(), lr=0.0)  # type: ignore[call-arg]
     model, optimizer = run.prepare(model, optimizer)[:2]
     samples: list[float] = []
@@ -339,9 +335,9 @@ def _loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 @cache  # a trace takes longer than the steps that it is compared with
-def _traced(case: EngineCase | WholeCase) -> tuple[ModelWork, nn.Module, int]:
+def _traced(case: MakeStep) -> tuple[ModelWork, nn.Module, int]:
     """Return the work of a case's step, its model and its samples."""
-    model, batch, optimizer_class = case.step()
+    model, batch, optimizer_class = case()
     work = trace_model(
         model,
         lambda x: _loss(model, x),
@@ -352,7 +348,7 @@ def _traced(case: EngineCase | WholeCase) -> tuple[ModelWork, nn.Module, int]:
 
 
 def planned_step(
-    machine: Machine, ranks: int, strategy: str, case: EngineCase | WholeCase
+    machine: Machine, ranks: int, strategy: str, case: MakeStep
 ) -> Callable[[Compute], float]:
     """Return a function from speeds to the seconds that such a step takes a rank by a plan."""
     work, model, samples = _traced(case)
@@ -376,7 +372,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     Args: machine: with the collectives of so many ranks.
     """
 
-    plain = PLAIN.line if ranks > 1 else "single"
+    plain = "ddp" if ranks > 1 else "single"
     times_s = _slowest(ranks, plain, [PLAIN, *WHOLE])
     planned_s = planned_step(machine, ranks, plain, PLAIN)
     speeds = replace(speeds, step_s=max(times_s[0] - planned_s(speeds), 1e-5))
@@ -387,13 +383,14 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
         factors.append(max(1.0, 1.0 + (took_s - planned_s(speeds)) / operations_s))
     speeds = replace(speeds, whole_step=geometric_mean(factors))
     overheads: dict[str, float] = {}
-    for names, cases in ENGINES.items() if ranks > 1 else ():
+    for names, (line, cases) in ENGINES.items() if ranks > 1 else ():
+        strategy = line.format(ranks=ranks)
         extra_s: list[float] = []
         times: list[list[float]] = []
         for case in cases:
             # A world for each: passes of pipelines take longer after other steps in one.
-            (took_s,) = _slowest(ranks, case.strategy(ranks), [case])
-            planned_s = planned_step(machine, ranks, case.strategy(ranks), case)
+            (took_s,) = _slowest(ranks, strategy, [case])
+            planned_s = planned_step(machine, ranks, strategy, case)
             without_s = planned_s(speeds)
             extra_s.append(took_s - without_s)
             one_second = (planned_s(replace(speeds, overheads={name: 1.0})) for name in names)
@@ -403,7 +400,7 @@ def _with_engines(speeds: Compute, machine: Machine, ranks: int) -> Compute:
     return replace(speeds, overheads=overheads)
 
 
-def _slowest(ranks: int, strategy: str, cases: Sequence[EngineCase | WholeCase]) -> list[float]:
+def _slowest(ranks: int, strategy: str, cases: Sequence[MakeStep]) -> list[float]:
     """Return the seconds of a step of each case on the rank that takes longest."""
     times_s = world.run(ranks, _steps_of, strategy, cases, timeout_s=300.0)
     return [max(each) for each in zip(*times_s, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from textwrap import wrap
 from typing import Any
@@ -309,13 +310,5 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "on_critical_path_s": dict(plan.time.on_path) if plan.time else {},
         "sent_bytes": plan.step.sent_bytes(),
         "exact": plan.step.is_exact,
-        "memory": {
-            "total": held.total,
-            "parameters": held.parameters,
-            "gradients": held.gradients,
-            "optimizer": held.optimizer,
-            "activations": held.activations,
-            "gathered": held.gathered,
-            "servers": held.servers,
-        },
+        "memory": {"total": held.total, **asdict(held)},
     }

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.costs.cluster import Cluster, Host, Link, one_host
 from shoal.costs.machine import UNKNOWN_CPU
 from shoal.errors import ConfigError, StrategyRefused
-from shoal.planner.calibration import ENGINES, MOST_RANKS, EngineCase, planned_step
+from shoal.planner.calibration import ENGINES, MOST_RANKS, MakeStep, planned_step
 from shoal.planner.plan_report import as_json, explain, report
 from shoal.planner.smallest_change import Command
 from shoal.planner.strategy_search import COMPARED, Planner, Workload, candidate_lines
@@ -104,11 +104,13 @@ def test_what_engines_do_around_operations_is_calibrated_by_its_name(workload: W
     assert used == {name for names in ENGINES for name in names}
 
 
-@pytest.mark.parametrize("case", [case for cases in ENGINES.values() for case in cases])
+@pytest.mark.parametrize(
+    ("line", "case"), [(line, case) for line, cases in ENGINES.values() for case in cases]
+)
 def test_the_blocks_that_calibrate_engines_can_be_divided_by_the_most_ranks(
-    case: EngineCase,
+    line: str, case: MakeStep
 ) -> None:
-    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, case.strategy(MOST_RANKS), case)
+    seconds = planned_step(UNKNOWN_CPU, MOST_RANKS, line.format(ranks=MOST_RANKS), case)
     assert seconds(UNKNOWN_CPU.compute[1]) > 0
 
 
