@@ -1,7 +1,7 @@
 """Measure the memory of `shoal export` and of `model.weights`, each in a fresh process. `measure`
 calls this module.
 
-    shoal train (2 ranks, 1 step) ─> train.weight_export.export ─> train.weights.load_weights
+    shoal train (2 ranks, 1 step) ─> train.weight_export.export ─> train.build.load_weights
 
 The peak is VmHWM of /proc/self/status, less what the process held before the call.
 """
@@ -19,10 +19,9 @@ from typing import Any
 
 import torch
 
-from shoal.train.build import build
+from shoal.train.build import build, load_weights
 from shoal.train.run_directory import job_of
 from shoal.train.weight_export import export
-from shoal.train.weights import load_weights
 
 STRATEGIES = ("ddp", "zero3")
 WIDTH = 4096  # a layer of 64 MiB

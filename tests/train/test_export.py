@@ -20,9 +20,8 @@ from shoal.checkpoint import Checkpoints, tensor_files
 from shoal.cli import main
 from shoal.errors import CheckpointError, ConfigError, UsageError
 from shoal.testing import world
-from shoal.train.build import build
+from shoal.train.build import build, load_weights
 from shoal.train.weight_export import export
-from shoal.train.weights import load_weights
 
 DATA = str(tiny_jobs.DATA)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.train.weights import numbers_of_numpy
+from shoal.train.build import numbers_of_numpy
 
 
 def read(path: Path, value: Any) -> Any:
