@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, NoReturn
 
-from shoal.config.setting_fields import PATH, is_path
+from shoal.config.job import PATH, is_path
 from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 

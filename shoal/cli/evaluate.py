@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli import answers, argument_types, execution
-from shoal.config.setting_fields import is_path
+from shoal.config.job import is_path
 from shoal.errors import UsageError, raise_problems
 
 if TYPE_CHECKING:

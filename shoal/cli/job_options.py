@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from shoal.cli import argument_types
 from shoal.config import trace_window
 from shoal.config.fields import all_settings
-from shoal.config.setting_fields import is_path
+from shoal.config.job import is_path
 from shoal.config.yaml_subset import write
 from shoal.errors import ConfigError, UsageError
 from shoal.train.console import warn

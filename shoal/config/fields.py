@@ -13,8 +13,7 @@ from math import isfinite
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from shoal.config.job import Job
-from shoal.config.setting_fields import Check
+from shoal.config.job import Check, Job
 from shoal.config.yaml_subset import LocatedValue, write
 from shoal.platform.plain_types import UNIONS, describe
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.config.fields import all_sections, all_settings, open_setting
-from shoal.config.setting_fields import is_path
+from shoal.config.job import is_path
 from shoal.config.yaml_subset import LocatedValue, parse_file, parse_flag
 from shoal.errors import ConfigError, did_you_mean
 from shoal.platform.ownership import read_text_of_file, untrusted_reason

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from shoal.config.job import OWN_SCHEDULES, Job
-from shoal.config.setting_fields import is_path
+from shoal.config.job import OWN_SCHEDULES, Job, is_path
 from shoal.errors import did_you_mean
 from shoal.loggers import problems_of
 from shoal.platform.optional_packages import missing_for

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.config import Job, builtin_names, explain, read, to_yaml
 from shoal.config.fields import all_settings, build
 from shoal.config.job import OptimizerConfig
-from shoal.config.rules import violations
+from shoal.config.read import violations
 
 words = st.text(max_size=12)
 anything = (
