@@ -73,7 +73,10 @@ def assess(facts: Mapping[str, Mapping[str, Any]]) -> Report:
 def render(report: Report) -> str:
     """Return the report as text of at most 96 columns."""
     blocks = [_table(section, _rows(facts)) for section, facts in report.facts.items()]
-    features = [(name, _status_text(verdict)) for name, verdict in report.features.items()]
+    features = [
+        (name, "ready" + verdict.remark if verdict.ready else f"missing: {verdict.remark}")
+        for name, verdict in report.features.items()
+    ]
     blocks.append(_table("features", features))
     problems = [row for p in report.problems for row in (("problem", p.fact), ("cure", p.cure))]
     blocks.append(_table("problems", problems) if problems else "no problems found")
@@ -136,92 +139,84 @@ def _machine_problems(facts: Mapping[str, Mapping[str, Any]]) -> list[Problem]:
     return problems
 
 
-def _ranks(facts: Mapping[str, Mapping[str, Any]]) -> Diagnosis:
-    """Judge by two ranks that have added up two numbers on this machine."""
-    communication = facts["communication"]
-    if facts["software"]["torch"] is None:
-        return Diagnosis(False, f"torch; {PIP_TORCH}")
-    if "gloo" not in communication["backends"]:
-        return Diagnosis(
-            False, "the gloo backend; this build of torch has none, take pytorch.org's"
-        )
-    if communication["all_reduce_error"]:
-        last_line = communication["all_reduce_error"].splitlines()[-1]
-        return Diagnosis(
-            False,
-            f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)",
-        )
-    return Diagnosis(True)
-
-
 def _features(facts: Mapping[str, Mapping[str, Any]]) -> dict[str, Diagnosis]:
-    software, devices = facts["software"], facts["devices"]
-    return {
+    software = facts["software"]
+    errors = software["plain_import_errors"]
+    missing = {  # what is missing and the cure; "" where a feature is ready
         RANKS: _ranks(facts),
-        "torchvision models": _torchvision(software),
+        "torchvision models": software["torchvision_error"] or "",
         "timm models": _imported("timm", software),
         "transformers": _imported("transformers", software),
         "plots": _extra("matplotlib", software),
         "TensorBoard": _extra("tensorboard", software),
-        "servers: TLS": _needs(
-            software["cryptography"],
-            "pip install 'shoal[tls]' (between machines; else encrypt=false)",
-        ),
-        "GPUs": _gpus(devices),
-        "NCCL": _needs(
-            "nccl" in facts["communication"]["backends"],
-            "no GPU build of torch; needed on GPUs only",
-        ),
+        "servers: TLS": ""
+        if software["cryptography"]
+        else "pip install 'shoal[tls]' (between machines; else encrypt=false)",
+        "GPUs": _gpus(facts["devices"]),
+        "NCCL": ""
+        if "nccl" in facts["communication"]["backends"]
+        else "no GPU build of torch; needed on GPUs only",
         "torch.compile": _compile(software),
+    }
+    only_here = {
+        "torchvision models": "torchvision" in errors,
+        "timm models": _is_mended("timm", software),
+    }
+    return {
+        name: Diagnosis(not text, text or ONLY_HERE * only_here.get(name, False))
+        for name, text in missing.items()
     }
 
 
-def _torchvision(software: Mapping[str, Any]) -> Diagnosis:
-    if error := software["torchvision_error"]:
-        return Diagnosis(False, error)
-    return Diagnosis(True, ONLY_HERE if "torchvision" in software["plain_import_errors"] else "")
+def _ranks(facts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Judge by two ranks that have added up two numbers on this machine."""
+    communication = facts["communication"]
+    if facts["software"]["torch"] is None:
+        return f"torch; {PIP_TORCH}"
+    if "gloo" not in communication["backends"]:
+        return "the gloo backend; this build of torch has none, take pytorch.org's"
+    if not communication["all_reduce_error"]:
+        return ""
+    last_line = communication["all_reduce_error"].splitlines()[-1]
+    return f"two ranks could not add up two numbers: {last_line} (all of it: shoal doctor --json)"
 
 
-def _imported(package: str, software: Mapping[str, Any]) -> Diagnosis:
+def _imported(package: str, software: Mapping[str, Any]) -> str:
     """Judge a package of an extra, which a script of the user's imports by itself."""
-    error = software["plain_import_errors"].get(package)
-    if error is None or software[package] is None:
-        return _extra(package, software)
-    # `shoal train` imports torchvision before timm, in a way of its own.
-    if package == "timm" and "torchvision" in error and not software["torchvision_error"]:
-        return Diagnosis(True, ONLY_HERE)
-    return Diagnosis(False, f"a {package} that can be imported; see the problems")
+    failed = package in software["plain_import_errors"] and software[package] is not None
+    if failed and not _is_mended(package, software):
+        return f"a {package} that can be imported; see the problems"
+    return _extra(package, software)
 
 
-def _gpus(devices: Mapping[str, Any]) -> Diagnosis:
+def _is_mended(package: str, software: Mapping[str, Any]) -> bool:
+    """Return True for timm where only the torchvision fails that a script imports.
+
+    `shoal train` imports torchvision before timm, in a way of its own.
+    """
+    error = software["plain_import_errors"].get(package, "")
+    return package == "timm" and "torchvision" in error and not software["torchvision_error"]
+
+
+def _gpus(devices: Mapping[str, Any]) -> str:
     if devices["gpus"]:
-        return Diagnosis(True)
+        return ""
     if devices.get("cuda_build"):
-        return Diagnosis(False, "none is visible; see what nvidia-smi and CUDA_VISIBLE_DEVICES say")
-    return Diagnosis(
-        False,
+        return "none is visible; see what nvidia-smi and CUDA_VISIBLE_DEVICES say"
+    return (
         "torch is a CPU build; with an NVIDIA driver, plain `pip install torch` takes the CUDA "
-        "build",
+        "build"
     )
 
 
-def _compile(software: Mapping[str, Any]) -> Diagnosis:
+def _compile(software: Mapping[str, Any]) -> str:
     if not software["compiler"]:
-        return Diagnosis(False, "a C++ compiler; apt install g++")
-    return _needs(software["python_headers"], "Python.h; apt install python3-dev")
+        return "a C++ compiler; apt install g++"
+    return "" if software["python_headers"] else "Python.h; apt install python3-dev"
 
 
-def _needs(is_present: object, missing: str) -> Diagnosis:
-    return Diagnosis(True) if is_present else Diagnosis(False, missing)
-
-
-def _extra(package: str, software: Mapping[str, Any]) -> Diagnosis:
-    extra, _ = EXTRAS[package]
-    return _needs(software[package], f"pip install 'shoal[{extra}]'")
-
-
-def _status_text(verdict: Diagnosis) -> str:
-    return f"missing: {verdict.remark}" if not verdict.ready else "ready" + verdict.remark
+def _extra(package: str, software: Mapping[str, Any]) -> str:
+    return "" if software[package] else f"pip install 'shoal[{EXTRAS[package][0]}]'"
 
 
 def _rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
