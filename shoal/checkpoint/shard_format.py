@@ -43,34 +43,27 @@ def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, list[int]]
 
 def header(
     tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of a file, where each tensor begins in it, and the size of the file.
+) -> tuple[bytes, list[str], int]:
+    """Return the header of a file, the order in which the numbers follow, and the file's size.
 
     Args:
         tensors: dtype and shape by name.
         metadata: texts that readers get besides.
 
-    Returns: the header with its length; offsets in bytes, in the order in which the numbers follow
-        it; and bytes.
+    Returns: the header with its length; names; and bytes.
     """
     entries: dict[str, Any] = {RESERVED_NAME: dict(metadata)}
-    starts = {}
     end = 0  # offsets in the header are counted from its end
-    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+    order = sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name))
+    for name in order:
         dtype, shape = tensors[name]
         stored_dtype, stored_shape = stored_as(dtype, shape)
-        starts[name] = end
-        end += torch.Size(shape).numel() * dtype.itemsize
+        start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
         entries[name] = {
             "dtype": stored_dtype,
             "shape": stored_shape,
-            "data_offsets": [starts[name], end],
+            "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
-    first = 8 + len(text)
-    return (
-        len(text).to_bytes(8, "little") + text,
-        {name: first + start for name, start in starts.items()},
-        first + end,
-    )
+    return len(text).to_bytes(8, "little") + text, order, 8 + len(text) + end

@@ -62,14 +62,14 @@ def write(
     name = file_name(rank())
     held = held_chunks({key: tensors[key] for key in share})
     shapes = {key: (tensors[key].dtype, chunk["shape"]) for key, chunk in held.items()}
-    head, starts, _ = header(shapes, _sharding(held, shapes))
+    head, order, _ = header(shapes, _sharding(held, shapes))
     with (
         durable_stream(directory / name) as (file, stream),
         torch.no_grad(),
         ThreadPoolExecutor(max_workers=1) as thread,
     ):
         stream.write(head)
-        for key in starts:
+        for key in order:
             stream.write(_bytes_of(tensors[key]))
         stream.flush()
         # The disk works while the file is read back from memory.

@@ -108,10 +108,10 @@ def export(
                 _create(output / INDEX, opened).write(index.encode())
             for file, own in zip(files, shards, strict=True):
                 stream = _create(file, opened)
-                head, starts, size = shard_format.header({n: forms[n] for n in own}, metadata)
+                head, order, size = shard_format.header({n: forms[n] for n in own}, metadata)
                 size_bytes += size
                 stream.write(head)
-                for name in starts:
+                for name in order:
                     whole = _whole(names[name], entries[names[name]], forms[name][0])
                     stream.write(whole.numpy().data)
                 stream.flush()
