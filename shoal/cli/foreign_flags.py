@@ -11,63 +11,56 @@ from collections.abc import Iterator
 
 from shoal.cli import argument_types
 
-_PROCESSES = (
-    *("-np", "--np", "--nproc", "--nproc-per-node", "--num-processes", "--num-gpus"),
-    *("--devices", "--gpus"),
-)
+_PROCESSES = "-np --np --nproc --nproc-per-node --num-processes --num-gpus --devices --gpus"
 """Other words for -n."""
-_MEETING = (
-    "ranks of one machine meet by themselves, and those of several at the first host, which "
-    "--address names where it has several addresses. Leave it out"
-)
-_MACHINES = (
-    "one command starts the ranks of all machines: --hosts a:4,b:4 by ssh, or --slurm --nodes 2 "
-    "--ntasks-per-node 4"
-)
-_PRECISION = 'in a script shoal.init(precision="bf16"), in an experiment --train.precision bf16'
-_SHARDING = "sharding is a strategy: --strategy zero3, or zero2 or zero1"
-_HOSTFILE = (
-    "name the hosts themselves: --hosts a:2,b:2. Of a file with one HOST:RANKS a line, "
-    '--hosts "$(paste -sd, FILE)"'
-)
-_MANIFEST = (
-    "Shoal renders no JobSet. Put your command into the manifest of docs/clusters.md#kubernetes, "
-    "and give it to kubectl"
-)
-_SBATCH = "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
-_ONE_MACHINE = (
-    "`shoal train` and `shoal launch` run on several machines, this verb on one: -n N counts its "
-    "processes. `shoal plan --cluster FILE` plans for several"
-)
-_SERVERS = "servers are a strategy: --strategy server=2, or server=2,staleness=async"
-_ALLREDUCE = "it is an option of ddp: --strategy ddp,allreduce=ring or tree or hierarchical"
-_RECORD = "only runs of `shoal train` can be recorded, for `shoal replay`"
-_RESTARTS = "`shoal train` restarts by itself (--restarts N); a script is started once"
 _INSTEAD = {
-    _MEETING: (
-        *("--standalone", "--master-addr", "--master-port", "--rdzv-backend", "--rdzv-id"),
-        *("--rdzv-endpoint", "--main-process-ip", "--main-process-port", "--rdzv-conf"),
+    "--standalone --master-addr --master-port --rdzv-backend --rdzv-id --rdzv-endpoint "
+    "--main-process-ip --main-process-port --rdzv-conf": (
+        "ranks of one machine meet by themselves, and those of several at the first host, which "
+        "--address names where it has several addresses. Leave it out"
     ),
-    _MACHINES: ("--nnodes", "--num-nodes", "--num-machines", "--node-rank", "--machine-rank"),
-    _PRECISION: ("--mixed-precision", "--fp16", "--bf16"),
-    _SHARDING: ("--use-fsdp", "--use-deepspeed", "--deepspeed", "--zero-stage"),
-    _ONE_MACHINE: ("--slurm", "--nodes", "--ntasks-per-node", "--hosts", "--server-hosts"),
-    _SERVERS: ("--servers", "--num-servers", "--num-ps", "--staleness"),
-    _ALLREDUCE: ("--allreduce",),
-    _RECORD: ("--record",),
-    _RESTARTS: ("--max-restarts",),
-    _HOSTFILE: ("--hostfile",),
-    _MANIFEST: ("--kubernetes",),
-    _SBATCH: (
-        *("--account", "--constraint", "--cpus-per-task", "--gpus-per-node", "--gpus-per-task"),
-        *("--gres", "--job-name", "--mail-type", "--mem", "--qos"),
+    "--nnodes --num-nodes --num-machines --node-rank --machine-rank": (
+        "one command starts the ranks of all machines: --hosts a:4,b:4 by ssh, or --slurm "
+        "--nodes 2 --ntasks-per-node 4"
     ),
-    "several processes are -n N. Leave it out": ("--multi-gpu",),
-    "`--show-output all ... 2>&1 | tee FILE` keeps all lines, each with its rank": ("--log-dir",),
-    "`--address` names the address at which the first host is reached": ("--interface",),
-    "without GPUs ranks use the CPU. Leave it out": ("--cpu",),
-    "`shoal launch` starts Python files, and modules with -m": ("--no-python",),
+    "--mixed-precision --fp16 --bf16": (
+        'in a script shoal.init(precision="bf16"), in an experiment --train.precision bf16'
+    ),
+    "--use-fsdp --use-deepspeed --deepspeed --zero-stage": (
+        "sharding is a strategy: --strategy zero3, or zero2 or zero1"
+    ),
+    "--slurm --nodes --ntasks-per-node --hosts --server-hosts": (
+        "`shoal train` and `shoal launch` run on several machines, this verb on one: -n N counts "
+        "its processes. `shoal plan --cluster FILE` plans for several"
+    ),
+    "--servers --num-servers --num-ps --staleness": (
+        "servers are a strategy: --strategy server=2, or server=2,staleness=async"
+    ),
+    "--allreduce": (
+        "it is an option of ddp: --strategy ddp,allreduce=ring or tree or hierarchical"
+    ),
+    "--record": "only runs of `shoal train` can be recorded, for `shoal replay`",
+    "--max-restarts": ("`shoal train` restarts by itself (--restarts N); a script is started once"),
+    "--hostfile": (
+        "name the hosts themselves: --hosts a:2,b:2. Of a file with one HOST:RANKS a line, "
+        '--hosts "$(paste -sd, FILE)"'
+    ),
+    "--kubernetes": (
+        "Shoal renders no JobSet. Put your command into the manifest of "
+        "docs/clusters.md#kubernetes, and give it to kubectl"
+    ),
+    "--account --constraint --cpus-per-task --gpus-per-node --gpus-per-task --gres "
+    "--job-name --mail-type --mem --qos": (
+        "with --slurm it is given to sbatch, by --sbatch-option=NAME=VALUE"
+    ),
+    "--multi-gpu": "several processes are -n N. Leave it out",
+    "--log-dir": "`--show-output all ... 2>&1 | tee FILE` keeps all lines, each with its rank",
+    "--interface": "`--address` names the address at which the first host is reached",
+    "--cpu": "without GPUs ranks use the CPU. Leave it out",
+    "--no-python": "`shoal launch` starts Python files, and modules with -m",
 }
+"""Flags -> what to write in their place."""
+
 
 VERBS = {
     "run": "your own script is `shoal launch -n 2 train.py`, an experiment `shoal train digits`",
@@ -94,7 +87,7 @@ VERBS = {
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of others, which the help does not show."""
     own = {name for action in parser._actions for name in action.option_strings}
-    names = [name for each in _PROCESSES for name in _spellings(each) if name not in own]
+    names = [name for each in _PROCESSES.split() for name in _spellings(each) if name not in own]
     parser.add_argument(
         *names,
         dest="processes",
@@ -104,8 +97,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     if "--hosts" in own:
         parser.add_argument("-H", dest="hosts", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    for sentence, flags in _INSTEAD.items():
-        names = [name for each in flags for name in _spellings(each) if name not in own]
+    for flags, sentence in _INSTEAD.items():
+        names = [name for each in flags.split() for name in _spellings(each) if name not in own]
         if names:
             argument_types.answer_option(parser, *names, sentence=sentence)
 
