@@ -250,7 +250,7 @@ def _of_script(request: _Request) -> Answer:
 
 def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     """Return the text of the plans, and the exit status."""
-    from shoal.planner import plan_report, server_report
+    from shoal.planner import plan_report
     from shoal.planner.strategy_search import Planner
 
     options = request.options
@@ -258,7 +258,7 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     as_json, output, command = options.json, options.output, request.command
     assert command is not None
     if options.servers:
-        text = server_report.servers_text(planner, command)
+        text = "\n".join(plan_report.servers_lines(planner, command))
         return envelope("plan", True, result={"text": text}) if as_json else text, 0
     strategy = request.strategy
     if strategy is not None and not as_json:
@@ -275,7 +275,7 @@ def _plans(workload: Workload, request: _Request) -> tuple[str, int]:
     if mtbf_s < inf:
         step_s = plans.best.seconds if plans.best else inf
         times = options.save, options.restart, step_s
-        failures = [server_report.failures_text(mtbf_s, request.cluster.ranks, *times), ""]
+        failures = [plan_report.failures_text(mtbf_s, request.cluster.ranks, *times), ""]
     return plan_report.report(planner, plans, command, failures), status
 
 
