@@ -8,10 +8,9 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.run_record import RankRecord, RecordWriter, read_run
-from shoal.verification.script.same_start import SameStart, turn_dropout_off
+from shoal.verification.script.same_start import Float64Everywhere, SameStart, turn_dropout_off
 from shoal.verification.script.script_recorder import EnoughSteps, ScriptRecorder
 from tests.mutants.loop import STEPS, Loop
 from tests.mutants.peers import Peers

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.verification.script.float64_everywhere import Float64Everywhere
-from shoal.verification.script.joined_ranks import versions
 from shoal.verification.script.likely_cause import common_factor, in_words, row_factors
 from shoal.verification.script.model_names import ModelNames, plain_name
+from shoal.verification.script.same_start import Float64Everywhere
+from shoal.verification.script.step_comparison import versions
 
 
 def test_rows_of_data_ranks_and_micro_batches_are_joined_in_order() -> None:

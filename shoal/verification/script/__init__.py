@@ -5,9 +5,9 @@
     script.py alone      ── recorder ── record ─┘
 
 - `script_recorder`, `loader_batches` and `module_calls` watch the script from outside;
-- `float64_everywhere` lets it compute in float64;
+- `same_start` lets it compute in float64, and one process begin as the ranks do;
 - `run_record` is the record, in JSON and safetensors;
-- `joined_ranks` joins what ranks hold into the tensors of one process;
-- `step_comparison` and `run_comparison` find the first difference, `likely_cause` names its class;
+- `step_comparison` joins what ranks hold into the tensors of one process;
+- it and `run_comparison` find the first difference, `likely_cause` names its class;
 - `script_verdict` has the function that a user calls.
 """

@@ -35,13 +35,12 @@ from shoal.run.loop_watch import LoopWatch
 from shoal.run.optimizer_binding import group_settings, params_of
 from shoal.run.preparation import Draws
 from shoal.run.step import TrainingStep
-from shoal.verification.script.float64_everywhere import Float64Everywhere
 from shoal.verification.script.full_values import ShoalValues, digests, whole
 from shoal.verification.script.loader_batches import BatchTape, JoinedBatches
 from shoal.verification.script.model_names import ModelNames
 from shoal.verification.script.module_calls import DrawWatch, ModuleCalls, user_line
 from shoal.verification.script.run_record import RankRecord, RecordWriter, StepRecord, read_run
-from shoal.verification.script.same_start import SameStart, turn_dropout_off
+from shoal.verification.script.same_start import Float64Everywhere, SameStart, turn_dropout_off
 from shoal.verification.script.watched_calls import watch
 from shoal.verification.script.written_files import WrittenFiles
 from shoal.verification.trajectory import hide_gpu
