@@ -70,7 +70,7 @@ def _verdict(options: argparse.Namespace) -> int:
     ranks = 2 if options.processes is None else options.processes
     settings, line = job_options.settings(options, ranks)
     from shoal.train import job_precheck
-    from shoal.train.job_verification import verify_config
+    from shoal.train.evaluation import verify_config
 
     raise_problems(job_precheck.problems(settings.job))
 

@@ -1,12 +1,16 @@
-"""`shoal eval`: evaluate a checkpoint of a run again."""
+"""Jobs that are not trained: `shoal eval` of a checkpoint, and `shoal verify` of a strategy."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from shoal.checkpoint import Checkpoints, Which
 from shoal.checkpoint.tensor_files import no_layout
@@ -15,10 +19,12 @@ from shoal.errors import CheckpointError
 from shoal.run import Run, init_with_place
 from shoal.run.ema import Ema
 from shoal.run.supervised import supervised
+from shoal.strategies import StrategyLine
 from shoal.train import optimizer as optimizers
 from shoal.train.build import Components, build
 from shoal.train.console import warn
 from shoal.train.run_directory import job_of
+from shoal.verification import Experiment, Verdict, verify_job
 
 
 def evaluate_run(
@@ -77,3 +83,43 @@ def _measured(run: Run, built: Components, **more: int) -> tuple[int, dict[str, 
 
 def _begins_with(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {n.removeprefix(prefix): value for n, value in tensors.items() if n.startswith(prefix)}
+
+
+def verify_config(
+    job: Job, line: StrategyLine, ranks: int, steps: int, tolerance: float
+) -> Verdict:
+    """Train `job`'s model on its data, in float64 by SGD, on `ranks` processes and on one.
+
+    Model and data have their full size.
+
+    Raises:
+        ConfigError, DataError: the job cannot be built.
+        LaunchError: a rank failed.
+    """
+    in_fp64 = replace(job, train=replace(job.train, precision="fp64"))
+    components = _LazyComponents(in_fp64)
+    experiment = Experiment(components.model, components.loader, components.loss, steps)
+    return verify_job(experiment, line, ranks, accumulate=job.train.accumulate, tolerance=tolerance)
+
+
+@dataclass(frozen=True)
+class _LazyComponents:
+    """The components of a job, built once in each process that needs them.
+
+    Ranks get a pickle of this object, and not of model and data.
+    """
+
+    job: Job
+
+    @cached_property
+    def built(self) -> Components:
+        return build(self.job, torch.device("cpu"))
+
+    def model(self) -> nn.Module:
+        return self.built.model
+
+    def loader(self) -> DataLoader:
+        return self.built.train_loader
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        return self.built.task.loss(output, target)

@@ -39,7 +39,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, odd_files: Path) -> Iterator
         "shoal.launch.restarting.start",
         "shoal.train.entry.train",
         "shoal.train.entry.evaluate",
-        "shoal.train.job_verification.verify_job",
+        "shoal.train.evaluation.verify_job",
     ):
         monkeypatch.setattr(place, start)
     monkeypatch.chdir(odd_files)
