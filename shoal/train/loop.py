@@ -25,8 +25,7 @@ from shoal.plotting.curves import plot_or_note
 from shoal.run.supervised import supervised
 from shoal.train import optimizer as optimizers
 from shoal.train.build import build, describe, init_run, steps_of_epochs, take_step
-from shoal.train.console import Progress
-from shoal.train.log import Log
+from shoal.train.console import Log, Progress
 from shoal.train.record import Record
 from shoal.train.run_directory import check_shared, claim_for_all, leave_stop, make_again
 from shoal.train.run_saver import RunSaver, SaveInterval, State, load_newest, open_fast_saver

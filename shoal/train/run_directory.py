@@ -41,7 +41,7 @@ from shoal.platform.ownership import (
 
 if TYPE_CHECKING:  # run directories are looked at without torch
     from shoal.comm.mesh import Mesh
-    from shoal.train.log import Log
+    from shoal.train.console import Log
 
 
 CONFIG = "config.yaml"

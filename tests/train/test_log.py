@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shoal.loggers.metrics_file import read_metrics
-from shoal.train.log import Log
+from shoal.train.console import Log
 
 
 def record(step: int) -> dict[str, float | int]:
@@ -127,7 +127,7 @@ def test_a_run_that_starts_anew_forgets_one_that_never_saved(tmp_path):
 def test_what_was_written_survives_a_kill(tmp_path):
     program = """
 import os, pathlib, signal, sys
-from shoal.train.log import Log
+from shoal.train.console import Log
 log = Log(pathlib.Path(sys.argv[1]), active=True, tensorboard=True, resume_step=0)
 log.write("train", {"step": 1, "loss": 0.5})
 os.kill(os.getpid(), signal.SIGKILL)
@@ -221,7 +221,7 @@ def test_tensorboard_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_pa
 def test_tensorboard_is_imported_only_where_it_is_wanted(tmp_path):
     program = """
 import pathlib, sys
-from shoal.train.log import Log
+from shoal.train.console import Log
 Log(pathlib.Path(sys.argv[1]), active=True, tensorboard=False, resume_step=0).close()
 Log(pathlib.Path(sys.argv[1]), active=False, tensorboard=True, resume_step=0).close()
 print([name for name in ("tensorboard", "torch", "rich", "tensorflow") if name in sys.modules])
