@@ -133,7 +133,9 @@ class Checkpoints:
 
         Raises: as `save`. Nothing is written.
         """
-        self._raise_for_misuse(misuse_of(step, tensors, info, private or {}))
+        told = self.consensus.all_gather_objects(misuse_of(step, tensors, info, private or {}))
+        if problems := sorted({problem for problems in told for problem in problems}):
+            raise UsageError("\n  ".join(["this cannot be saved:", *problems]))
         entries = dict(tensors)
         for name, tensor in (private or {}).items():
             entries[f"rank{rank()}/{name}"] = tensor
@@ -244,13 +246,6 @@ class Checkpoints:
             failed, lambda: manifest.altered_files(path, rank(), world_size())
         )
         return [line for lines in found for line in lines]
-
-    def _raise_for_misuse(self, misuse: list[str]) -> None:
-        """Raise UsageError on every rank, if there is misuse on any."""
-        problems_of_ranks = self.consensus.all_gather_objects(misuse)
-        problems = sorted({problem for problems in problems_of_ranks for problem in problems})
-        if problems:
-            raise UsageError("\n  ".join(["this cannot be saved:", *problems]))
 
     def choose(
         self, report: Callable[[str], None], which: Which = "latest"

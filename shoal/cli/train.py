@@ -102,7 +102,11 @@ def _prepared(options: argparse.Namespace, info: RankInfo) -> tuple[Job, Callabl
     hosts = cluster_options.hosts_of(options)
     world = options.processes or info.world
     if hosts is not None:
-        _check_single(info)
+        if info.launcher != "single":
+            raise UsageError(
+                f"--hosts starts ranks itself, but another launcher started this process: "
+                f"{info.reason}. Leave --hosts out, or start one process"
+            )
         world = options.processes = hosts.processes
     restarts = _restarts(options, info)
     if info.world > 1 and ("strategy", job_options.AUTO) in options.settings:
@@ -229,14 +233,6 @@ def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) 
         output=None,
         restarts=3 if options.restarts is None else options.restarts,
     )
-
-
-def _check_single(info: RankInfo) -> None:
-    if info.launcher != "single":
-        raise UsageError(
-            f"--hosts starts ranks itself, but another launcher started this process: "
-            f"{info.reason}. Leave --hosts out, or start one process"
-        )
 
 
 def _restarts(options: argparse.Namespace, info: RankInfo) -> int | None:

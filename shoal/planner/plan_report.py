@@ -206,7 +206,10 @@ def _next(planner: Planner, plans: Plans, command: Command) -> Iterator[str]:
         yield from filter(None, [planner.workload.note])
         yield command.line(planner, best.strategy)
     elif plans.too_large:
-        yield from does_not_fit(planner, plans.too_large[0], command)
+        nearest = plans.too_large[0]
+        size = bytes_text(nearest.missing_bytes)
+        yield f"nothing fits; {nearest.strategy} comes nearest, and lacks {size} on each rank"
+        yield from change_lines(planner, command)
     else:
         yield "no strategy runs this job on these ranks"
 
@@ -219,13 +222,6 @@ def _advantage(best: Plan, plans: Plans) -> str:
     if faster and not any(plan.step.is_exact for plan in faster):
         return "the fastest with the numbers of one device"
     return "as fast as a prediction can tell, and simpler"
-
-
-def does_not_fit(planner: Planner, nearest: Plan, command: Command) -> Iterator[str]:
-    """Yield what the plan lacks that comes nearest, and what would make the job fit."""
-    size = bytes_text(nearest.missing_bytes)
-    yield f"nothing fits; {nearest.strategy} comes nearest, and lacks {size} on each rank"
-    yield from change_lines(planner, command)
 
 
 def change_lines(planner: Planner, command: Command) -> Iterator[str]:

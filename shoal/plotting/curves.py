@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,12 +168,14 @@ def read_runs(directories: Sequence[Path]) -> list[RunMetrics]:
 
 
 def _read(directory: Path) -> RunMetrics:
+    """Read a curve for each quantity that is a number in some record."""
     records, unreadable_lines = read_metrics(directory / NAME)
-    curves = {
-        (kind, quantity): curve
-        for kind in ("train", "validation")
-        for quantity, curve in _curves([record for record in records if record["kind"] == kind])
-    }
+    points: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
+    for record in (each for each in records if each["kind"] in ("train", "validation")):
+        for quantity, value in record.items():
+            if quantity != "step" and isinstance(value, (int, float)):
+                points[record["kind"], quantity].append((record["step"], value))
+    curves = {key: Curve(*np.array(each, dtype=np.float64).T) for key, each in points.items()}
     return RunMetrics(str(directory), curves, unreadable_lines, _targets_of(directory))
 
 
@@ -182,17 +185,6 @@ def _targets_of(directory: Path) -> str:
         return read(str(directory / "config.yaml")).job.train.soft_targets
     except ConfigError:
         return ""
-
-
-def _curves(records: Sequence[dict[str, Any]]) -> Iterable[tuple[str, Curve]]:
-    """Yield (quantity, curve) for each quantity that is a number in some record."""
-    for quantity in sorted({name for record in records for name in record} - {"kind", "step"}):
-        points = [
-            (r["step"], r[quantity]) for r in records if isinstance(r.get(quantity), (int, float))
-        ]
-        if points:
-            steps, values = np.array(points, dtype=np.float64).T
-            yield quantity, Curve(steps, values)
 
 
 def _draw(runs: Sequence[RunMetrics]) -> Figure:
@@ -212,20 +204,16 @@ def _draw(runs: Sequence[RunMetrics]) -> Figure:
         is_wide = index == len(names) - 1 and index % 2 == 0
         cell = grid[index // 2, :] if is_wide else grid[index // 2, index % 2]
         axes = figure.add_subplot(cell, sharex=figure.axes[0] if figure.axes else None)
-        _draw_panel(axes, name, runs)
+        for number, run in enumerate(runs):
+            _draw_run(axes, name, run, _line_style(number, len(runs)))
+        axes.set_title(PANELS[name])
+        if name == "loss":
+            axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
+        _scale(axes, name)
         if index >= len(names) - 2:
             axes.set_xlabel("step")
     _legend(figure, runs)
     return figure
-
-
-def _draw_panel(axes: Axes, name: str, runs: Sequence[RunMetrics]) -> None:
-    for index, run in enumerate(runs):
-        _draw_run(axes, name, run, _line_style(index, len(runs)))
-    axes.set_title(PANELS[name])
-    if name == "loss":
-        axes.set_title(_soft_targets(runs), loc="right", size=9, weight="normal")
-    _scale(axes, name)
 
 
 def _is_plottable(name: str, run: RunMetrics) -> bool:

@@ -98,7 +98,9 @@ def export(
     forms = {name: _form(name, entries[names[name]], dtype) for name in kept}
     shards = [kept] if is_file else _shards(forms, max_shard_bytes or SHARD_BYTES)
     metadata = {"format": "pt", "run": job.name, "step": str(step)}
-    files = [output] if is_file else [output / file for file in _file_names(len(shards))]
+    files = [output] if is_file else [output / SINGLE]
+    if (count := len(shards)) > 1:
+        files = [output / f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
     size_bytes = 0
     try:
         with ExitStack() as opened:
@@ -181,12 +183,6 @@ def _shards(forms: Forms, max_bytes: float) -> list[list[str]]:
 
 def _bytes(form: tuple[torch.dtype, torch.Size]) -> int:
     return form[0].itemsize * form[1].numel()
-
-
-def _file_names(number: int) -> list[str]:
-    if number == 1:
-        return [SINGLE]
-    return [f"model-{file:05d}-of-{number:05d}.safetensors" for file in range(1, number + 1)]
 
 
 def _index(forms: Forms, shards: Mapping[Path, list[str]]) -> str:
