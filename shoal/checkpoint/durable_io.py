@@ -22,7 +22,7 @@ class HashedFile(io.FileIO):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path, "wb", opener=_open_for_owner)
+        super().__init__(path, "wb", opener=lambda path, flags: os.open(path, flags, 0o644))
         self.digest = xxhash.xxh3_128()
         self.size_bytes = 0
 
@@ -62,7 +62,3 @@ def replace_durably(path: Path, text: str) -> None:
     """Replace the text of `path` atomically: a reader sees the old or the new text."""
     with atomic_write(path, survives="rename", mode=0o644) as file:
         file.write(text.encode())
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o644)

@@ -80,10 +80,11 @@ def _opened(
     names: Sequence[str], path: Path, step: int | None, settings: dict[str, Any]
 ) -> list[Logger]:
     """Return loggers that go on behind a step; None is a new run, and refuses a record."""
-    if step is None and (found := records_in(path)):
+    records = (NAME, "tensorboard", *(f"{logger}.id" for logger in LOGGERS))
+    if step is None and (found := [name for name in records if (path / name).exists()]):
         raise UsageError(
-            f"{path} has the measurements of another run ({found}). Give another directory; or the "
-            "step from which this run goes on, run.log_to(..., step=checkpoint.resume())."
+            f"{path} has the measurements of another run ({found[0]}). Give another directory; or "
+            "the step from which this run goes on, run.log_to(..., step=checkpoint.resume())."
         )
     return [open_logger(name, path, step or 0, settings) for name in dict.fromkeys(names)]
 
@@ -92,12 +93,6 @@ def new_directory() -> Path:
     """Return a directory in runs/, with the name of the script and the time."""
     script = Path(sys.argv[0]).stem or "python"
     return Path("runs") / f"{script}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def records_in(directory: Path) -> str:
-    """Return the name of a record of measurements in a directory; empty if there is none."""
-    names = (NAME, "tensorboard", *(f"{logger}.id" for logger in LOGGERS))
-    return next((name for name in names if (directory / name).exists()), "")
 
 
 def _number(name: str, value: float | Tensor) -> float:

@@ -132,7 +132,11 @@ def optimizer_work(made: Optimizer | Sequence[Optimizer], names: dict[int, str])
                 )
             key = (number, tuple(parameter.shape), parameter.dtype)
             if key not in counted:
-                counted[key] = _step_of_one(kind, options, parameter)
+                try:
+                    counted[key] = _count_step(kind, options, parameter)
+                except VALUE_NEEDED:  # some read values, and tensors without memory have none
+                    with disable_dispatch_modes():
+                        counted[key] = _count_step(kind, options, parameter)
             size, ops_of_one, _ = counted[key]
             states[names[id(parameter)]] = size
             ops.update({op._replace(number=1): op.number for op in ops_of_one})
@@ -140,20 +144,10 @@ def optimizer_work(made: Optimizer | Sequence[Optimizer], names: dict[int, str])
     return OptimizerWork(states, merged, max((c[2] for c in counted.values()), default=0.0))
 
 
-def _step_of_one(
-    kind: Any, options: dict[str, Any], like: Tensor
-) -> tuple[float, tuple[OpWork, ...], float]:
-    """Return the state's bytes, the operations and the extra share of one parameter's step."""
-    try:
-        return _count_step(kind, options, like)
-    except VALUE_NEEDED:  # some optimizers read values, and tensors without memory have none
-        with disable_dispatch_modes():
-            return _count_step(kind, options, like)
-
-
 def _count_step(
     kind: Any, options: dict[str, Any], like: Tensor
 ) -> tuple[float, tuple[OpWork, ...], float]:
+    """Return the state's bytes, the operations and the extra share of one parameter's step."""
     parameter = nn.Parameter(torch.zeros(like.shape, dtype=like.dtype))
     parameter.grad = torch.zeros(like.shape, dtype=like.dtype)
     optimizer = kind([{**options, "params": [parameter]}])

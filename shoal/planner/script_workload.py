@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.costs.work import ModelWork
 from shoal.data.sharded_loader import ShardedLoader
 from shoal.data.tree_map import tensors_in, tree_map
 from shoal.errors import ShoalError, UsageError
@@ -225,7 +224,9 @@ class _Follower:
         self._depth += 1  # these calls are no loop's
         made = self._optimizers_of
         work = trace_model(as_one_module(models), compute, made, (batch, named))
-        _check_all_used(work, models)
+        used = [name for segment in work.segments for name in segment.parameters]
+        if any(not any(n.startswith(prefix) for n in used) for prefix in named_models(models)):
+            raise UsageError(SEVERAL_MODELS)
         rows = int(given or len(tensors[0]))
         self._end(Workload(work, as_one_module(models), rows, run._settings.accumulate))
 
@@ -340,13 +341,6 @@ class _Follower:
         self._passes.close()
         self.found = found
         raise EnoughSteps
-
-
-def _check_all_used(work: ModelWork, models: list[nn.Module]) -> None:
-    used = [name for segment in work.segments for name in segment.parameters]
-    for prefix in named_models(models):
-        if not any(name.startswith(prefix) for name in used):
-            raise UsageError(SEVERAL_MODELS)
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
