@@ -30,7 +30,6 @@ READERS = 4  # threads that compare files
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})")
 LISTED_NAME = re.compile(r"rank-\d{5,}\.safetensors|index\.json")
 DIGEST = re.compile(r"[0-9a-f]{32}")
-PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -217,15 +216,8 @@ def defect(directory: Path, name: str, stored: StoredFile, compare: bool = True)
         return f"{path} should have {stored.size_bytes} bytes and has {status.st_size}"
     if not compare:
         return None
-    actual = _digest_of(path)
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if actual != stored.digest:
         return f"{path} was altered: digest {stored.digest} expected, {actual} found"
     return None
-
-
-def _digest_of(path: Path) -> str:
-    digest, piece = xxhash.xxh3_128(), memoryview(bytearray(PIECE_BYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(piece):
-            digest.update(piece[:count])
-    return digest.hexdigest()

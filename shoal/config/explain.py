@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from textwrap import wrap
-from typing import Any
 
 from shoal.config.fields import all_sections, all_settings, leaf_settings, value_of
 from shoal.config.job import Job
@@ -88,26 +87,17 @@ def differences(there: Job, here: Job) -> list[str]:
     It is empty where both are the same experiment. The settings in NON_SEMANTIC do not count, such
     as the directory of a run and the interval of its checkpoints.
     """
-    before = _set_values(there)
-    after = _set_values(here)
-    return [
-        f"{name}: {_text(before, name)} there, {_text(after, name)} here"
-        for name in {**before, **after}
-        if not {name, name.partition(".")[0]} & NON_SEMANTIC and _differ(before, after, name)
-    ]
-
-
-def _set_values(job: Job) -> dict[str, Any]:
-    """Return the values of a job, without open settings that are empty."""
-    return {name: value for name, value in leaf_settings(job).items() if value != {}}
-
-
-def _differ(before: dict[str, Any], after: dict[str, Any], name: str) -> bool:
-    if name not in before or name not in after:
-        return True
-    # A tuple in a program becomes a list in YAML, so equal texts count as equal.
-    return bool(before[name] != after[name]) and write(before[name]) != write(after[name])
-
-
-def _text(values: dict[str, Any], name: str) -> str:
-    return write(values[name]) if name in values else "not set"
+    before, after = (
+        # Without open settings that are empty.
+        {name: value for name, value in leaf_settings(job).items() if value != {}}
+        for job in (there, here)
+    )
+    differing = []
+    for name in {**before, **after}:
+        if {name, name.partition(".")[0]} & NON_SEMANTIC:
+            continue
+        texts = [write(job[name]) if name in job else "not set" for job in (before, after)]
+        # A tuple in a program becomes a list in YAML, so equal texts count as equal.
+        if texts[0] != texts[1] and before.get(name, ...) != after.get(name, ...):
+            differing.append(f"{name}: {texts[0]} there, {texts[1]} here")
+    return differing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.planner.strategy_search import Plan, Planner, Plans, Workload
 from shoal.planner.trace_model import trace_model
 
 
+@dataclass(frozen=True)
 class PlanResult:
     """Plans of a model, best first.
 
@@ -28,9 +30,8 @@ class PlanResult:
         best: the plan to use; None if nothing fits.
     """
 
-    def __init__(self, planner: Planner, plans: Plans) -> None:
-        self.planner = planner
-        self.plans = plans
+    planner: Planner
+    plans: Plans
 
     @property
     def best(self) -> Plan | None:
