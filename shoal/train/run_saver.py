@@ -120,23 +120,22 @@ class RunSaver:
 
     def _insist(self, step: int, state: State, is_best: bool) -> None:
         """Try the last save again for a while. Collective."""
-        attempts = self._retry_s // RETRY_S + 1
-        for attempt in range(attempts):
+        last = self._retry_s // RETRY_S
+        for attempt in range(last + 1):
             try:
                 self.checkpoints.save(step, *state, is_best)
                 return
             except CleanupFailed:
                 raise
             except CheckpointError as error:
-                failure = error
-            if attempt == 0 and attempts > 1:
-                self._training.log.note(
-                    f"{failure}; this is the last save: make room, it is tried again for "
-                    f"{self._retry_s} s"
-                )
-            if attempt + 1 < attempts:
-                time.sleep(RETRY_S)
-        raise failure
+                if attempt == last:
+                    raise
+                if attempt == 0:
+                    self._training.log.note(
+                        f"{error}; this is the last save: make room, it is tried again for "
+                        f"{self._retry_s} s"
+                    )
+            time.sleep(RETRY_S)
 
     def skip(self) -> None:
         """Save nothing at this step: the best checkpoint is the one before again."""
