@@ -52,9 +52,10 @@ def run(options: argparse.Namespace) -> int:
     if info.world > 1 or world == 1:
         entry.evaluate(*arguments)
         return 0
-    from shoal.launch.local import run as run_ranks
+    from shoal.launch.restarting import LocalJob, RestartingRun, Work
 
-    code = run_ranks(entry.evaluate, arguments, world, preload=entry.PRELOAD, torch_store=False)
+    work = Work("shoal.train.entry:evaluate", arguments, preload=entry.PRELOAD)
+    code = RestartingRun(LocalJob(work), world).run()
     if code and options.json:
         answers.show_error("eval", True, f"a rank has ended with exit code {code}; stderr says why")
     return code

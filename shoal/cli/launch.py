@@ -27,7 +27,6 @@ from shoal.errors import UsageError
 from shoal.watchdog import hang_limit
 
 if TYPE_CHECKING:
-    from shoal.launch.hosts.hosts_job import HostsOptions
     from shoal.launch.slurm.batch_script import ClusterWork
     from shoal.strategies import StrategyLine
 
@@ -92,8 +91,6 @@ def run(options: argparse.Namespace) -> int:
         print(f"note: {note}", file=sys.stderr)
     if cluster_options.is_asked(options):
         return cluster_options.submit(options, partial(_cluster_work, options))
-    from shoal.launch.local import run_script
-
     info = execution.rank_info(None)
     if info.world > 1:
         raise UsageError(
@@ -118,17 +115,25 @@ def run(options: argparse.Namespace) -> int:
     if problems := [*_problems(options, line, world), *script.problems]:
         raise UsageError("\n  ".join(problems))
     environment = _environment(options, line)
-    if hosts is not None:
-        cluster_options.check_servers(hosts, line)
-        return _run_on_hosts(options, script, hosts, environment)
-    return run_script(
-        script.file,
-        options.arguments,
-        options.processes,
-        environment,
-        options.show_output,
-        module=script.module,
+    from shoal.launch import preload
+    from shoal.launch.restarting import LocalJob, RestartingRun, Work
+
+    work = Work(
+        target=f"shoal.launch.rank:{'module' if script.module else 'script'}",
+        arguments=[script.module or script.file, list(options.arguments)],
+        environment=environment,
+        output=options.show_output,
+        preload=preload.for_script(script.file),
+        torch_store=True,
     )
+    if hosts is None:
+        return RestartingRun(LocalJob(work), options.processes).run()
+    from shoal.launch.hosts.host_facts import FactsRequest, working_directory
+    from shoal.launch.hosts.hosts_job import run_on_hosts
+
+    cluster_options.check_servers(hosts, line)
+    request = FactsRequest(working_directory(), script=script.file)
+    return run_on_hosts(hosts, work, request)
 
 
 def _choose(options: argparse.Namespace, script: Script) -> str:
@@ -151,27 +156,6 @@ def _choose(options: argparse.Namespace, script: Script) -> str:
     line, reason = choose_for_script(words, options.processes, options.accumulate or 0)
     print(reason, file=sys.stderr)
     return line
-
-
-def _run_on_hosts(
-    options: argparse.Namespace, script: Script, hosts: HostsOptions, environment: dict[str, str]
-) -> int:
-    from shoal.launch import preload
-    from shoal.launch.hosts.host_facts import FactsRequest, working_directory
-    from shoal.launch.hosts.hosts_job import run_on_hosts
-    from shoal.launch.restarting import Work
-
-    arguments = [script.module or script.file, list(options.arguments)]
-    work = Work(
-        target=f"shoal.launch.rank:{'module' if script.module else 'script'}",
-        arguments=arguments,
-        again=arguments,
-        environment=environment,
-        output=options.show_output,
-        preload=preload.for_script(script.file),
-    )
-    request = FactsRequest(working_directory(), script=script.file)
-    return run_on_hosts(hosts, work, request)
 
 
 def _cluster_work(options: argparse.Namespace, ranks: int, problems: list[str]) -> ClusterWork:

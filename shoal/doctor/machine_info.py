@@ -118,12 +118,12 @@ def launch() -> Facts:
 def check_ranks() -> int:
     """Start two ranks that add up two numbers. Call it from the main thread.
 
-    Returns:
-        The exit code of the ranks, as of `shoal.launch.local.run`.
+    Returns: the exit code of the ranks, as of `RestartingRun.run`.
     """
-    from shoal.launch import local
+    from shoal.launch.restarting import LocalJob, RestartingRun, Work
 
-    return local.run(add_up, (), 2, preload=())
+    work = Work("shoal.doctor.machine_info:add_up", (), torch_store=True)
+    return RestartingRun(LocalJob(work), 2).run()
 
 
 def add_up() -> None:

@@ -1,4 +1,4 @@
-"""A run that survives the loss of a rank, and continues on another number of ranks on request.
+"""A run: one start of its ranks, or several after lost ranks and on other numbers of ranks.
 
       start 4 ──> a rank is killed ──> end the others ──────────> start 4 from the last checkpoint
       start 4 ──> `shoal scale` ──> all stop and save at a step ─> start 6 from there
@@ -24,7 +24,7 @@ from shoal.launch.control_channel import ControlConnection, ControlServer
 from shoal.launch.output import Output, print_note
 from shoal.launch.rank_set import RankSet
 from shoal.launch.start import imported, start
-from shoal.launch.supervise import Supervision, arrived, caught
+from shoal.launch.supervise import Supervision, arrived, caught, stop_arrived
 
 # `shoal scale` reaches a run at most so long after the run has claimed its directory.
 CONTROL_OPEN_S = 0.1
@@ -35,13 +35,15 @@ class Work:
     """The work of all ranks, on this host or on several.
 
     Args:
-        target: `module:function`, called in every rank. Work that is resumed must save after a
-            SIGTERM and end with exit code 75; when it is called again it must resume from there.
+        target: `module:function`, called in every rank. The import of the module must neither
+            start threads nor touch CUDA. Work that is resumed must save after a SIGTERM and end
+            with exit code 75; when it is called again it must resume from there.
         arguments: of the first start, plain data of JSON.
-        again: of every later start.
+        again: of every later start; None for the same.
         environment: variables of the ranks alone.
         output: the outputs that the user sees.
         preload: modules that are imported before ranks are forked, besides that of `target`.
+        torch_store: as for `start`, on this host; ranks of several hosts always have one.
         saved_step: `module:function` and its arguments, which returns the step from which the next
             start resumes; None for work that is not resumed.
         problems: returns why so many ranks cannot do the work; empty where they can.
@@ -49,10 +51,11 @@ class Work:
 
     target: str
     arguments: Sequence[Any]
-    again: Sequence[Any]
-    environment: Mapping[str, str]
-    output: Output
-    preload: Sequence[str]
+    again: Sequence[Any] | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    output: Output = "first"
+    preload: Sequence[str] = ()
+    torch_store: bool = False
     saved_step: tuple[str, Sequence[Any]] | None = None
     problems: Callable[[int], Sequence[str]] = field(default=lambda processes: ())
 
@@ -61,9 +64,13 @@ class Work:
         """The modules to import before ranks are forked."""
         return [*self.preload, self.target.partition(":")[0]]
 
+    def arguments_of(self, again: bool) -> Sequence[Any]:
+        """Return the arguments of the first start, or of a later one."""
+        return self.again if again and self.again is not None else self.arguments
+
 
 class LocalJob:
-    """Work on ranks of this machine, which join their world by Shoal's mesh, not by `env://`.
+    """Work on ranks of this machine.
 
     Attributes:
         secret: of a job on several hosts; None on one, where ranks find what they share in files.
@@ -86,21 +93,24 @@ class LocalJob:
         step: int | None = imported(function)(*arguments)
         return step
 
-    def start(self, processes: int, again: bool) -> RankSet[Any]:
-        """Start the ranks.
+    def start(self, processes: int, again: bool, signals: socket.socket | None) -> RankSet[Any]:
+        """Start the ranks; none where a SIGINT or SIGTERM has come meanwhile.
 
-        Args: again: they resume.
+        Args:
+            again: they resume.
+            signals: as `supervise.caught` yields it; None where nothing is caught yet.
 
         Raises: LaunchError: they cannot start.
         """
         return start(
             imported(self.work.target),
-            tuple(self.work.again if again else self.work.arguments),
+            tuple(self.work.arguments_of(again)),
             processes,
             self.work.environment,
             self.work.output,
             preload=self.work.modules,
-            torch_store=False,
+            torch_store=self.work.torch_store,
+            is_stopped=lambda: signals is not None and stop_arrived(signals),
         )
 
     def available(self, processes: int, signals: socket.socket) -> int:
@@ -133,7 +143,11 @@ class RestartingRun:
     """
 
     def __init__(
-        self, job: LocalJob, processes: int, control: ControlServer | None, restarts: int
+        self,
+        job: LocalJob,
+        processes: int,
+        control: ControlServer | None = None,
+        restarts: int = 0,
     ) -> None:
         self.job = job
         self.processes = processes
@@ -144,18 +158,25 @@ class RestartingRun:
         self._caller: ControlConnection | None = None
         self._last_loss: tuple[str, int | None] | None = None
 
-    def run(self) -> int:
+    def run(self, ranks: RankSet[Any] | None = None) -> int:
         """Start the ranks, again and again where that is right. Main thread only.
 
+        The first failure ends the other ranks, and is printed last and in full. Ctrl-C ends all
+        ranks. A SIGTERM to this process is forwarded to them.
+
+        Args: ranks: of the first start, where it was made before signals are caught.
+
         Returns:
-            The exit code, as `shoal.launch.local.run`.
+            The exit code of the command: 0; 75 if ranks stopped with 75 ("run me again") and none
+            failed; 130 after Ctrl-C; 143 if a SIGTERM ended ranks that did not save; else that of
+            the rank that failed first, 128 + n for signal n.
 
         Raises:
-            KeyboardInterrupt: before signals are caught.
             LaunchError: the number of ranks is below 1, or they could not be started.
         """
-        ranks = self.job.start(self.processes, again=False)
+        # First, or a SIGTERM while ranks start would end this process alone.
         with caught() as signals:
+            ranks = ranks or self.job.start(self.processes, False, signals)
             while True:
                 with ranks:
                     supervision = self._supervise(ranks, signals)
@@ -165,7 +186,7 @@ class RestartingRun:
                 # Asked before the ranks start: a job on several hosts asks these, and what its
                 # ranks say meanwhile is lost.
                 step = None if self.requested is None else self.job.saved_step()
-                ranks = self.job.start(self.processes, again=True)
+                ranks = self.job.start(self.processes, True, signals)
                 self._answer(processes=self.requested, step=step)
 
     def _supervise(self, ranks: RankSet[Any], signals: socket.socket) -> Supervision:
@@ -174,7 +195,12 @@ class RestartingRun:
         Return earlier where a rank is lost and a restart follows: then no rank needs to save.
         """
         supervision = Supervision(ranks)
-        while ranks.alive and (self.made >= self.restarts or not _has_lost_rank(supervision)):
+        while True:
+            for number in arrived(signals):
+                supervision.forward(number)
+            is_restarted = self.made < self.restarts and _has_lost_rank(supervision)
+            if is_restarted or not ranks.alive:
+                return supervision
             timeout_s, sources = inf, [signals]
             if self.control is not None:
                 if self.control.is_due and (problem := self.control.open()):
@@ -183,11 +209,8 @@ class RestartingRun:
                 timeout_s = CONTROL_OPEN_S if self.control.is_pending else inf
                 sources += self.control.sources
             supervision.step(timeout_s, sources)
-            for number in arrived(signals):
-                supervision.forward(number)
             for caller, request in [] if self.control is None else self.control.accept_requests():
                 self._on_request(caller, request, supervision)
-        return supervision
 
     def _may_restart(self, supervision: Supervision, signals: socket.socket) -> bool:
         """Return True if the ranks start again after a loss. Print that, or why not."""

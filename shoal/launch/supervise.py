@@ -110,18 +110,6 @@ class Supervision:
     def __post_init__(self) -> None:
         self._monitor = RankMonitor(self.ranks)
 
-    def run(self, signals: socket.socket) -> int:
-        """Supervise the ranks to their end, and return the exit code of the command.
-
-        Args: signals: as `caught` yields it.
-        """
-        while True:
-            for number in arrived(signals):
-                self.forward(number)
-            if not self.ranks.alive:
-                return self.exit_code()
-            self.step(sources=[signals])
-
     def step(self, timeout_s: float = inf, sources: Sequence[object] = ()) -> None:
         """Wait for an event, and act on it.
 

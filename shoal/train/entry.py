@@ -47,7 +47,7 @@ def train_on_ranks(
         restarts: the most restarts after a lost rank.
         hang_limit_s: a rank that does not come for so long is lost; 0 for no limit.
 
-    Returns: the exit code, as `shoal.launch.local.run` returns it.
+    Returns: the exit code, as `RestartingRun.run` returns it.
     """
     with ControlServer(Path(job.directory), CONFIG) as control:
         if isinstance(where, HostsOptions):

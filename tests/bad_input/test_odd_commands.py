@@ -35,7 +35,6 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch, odd_files: Path) -> Iterator
         pytest.fail("ranks or a training were started")
 
     for place in (
-        "shoal.launch.local.start",
         "shoal.launch.restarting.start",
         "shoal.train.entry.train",
         "shoal.train.entry.evaluate",

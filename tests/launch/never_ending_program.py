@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from shoal.launch import local
+from tests.harness import local
 
 
 def run(folder: str) -> None:

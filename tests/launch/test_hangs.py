@@ -21,10 +21,10 @@ import pytest
 from shoal.errors import LaunchError, UsageError
 from shoal.launch.control_channel import ControlServer
 from shoal.launch.failure import from_exception
-from shoal.launch.local import run as run_once
 from shoal.launch.restarting import LocalJob, RestartingRun, Work
 from shoal.launch.start import prepare
 from shoal.watchdog import hang_limit
+from tests.harness import local
 
 NOTE = "2 processes start from the beginning, for there is no checkpoint (restart 1 of 3)"
 
@@ -106,7 +106,7 @@ def test_a_fork_server_that_is_killed_while_ranks_start_is_named(tmp_path):
     killer = threading.Timer(0.3, os.kill, (pid, signal.SIGKILL))
     killer.start()
     with pytest.raises(LaunchError, match="the process was killed: start the same command again"):
-        run_once(hang_targets.hangs, (str(tmp_path), "again", "none"), 2, {}, "first")
+        local.run(hang_targets.hangs, (str(tmp_path), "again", "none"), 2)
     killer.join()
     # Until the kernel reports its end, the next start would take it for alive.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -19,8 +19,9 @@ import never_ending_program
 import pytest
 
 from shoal.errors import LaunchError
-from shoal.launch import local, start
+from shoal.launch import restarting, start
 from shoal.platform.cgroups import usable_cores
+from tests.harness import local
 from tests.harness.process_tree import marked
 from tests.harness.waiting import until
 
@@ -122,19 +123,19 @@ def test_a_sigterm_ends_ranks_without_a_handler(tmp_path, capfd):
 
 
 def test_a_sigterm_while_ranks_are_started_ends_them(tmp_path, monkeypatch):
-    start = local.start
+    start = restarting.start
 
     def signalled(*args, **options):
         os.kill(os.getpid(), signal.SIGTERM)
         return start(*args, **options)
 
-    monkeypatch.setattr(local, "start", signalled)
+    monkeypatch.setattr(restarting, "start", signalled)
     arguments = (str(tmp_path), os.getpid(), 0)
     assert local.run(launch_targets.signals_its_parent, arguments, 2) == 128 + signal.SIGTERM
 
 
 def test_ranks_that_exceed_the_grace_time_are_killed(monkeypatch, tmp_path):
-    monkeypatch.setattr(local, "Supervision", partial(local.Supervision, grace_s=0.1))
+    monkeypatch.setattr(restarting, "Supervision", partial(restarting.Supervision, grace_s=0.1))
     arguments = (str(tmp_path), os.getpid())
     assert local.run(launch_targets.ignores_the_end, arguments, 2) == 128 + signal.SIGTERM
     assert alive(notes(tmp_path, "pid")) == []

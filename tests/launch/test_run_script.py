@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from shoal.errors import LaunchError, UsageError
-from shoal.launch import local, rank
+from shoal.launch import rank
 from shoal.launch.preload import for_script
+from tests.harness import local
 from tests.harness.process_tree import marked
 
 # Knows nothing of Shoal.
@@ -41,7 +42,7 @@ def written(folder, text, name="script.py"):
 
 def test_a_script_that_knows_nothing_of_shoal_runs_as_python_would_run_it(tmp_path, capfd):
     (tmp_path / "helper.py").write_text("NAME = 'beside it'")
-    assert local.run_script(written(tmp_path, RAW_DDP), ["--lr", "3"], 2) == 0
+    assert local.run(rank.script, (written(tmp_path, RAW_DDP), ["--lr", "3"]), 2) == 0
     printed = capfd.readouterr().out
     assert printed == "['--lr', '3'] __main__ beside it 2 [[1.0, 1.0, 1.0]]\n"
 
@@ -68,7 +69,7 @@ DROPPED = """
 
 
 def test_a_model_may_outlive_its_process_group(tmp_path, capfd):
-    assert local.run_script(written(tmp_path, DROPPED), [], 2) == 0
+    assert local.run(rank.script, (written(tmp_path, DROPPED), []), 2) == 0
     assert capfd.readouterr().out == "the end"
 
 
@@ -76,7 +77,7 @@ def test_handlers_that_a_script_registers_run_at_its_end(tmp_path, capfd):
     script = written(
         tmp_path, "import atexit\natexit.register(print, 'the end')\nprint('the start')"
     )
-    assert local.run_script(script, [], 1) == 0
+    assert local.run(rank.script, (script, []), 1) == 0
     assert capfd.readouterr().out == "the start\nthe end\n"
 
 
@@ -84,7 +85,7 @@ def test_data_loader_workers_start_as_in_any_script(tmp_path, capfd):
     script = written(
         tmp_path, "import multiprocessing\nprint(multiprocessing.get_start_method(allow_none=True))"
     )
-    assert local.run_script(script, [], 1) == 0
+    assert local.run(rank.script, (script, []), 1) == 0
     assert capfd.readouterr().out == "None\n"
 
 
@@ -113,7 +114,7 @@ def test_a_long_name_of_the_temporary_directory_leaves_room_for_sockets(tmp_path
 
 def test_ranks_draw_different_random_numbers_unless_they_are_seeded(tmp_path, capfd):
     script = written(tmp_path, "import numpy, random\nprint(numpy.random.rand(), random.random())")
-    assert local.run_script(script, [], 2, output="all") == 0
+    assert local.run(rank.script, (script, []), 2, output="all") == 0
     first, second = (
         line.removeprefix("[rank 1] ").split() for line in capfd.readouterr().out.splitlines()
     )
@@ -122,7 +123,7 @@ def test_ranks_draw_different_random_numbers_unless_they_are_seeded(tmp_path, ca
 
 def test_a_traceback_begins_in_the_script(tmp_path, capfd):
     path = written(tmp_path, "def f():\n    return 1 / 0\nf()")
-    assert local.run_script(path, [], 1) == 1
+    assert local.run(rank.script, (path, []), 1) == 1
     printed = capfd.readouterr().err
     assert printed.startswith(
         "rank 0 of 1 failed: ZeroDivisionError: division by zero\n\n"
@@ -132,7 +133,7 @@ def test_a_traceback_begins_in_the_script(tmp_path, capfd):
 
 def test_an_error_of_shoal_names_the_line_of_the_script(tmp_path, capfd):
     path = written(tmp_path, "import shoal\nrun = shoal.init()\n\nrun.prepare('model.pt')")
-    assert local.run_script(path, [], 1) == 2  # bad input, as of any command
+    assert local.run(rank.script, (path, []), 1) == 2  # bad input, as of any command
     assert capfd.readouterr().err.endswith(" and loaders. (script.py:4)\n")
 
 
@@ -150,20 +151,20 @@ def test_a_strategy_that_the_script_never_reads_is_refused_on_several_ranks(
     ranks, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setenv("SHOAL_STRATEGY", "zero3")
-    status = local.run_script(written(tmp_path, STEPS), [], ranks)
+    status = local.run(rank.script, (written(tmp_path, STEPS), []), ranks)
     assert status == (2 if ranks > 1 else 0)
     assert ("--strategy zero3: the script steps" in capfd.readouterr().err) == (ranks > 1)
 
 
 def test_a_script_that_is_no_python_is_shown_with_its_line(tmp_path, capfd):
     path = written(tmp_path, "x = 1\nif x\n")
-    assert local.run_script(path, [], 1) == 1
+    assert local.run(rank.script, (path, []), 1) == 1
     assert f'File "{path}", line 2' in capfd.readouterr().err
 
 
 def test_a_script_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(LaunchError, match="No such file or directory"):
-        local.run_script(str(tmp_path / "none.py"), [], 2)
+        for_script(str(tmp_path / "none.py"))
 
 
 def test_only_what_is_safe_before_a_fork_is_imported_ahead(tmp_path):
@@ -202,7 +203,7 @@ STARTS_ANOTHER = """
 )
 def test_a_program_that_a_rank_starts_is_a_world_of_its_own(tmp_path, capfd, how):
     script = written(tmp_path, STARTS_ANOTHER)
-    assert local.run_script(script, [how], 2) == 0
+    assert local.run(rank.script, (script, [how]), 2) == 0
     lines = capfd.readouterr().out
     world = 2 if how == "launch" else 1
     assert lines.count(f"the child is rank 0 of {world}") == 1

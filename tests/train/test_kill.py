@@ -12,8 +12,8 @@ import pytest
 import tiny_jobs
 from tiny_jobs import CNN, EVERYTHING, GPT, HALF, WORKERS, assert_equal_to_the_bit, everything, tiny
 
-from shoal.launch import local
 from shoal.testing import world
+from tests.harness import local
 
 SCENES: dict[str, tuple[int, dict[str, Any]]] = {
     "augmented": (2, EVERYTHING),  # and mixup, moving average, clipping, label smoothing

@@ -131,7 +131,7 @@ class HostsJob(LocalJob):
         step: int | None = self.connections.ask({first: question}, ANSWER_S)[first]["value"]
         return step
 
-    def start(self, processes: int, again: bool) -> RemoteRanks:
+    def start(self, processes: int, again: bool, signals: socket | None) -> RemoteRanks:
         if processes != self._found:  # `shoal scale`
             self._wanted = self._found = processes
         slots = self._slots()
@@ -149,7 +149,7 @@ class HostsJob(LocalJob):
         members = [*(share.host for share in placement), *serving]
         addresses, port = find_meeting(self.connections, self.options.address, members)
         work = self.work
-        arguments = list(work.again if again else work.arguments)
+        arguments = list(work.arguments_of(again))
         calls = [(share, work.target, arguments) for share in placement]
         for index, host in enumerate(serving):
             # Numbered after the ranks, which are all that there is in their world.
@@ -259,7 +259,7 @@ def run_on_hosts(
         control, restarts: as for `RestartingRun`.
 
     Returns:
-        The exit code, as `shoal.launch.local.run`.
+        The exit code, as `RestartingRun.run`.
 
     Raises:
         LaunchError: the hosts cannot be used; the message has all their problems.
@@ -269,6 +269,8 @@ def run_on_hosts(
         job = HostsJob(options, work, request)
         with closing(job.connections):
             job.connect()
-            return RestartingRun(job, options.processes, control, restarts).run()
+            # The hosts import torch in it, which Ctrl-C need not wait for.
+            ranks = job.start(options.processes, again=False, signals=None)
+            return RestartingRun(job, options.processes, control, restarts).run(ranks)
     except KeyboardInterrupt:  # before signals are caught
         return EXIT_INTERRUPTED

@@ -10,7 +10,7 @@ import pytest
 from fault_injection import trained, trials
 from faulty_network import PHASES, Trouble
 
-from shoal.launch import local
+from tests.harness import local
 
 
 def noted(strategy: str, trouble: Trouble) -> None:
