@@ -49,14 +49,14 @@ class RankMonitor:
         if limit_s == 0 or time.monotonic() < self._next_s:
             return []
         self._next_s = time.monotonic() + SECONDS_BETWEEN_LOOKS
-        look = self._source.look()
-        for slow in self._stragglers.look(look.progress):
+        progress = self._source.look()
+        for slow in self._stragglers.look(progress):
             print_note(slow.describe(len(self._source.all), self._source.host(slow.rank)))
-        hang = find_hang(look.progress, look.silent_s, limit_s)
+        hang = find_hang(progress, limit_s)
         if hang is None:
             return []
-        headline = self._headline(hang, look.progress)
-        print_line(self._report(hang, headline, look.progress))
+        headline = self._headline(hang, progress)
+        print_line(self._report(hang, headline, progress))
         return [Failure(hang.late, headline, code=EXIT_HANG, is_loss=True)]
 
     def _headline(self, hang: Hang, progress: Mapping[int, RankProgress]) -> str:

@@ -45,20 +45,6 @@ class RankHandle(Protocol):
 Handle = TypeVar("Handle", bound=RankHandle)
 
 
-@dataclass(frozen=True)
-class Look:
-    """The result of a look at the ranks.
-
-    Attributes:
-        progress: of the ranks that live and have written.
-        silent_s: for each of these, the time since its word has changed. Time in which all ranks
-            of a host were stopped, or one was in a debugger, does not count.
-    """
-
-    progress: Mapping[int, RankProgress]
-    silent_s: Mapping[int, float]
-
-
 class RankSet(ABC, Generic[Handle]):
     """All ranks of one world. As a context, it kills them all.
 
@@ -102,8 +88,11 @@ class RankSet(ABC, Generic[Handle]):
         """Kill all processes, and wait for their end."""
 
     @abstractmethod
-    def look(self) -> Look:
-        """Return the progress of the ranks that live."""
+    def look(self) -> dict[int, RankProgress]:
+        """Return the progress of the ranks that live and have written.
+
+        Time in which all ranks of a host were stopped, or one was in a debugger, is no silence.
+        """
 
     @abstractmethod
     def stacks(self, rank: int) -> str:

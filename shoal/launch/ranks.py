@@ -20,10 +20,10 @@ from shoal.launch.failure import Failure, end_of_process
 from shoal.launch.output import LineForwarder
 from shoal.launch.private_memory import PrivateMemory
 from shoal.launch.rank import STACKS_SIGNAL
-from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
+from shoal.launch.rank_set import RankEvent, RankExited, RankSet
 from shoal.platform.processes import PROC, process_state
 from shoal.watchdog.hang_detector import SilenceCounter
-from shoal.watchdog.progress_word import ProgressMemory
+from shoal.watchdog.progress_word import ProgressMemory, RankProgress
 from shoal.watchdog.progress_writer import now_ns
 
 UNKNOWN_CODE = 255
@@ -196,13 +196,13 @@ class Ranks(RankSet[Rank]):
         name = f"the fork server (process {pid}), from which ranks are started,"
         return [Failure(rank, headline, is_loss=True, process=name, time_s=0.0)]
 
-    def look(self) -> Look:
+    def look(self) -> dict[int, RankProgress]:
         pages = {rank.number: self.progress.read(rank.number) for rank in self.alive}
         progress = {rank: each for rank, each in pages.items() if each is not None}
         states = [process_state(rank.pid) for rank in self.alive]
         # One is in a debugger, or all are stopped by a signal.
         is_paused = "t" in states or all(state == "T" for state in states)
-        return Look(progress, self._silence.look(progress, now_ns() * 1e-9, is_paused))
+        return self._silence.look(progress, now_ns() * 1e-9, is_paused)
 
     def stacks(self, rank: int) -> str:
         """Return the stacks of a rank's threads.

@@ -19,7 +19,7 @@ compared: each host counts the silence of its own ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shoal.watchdog.progress_word import (
     FIRST,
@@ -83,8 +83,8 @@ class SilenceCounter:
 
     def look(
         self, progress: Mapping[int, RankProgress], now_s: float, paused: bool = False
-    ) -> dict[int, float]:
-        """Return for each rank the seconds that count since its word has changed.
+    ) -> dict[int, RankProgress]:
+        """Return the progress with the seconds that count since each word has changed.
 
         Args:
             progress: of the ranks that live.
@@ -99,29 +99,27 @@ class SilenceCounter:
                 self._silent_s[rank] = 0.0
             else:
                 self._silent_s[rank] += passed_s
-        return {rank: self._silent_s[rank] for rank in progress}
+        return {r: replace(each, silent_s=self._silent_s[r]) for r, each in progress.items()}
 
 
-def find_hang(
-    progress: Mapping[int, RankProgress], silent_s: Mapping[int, float], limit_s: float
-) -> Hang | None:
+def find_hang(progress: Mapping[int, RankProgress], limit_s: float) -> Hang | None:
     """Return the hang that the words of all ranks of a run show, if there is one.
 
     Args:
         progress: of the ranks that live.
-        silent_s: since the word of each of these has changed, see `SilenceCounter`.
         limit_s: the limit, greater than 0.
     """
-    if cycle := _cycle(progress, silent_s, limit_s):
-        return Hang(cycle[0], cycle[1], silent_s[cycle[0]], CYCLE_LIMIT_S, is_deadlock=True)
+    if cycle := _cycle(progress, limit_s):
+        silent_s = progress[cycle[0]].silent_s
+        return Hang(cycle[0], cycle[1], silent_s, CYCLE_LIMIT_S, is_deadlock=True)
     longest_s = max((longest_step_s(each) for each in progress.values()), default=0.0)
     base_s = max(limit_s, STEP_FACTOR * longest_s)
     limits = {rank: _limit_s(each.word, base_s) for rank, each in progress.items()}
-    silent = {rank for rank in progress if silent_s[rank] >= limits[rank]}
+    silent = {rank for rank, each in progress.items() if each.silent_s >= limits[rank]}
     if not silent:
         return None
     edges = {rank: waits_for(rank, progress) for rank in progress}
-    for rank in sorted(silent, key=lambda rank: (-silent_s[rank], rank)):
+    for rank in sorted(silent, key=lambda rank: (-progress[rank].silent_s, rank)):
         reached = _reached(rank, edges)
         if not reached <= silent:
             continue
@@ -130,15 +128,14 @@ def find_hang(
         is_needed = is_deadlock or not silent.isdisjoint(waiters)
         if is_needed or progress[late].word.phase not in NEEDS_WAITER:
             waiter = next(iter(waiters), None)
-            return Hang(late, waiter, silent_s[late], limits[late], is_deadlock)
+            return Hang(late, waiter, progress[late].silent_s, limits[late], is_deadlock)
     return None
 
 
-def _cycle(
-    progress: Mapping[int, RankProgress], silent_s: Mapping[int, float], limit_s: float
-) -> list[int]:
+def _cycle(progress: Mapping[int, RankProgress], limit_s: float) -> list[int]:
     """Return ranks each of which waits in a collective that the next has not begun, or none."""
-    silent = sorted(rank for rank in progress if silent_s[rank] >= min(limit_s, CYCLE_LIMIT_S))
+    limit_s = min(limit_s, CYCLE_LIMIT_S)
+    silent = sorted(rank for rank, each in progress.items() if each.silent_s >= limit_s)
     for rank in silent:
         path = [rank]
         while behind := [r for r in silent if r in _has_not_begun(path[-1], progress)]:

@@ -143,6 +143,7 @@ class RankProgress:
         groups: the global ranks of each group that the rank is in, by `group_id`.
         steps: the last steps, in their order.
         stage: of the pipeline.
+        silent_s: since the word has changed, as `SilenceCounter` counts it.
     """
 
     word: ProgressWord
@@ -150,6 +151,7 @@ class RankProgress:
     groups: Mapping[int, Sequence[int]] = field(default_factory=dict)
     steps: Sequence[StepTimes] = ()
     stage: int = 0
+    silent_s: float = 0.0
 
 
 def group_id(label: str, ranks: Sequence[int]) -> int:

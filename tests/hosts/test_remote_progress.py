@@ -16,7 +16,6 @@ from shoal.launch.hosts.agent_process import TELL_S, sent_look
 from shoal.launch.hosts.agent_protocol import MessageReader, encode
 from shoal.launch.hosts.driver_session import HostSpoke
 from shoal.launch.hosts.remote_ranks import HostRanks, RemoteRanks
-from shoal.launch.rank_set import Look
 from shoal.watchdog.hang_detector import Hang, SilenceCounter, find_hang
 from shoal.watchdog.progress_word import (
     COUNT,
@@ -91,10 +90,10 @@ class Agent:
     def page(self, rank: int) -> bytes:
         return page_of(self.ranks[rank].progress(self.clock_ns))
 
-    def look(self) -> Look:
+    def look(self) -> dict[int, RankProgress]:
         progress = {rank: each.progress(self.clock_ns) for rank, each in self.ranks.items()}
         now_s = self.clock_ns * 1e-9 + self.passed_s
-        return Look(progress, self.silence.look(progress, now_s, self.is_halted))
+        return self.silence.look(progress, now_s, self.is_halted)
 
 
 class Hosts:
@@ -126,8 +125,7 @@ class Hosts:
                 agent.look()
             if second % TELL_S == 0:
                 self.tell()
-            look = self.driver.look()
-            if (hang := find_hang(look.progress, look.silent_s, LIMIT_S)) is not None:
+            if (hang := find_hang(self.driver.look(), LIMIT_S)) is not None:
                 return hang
         return None
 
@@ -146,12 +144,12 @@ def test_what_a_host_has_seen_arrives_with_the_drivers_time_of_it(hosts: Hosts) 
     rank.steps = [StepTimes(1, 5, 2, 1), StepTimes(2, 7, 2, 1)]
     hosts.tell()
     look = hosts.driver.look()
-    expected, progress = rank.progress(0), look.progress[2]
+    expected, progress = rank.progress(0), look[2]
     assert abs(progress.word.since_ns - now_ns()) < SECOND
     assert progress.word == expected.word._replace(since_ns=progress.word.since_ns)
     assert (progress.calls, progress.groups) == (expected.calls, expected.groups)
     assert progress.steps == expected.steps
-    assert look.silent_s == {0: 0.0, 1: 0.0, 2: 0.0}
+    assert {rank: each.silent_s for rank, each in look.items()} == {0: 0.0, 1: 0.0, 2: 0.0}
 
 
 def test_a_silent_host_is_no_hang_and_a_rank_that_hangs_is_one_once_its_host_speaks(
@@ -189,6 +187,6 @@ def test_a_rank_that_writes_its_word_just_now_is_left_out_of_a_look() -> None:
     ranks: Any = SimpleNamespace(
         alive=[SimpleNamespace(number=0)],
         progress=SimpleNamespace(page=lambda _: bytes(PAGE_BYTES)),
-        look=lambda: Look({}, {0: 0.0}),
+        look=lambda: {0: Rank().progress(0)},
     )
     assert sent_look(ranks) == []

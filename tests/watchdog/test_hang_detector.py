@@ -93,8 +93,8 @@ class Simulation:
         while self.now_s < end_s:
             self.now_s += look_s
             words = {each.rank: each.progress for each in self.ranks}
-            silent_s = self.silence.look(words, self.now_s, paused)
-            if (hang := find_hang(words, silent_s, LIMIT_S)) is not None:
+            looked = self.silence.look(words, self.now_s, paused)
+            if (hang := find_hang(looked, LIMIT_S)) is not None:
                 return hang
         return None
 

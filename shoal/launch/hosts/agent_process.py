@@ -291,7 +291,7 @@ def sent_look(ranks: Ranks) -> list[tuple[int, float, str]]:
     # word just now has none in its page: `pack_into` begins with zeros.
     pages = {rank.number: ranks.progress.page(rank.number) for rank in ranks.alive}
     return [
-        (rank, silent_s, base64.b64encode(zlib.compress(pages[rank], 1)).decode())
-        for rank, silent_s in ranks.look().silent_s.items()
+        (rank, each.silent_s, base64.b64encode(zlib.compress(pages[rank], 1)).decode())
+        for rank, each in ranks.look().items()
         if decode_page(pages[rank]) is not None
     ]

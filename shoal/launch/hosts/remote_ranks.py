@@ -19,7 +19,7 @@ from shoal.launch.hosts.agent_protocol import Message, clock_s
 from shoal.launch.hosts.driver_session import DriverEvent, HostLost
 from shoal.launch.hosts.host_connections import HostConnections
 from shoal.launch.output import print_note
-from shoal.launch.rank_set import Look, RankEvent, RankExited, RankSet
+from shoal.launch.rank_set import RankEvent, RankExited, RankSet
 from shoal.watchdog.progress_word import RankProgress, decode_page
 from shoal.watchdog.progress_writer import now_ns
 
@@ -99,7 +99,9 @@ class RemoteRanks(RankSet[RemoteRank]):
             for share in placement
             for index in range(share.count)
         ]
-        self._looks: dict[int, Look] = {}  # of each host, since all were given to the watchdog
+        self._looks: dict[
+            int, dict[int, RankProgress]
+        ] = {}  # of each host, since all were given to the watchdog
 
     def watch(self, timeout_s: float | None, sources: Sequence[Any] = ()) -> list[RankEvent]:
         timeout_s = inf if timeout_s is None else timeout_s
@@ -120,7 +122,7 @@ class RemoteRanks(RankSet[RemoteRank]):
     def located(self, failure: Failure) -> Failure:
         return failure if failure.host else replace(failure, host=self.host(failure.rank))
 
-    def look(self) -> Look:
+    def look(self) -> dict[int, RankProgress]:
         """Return the progress of the ranks that live, once all hosts have told it, and else none.
 
         So a rank that cannot be seen is never called late, nor is one that waits for it: the lease
@@ -128,12 +130,9 @@ class RemoteRanks(RankSet[RemoteRank]):
         """
         hosts = {rank.host for rank in self.alive}
         if not hosts <= self._looks.keys():
-            return Look({}, {})
+            return {}
         looks, self._looks = [self._looks[host] for host in hosts], {}
-        return Look(
-            {rank: each for look in looks for rank, each in look.progress.items()},
-            {rank: silent_s for look in looks for rank, silent_s in look.silent_s.items()},
-        )
+        return {rank: each for look in looks for rank, each in look.items()}
 
     def host(self, rank: int) -> str:
         return self.connections.name(self.all[rank].host)
@@ -221,14 +220,12 @@ def _rank_event(message: Message) -> RankExited | Failure:
     return Failure(**{name: message[name] for name in fields}, time_s=time_s)
 
 
-def received_look(sent: Sequence[tuple[int, float, str]]) -> Look:
+def received_look(sent: Sequence[tuple[int, float, str]]) -> dict[int, RankProgress]:
     """Return the look of an agent, with times of this process."""
     progress: dict[int, RankProgress] = {}
-    silent_s: dict[int, float] = {}
-    for rank, silence_s, text in sent:
+    for rank, silent_s, text in sent:
         each = decode_page(zlib.decompress(base64.b64decode(text)))
         assert each is not None, "an agent leaves out pages without a word"
-        silent_s[rank] = silence_s
-        word = each.word._replace(since_ns=now_ns() - int(silence_s * 1e9))
-        progress[rank] = replace(each, word=word)
-    return Look(progress, silent_s)
+        word = each.word._replace(since_ns=now_ns() - int(silent_s * 1e9))
+        progress[rank] = replace(each, word=word, silent_s=silent_s)
+    return progress
