@@ -3,7 +3,7 @@
     rank ── spawner process ─┬─ helper
      │             ^         └─ helper
      └─────────────┘
-      a socket: requests, events
+      a pipe: requests, events
 
 The rank forks the spawner process before it has threads, connections or a GPU, so helpers inherit
 none of them. When the rank dies, its connections close at once, for no helper has a copy. And no
@@ -16,26 +16,25 @@ A helper starts in milliseconds, because torch is imported already.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import pickle
 import queue
-import select
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any, NoReturn
 
 from shoal.errors import LaunchError
 from shoal.launch.failure import end_of_process, own_reporter
 
-EVENT_FORMAT = struct.Struct("<cii")  # kind, pid, exit code
-LENGTH = struct.Struct("<Q")  # bytes of the pickled target, which follow
-STARTED = b"s"
-ENDED = b"e"
+END = b""  # in the place of a pickled target
 
 
 class HelperSpawner:
@@ -54,11 +53,11 @@ class HelperSpawner:
         # Output that is still buffered would be written by both processes.
         sys.stdout.flush()
         sys.stderr.flush()
-        self._socket, child_socket = socket.socketpair()
+        self._connection, connection = multiprocessing.Pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            _run_spawner(child_socket)
-        child_socket.close()
+            _run_spawner(connection)
+        connection.close()
         self.alive: set[int] = set()
         self.codes: dict[int, int] = {}
         self.changed = threading.Condition()
@@ -78,8 +77,8 @@ class HelperSpawner:
         payload = pickle.dumps((target, arguments))  # to a process of our own, so pickle is safe
         with self._lock:
             try:
-                socket.send_fds(self._socket, [LENGTH.pack(len(payload))], [listener.fileno()])
-                self._socket.sendall(payload)
+                self._connection.send_bytes(payload)
+                send_handle(self._connection, listener.fileno(), self._pid)
             except OSError as error:
                 raise LaunchError(
                     f"the process that helpers are forked from has ended: {error}"
@@ -92,17 +91,16 @@ class HelperSpawner:
     def close(self) -> None:
         """End all helpers."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        with contextlib.suppress(OSError), self._lock:
+            self._connection.send_bytes(END)
 
     def _run(self) -> None:
         """Receive events until the spawner process ends."""
-        with contextlib.suppress(OSError):
-            while event := self._socket.recv(EVENT_FORMAT.size, socket.MSG_WAITALL):
-                kind, pid, code = EVENT_FORMAT.unpack(event)
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                pid, code = self._connection.recv()
                 with self.changed:
-                    if kind == STARTED:
+                    if code is None:
                         self.alive.add(pid)
                         self._started.put(pid)
                     else:
@@ -113,6 +111,7 @@ class HelperSpawner:
         end = "has ended"
         with contextlib.suppress(ChildProcessError):
             end = end_of_process(os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
+        self._connection.close()
         if not self._is_closed:
             own_reporter().lost(
                 "lost the process from which its helpers, such as parameter servers, are forked "
@@ -120,28 +119,24 @@ class HelperSpawner:
             )
 
 
-def _run_spawner(control: socket.socket) -> NoReturn:
+def _run_spawner(requests: Connection) -> NoReturn:
     """Run the spawner process: fork helpers and report their ends, until the rank has ended."""
     code = 1
     try:
-        _close_other_fds(control.fileno())
+        _close_other_fds(requests.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # the rank decides
-        # SIGCHLD writes to a pipe, so that one select waits for requests and for ends.
-        wakeup, alarm = os.pipe()
-        os.set_blocking(alarm, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(alarm)
-        children: set[int] = set()
-        while True:
-            ready, _, _ = select.select([control.fileno(), wakeup], [], [])
-            if wakeup in ready:
-                os.read(wakeup, 4096)
-                _reap(children, control)
-            if control.fileno() in ready and not _fork(control, children):
-                break
-        for child in children:
-            os.kill(child, signal.SIGKILL)
+        helpers: dict[Any, BaseProcess] = {}  # by what can be read once they have ended
+        is_asked = False
+        while not is_asked or _start_helper(requests, helpers):
+            ready = wait([requests, *helpers])
+            is_asked = requests in ready
+            for ended in helpers.keys() & set(ready):
+                helper = helpers.pop(ended)
+                helper.join()
+                _send(requests, helper.pid, helper.exitcode)
+        for helper in helpers.values():
+            helper.kill()
         code = 0
     except BaseException:  # noqa: BLE001 - it must not go on as a copy of the rank
         traceback.print_exc()
@@ -161,53 +156,32 @@ def _close_other_fds(descriptor: int) -> None:
             os.dup2(null, number, inheritable=False)
 
 
-def _reap(children: set[int], control: socket.socket) -> None:
-    """Remove the children that have ended, and send their exit codes."""
-    for pid in list(children):
-        ended_pid, status = os.waitpid(pid, os.WNOHANG)
-        if ended_pid:
-            children.discard(pid)
-            _send(control, ENDED, pid, os.waitstatus_to_exitcode(status))
-
-
-def _send(control: socket.socket, kind: bytes, pid: int, code: int) -> None:
-    # After the rank has ended nobody receives it; the next read of the socket reports that.
-    with contextlib.suppress(ConnectionError):
-        control.sendall(EVENT_FORMAT.pack(kind, pid, code))
-
-
-def _fork(control: socket.socket, children: set[int]) -> bool:
-    """Read one request and fork its helper. Return False if the rank has ended."""
+def _start_helper(requests: Connection, helpers: dict[Any, BaseProcess]) -> bool:
+    """Read one request and fork its helper. Return False if all helpers are to end."""
     try:
-        head, descriptors, _, _ = socket.recv_fds(control, LENGTH.size, 1)
-        if len(head) < LENGTH.size:
+        payload = requests.recv_bytes()
+        if payload == END:
             return False
-        length = LENGTH.unpack(head)[0]
-        payload = control.recv(length, socket.MSG_WAITALL)
-    except ConnectionError:  # the rank has ended with unread events
+        descriptor = recv_handle(requests)
+    except (EOFError, ConnectionError):  # the rank has ended
         return False
-    if len(payload) < length:
-        return False
-    pid = os.fork()
-    if pid == 0:
-        _run_helper(control, descriptors[0], payload)
-    os.close(descriptors[0])
-    children.add(pid)
-    _send(control, STARTED, pid, 0)
+    fork = multiprocessing.get_context("fork")
+    helper = fork.Process(target=_run_helper, args=(requests, descriptor, payload))
+    helper.start()
+    os.close(descriptor)
+    helpers[helper.sentinel] = helper
+    _send(requests, helper.pid, None)
     return True
 
 
-def _run_helper(control: socket.socket, descriptor: int, payload: bytes) -> NoReturn:
-    """Call the target in a helper process, then end the process."""
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        control.close()
-        target, arguments = pickle.loads(payload)
-        target(socket.socket(fileno=descriptor), *arguments)
-        code = 0
-    except BaseException:  # noqa: BLE001 - whatever it is, it must be seen
-        traceback.print_exc()
-    finally:
-        os._exit(code)
+def _send(requests: Connection, pid: int | None, code: int | None) -> None:
+    # After the rank has ended nobody receives it; the next read of the connection reports that.
+    with contextlib.suppress(ConnectionError):
+        requests.send((pid, code))
+
+
+def _run_helper(requests: Connection, descriptor: int, payload: bytes) -> None:
+    """Call the target in a helper process."""
+    requests.close()
+    target, arguments = pickle.loads(payload)
+    target(socket.socket(fileno=descriptor), *arguments)

@@ -81,7 +81,8 @@ def test_helpers_end_though_nobody_reads_the_event_of_the_first(
     spawner = HelperSpawner()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first, second = (spawner.start(sleep, listener=listener) for _ in range(2))
-    spawner._socket.shutdown(socket.SHUT_RD)
+    with socket.socket(fileno=os.dup(spawner._connection.fileno())) as events:
+        events.shutdown(socket.SHUT_RD)
     os.kill(first, signal.SIGKILL)
     _wait_until_gone(first)
     spawner.close()
