@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,13 @@ def caller(depth: int = 1) -> FrameType:
     return sys._getframe(depth + 1)
 
 
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame, and each that has called the one before."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def calling_line(frame: FrameType | None, by_distributed: bool = False) -> str:
     """Return `train.py:41`, the innermost line from `frame` on that is not torch's.
 
@@ -34,26 +42,24 @@ def calling_line(frame: FrameType | None, by_distributed: bool = False) -> str:
     Args: by_distributed: the call is one of `torch.distributed`, which the script may have called.
     """
     ours = _SHOAL if by_distributed else (_SHOAL, _SHARDING)
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in _outwards(frame):
+        file = each.f_code.co_filename
         if file.startswith(ours):
-            if frame.f_code.co_name != "__torch_function__":
+            if each.f_code.co_name != "__torch_function__":
                 return ""
         elif not file.startswith((_TORCH, "<")):
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{Path(file).name}:{each.f_lineno}"
     return ""
 
 
 def script_frame(frame: FrameType | None, with_packages: bool = True) -> FrameType | None:
     """Return the innermost frame, from `frame` on, of the script; None without."""
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in _outwards(frame):
+        file = each.f_code.co_filename
         is_counted = with_packages or "-packages/" not in file
         if is_counted and not file.startswith((_SHOAL, _TORCH, _PYTHON, "<")):
-            break
-        frame = frame.f_back
-    return frame
+            return each
+    return None
 
 
 def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
@@ -64,24 +70,19 @@ def script_line(frame: FrameType | None, with_packages: bool = True) -> str:
 
 def is_called_by_script(frame: FrameType | None) -> bool:
     """Return True if a function of Python's library, or of NumPy, was called by the script."""
-    while frame is not None:
-        file = frame.f_code.co_filename
+    for each in _outwards(frame):
+        file = each.f_code.co_filename
         if "-packages/numpy/" not in file:
             if "-packages/" in file or file.startswith(_SHOAL):
                 return False
             if not file.startswith((_PYTHON, "<")):
                 return True
-        frame = frame.f_back
     return False
 
 
 def is_called_from(files: str | tuple[str, ...], frame: FrameType | None) -> bool:
     """Return True if a frame, from `frame` on, is of a file whose path begins with one of these."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(files):
-            return True
-        frame = frame.f_back
-    return False
+    return any(each.f_code.co_filename.startswith(files) for each in _outwards(frame))
 
 
 def call_site() -> str:
@@ -94,26 +95,20 @@ def call_site() -> str:
 
 def is_called_by_shoal() -> bool:
     """Return whether the innermost caller outside of torch and of the guards is Shoal itself."""
-    frame: FrameType | None = caller()
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, _GUARDS, _PYTHON, "<")):
-            return file.startswith(_SHOAL)
-        frame = frame.f_back
-    return True
+    files = (each.f_code.co_filename for each in _outwards(caller()))
+    others = (file for file in files if not file.startswith((_TORCH, _GUARDS, _PYTHON, "<")))
+    return next(others, _SHOAL).startswith(_SHOAL)
 
 
-def is_called_outside(depth: int, optimizer: Any = None) -> bool:
-    """Return whether the caller `depth` frames above this function's is neither torch nor Shoal.
+def is_called_outside(optimizer: Any = None) -> bool:
+    """Return whether the caller of this function's caller is neither torch nor Shoal.
 
     Args: optimizer: whose own `step` may call, too.
     """
-    frame: FrameType | None = caller(depth + 1)
-    assert frame is not None
+    frame = caller(2)
     if frame.f_code.co_filename.startswith((_TORCH, _SHOAL, "<")):
         return False
-    while frame is not None and optimizer is not None:
-        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
-            return False
-        frame = frame.f_back
-    return True
+    return optimizer is None or not any(
+        each.f_code.co_name == "step" and each.f_locals.get("self") is optimizer
+        for each in _outwards(frame)
+    )

@@ -116,7 +116,7 @@ def _answer(
     absent: Any = next(filter(is_absent, tree_leaves((args, options))))
     absence: Absence = absent.absence
     # torch's functions on the meta device must see that device.
-    if func == _DEVICE and is_called_outside(1):
+    if func == _DEVICE and is_called_outside():
         return absence.device
     # It tells nothing of values, or is a call of Shoal's own.
     needs_none = func in (_ALLOWED if absence.is_in_stage else _READ)

@@ -47,7 +47,7 @@ class GuardedState(defaultdict[Any, Any]):
 
     def clear(self) -> None:
         """Forget all state."""
-        if not self.can_clear and is_called_outside(1, self.optimizer()):
+        if not self.can_clear and is_called_outside(self.optimizer()):
             self.refuse("optimizer.state.clear()")
         super().clear()
 
@@ -63,7 +63,7 @@ def _guarded_method(name: str) -> Callable[..., Any]:
     words = f"optimizer.state{'' if name.startswith('__') else f'.{name}()'}"
 
     def method(self: GuardedState, *args: Any, **kwargs: Any) -> Any:
-        if is_called_outside(1, self.optimizer()):
+        if is_called_outside(self.optimizer()):
             self.refuse(words)
         result = inherited(self, *args, **kwargs)
         return bool(result) if name == "__bool__" else result
